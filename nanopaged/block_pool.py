@@ -1,0 +1,78 @@
+"""The blocks that can be had, and those worth remembering.
+
+A block goes through these states:
+
+    free ──▶ open ──▶ closed ──▶ cached ──▶ closed again (a hit)
+     ▲      one owner  full,      no owner,     │
+     │      writes it  shareable  contents kept └─▶ or evicted, oldest first
+     └───────────────────────────────────────────────────────┘
+
+Every operation here takes constant time, however large the pool.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A physical block. `hash`, `parent` and `token_ids` are set while the prefix index names it."""
+
+    block_id: int
+    ref_count: int = 0
+    hash: int | None = None
+    parent: Block | None = None  # the block before it in the prefix; None for a first block
+    token_ids: list[int] | None = None
+
+
+class BlockPool:
+    """The blocks that can be had: those without contents, and those with contents nobody owns.
+
+    `cached` is kept in the order in which blocks lost their last owner, so its first is the least
+    recently used. A cached block counts as free: it can be had at once, at the price of its contents.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.empty = self.blocks[::-1]  # a stack: block 0 is handed out first
+        self.cached: OrderedDict[int, Block] = OrderedDict()
+        self.index: dict[int, Block] = {}  # hash → the one block published under it
+
+    @property
+    def num_free(self) -> int:
+        return len(self.empty) + len(self.cached)
+
+    def take(self) -> Block:
+        """An owner's first reference to a block without contents, evicting the oldest if need be."""
+        if self.empty:
+            block = self.empty.pop()
+        else:
+            _, block = self.cached.popitem(last=False)
+            self.unpublish(block)
+        block.ref_count = 1
+        return block
+
+    def share(self, block: Block) -> None:
+        """One more owner; a cached block is in use again."""
+        if block.ref_count == 0:
+            del self.cached[block.block_id]
+        block.ref_count += 1
+
+    def release(self, block: Block) -> None:
+        """One owner less. The last one leaves a published block in the cache, any other empty."""
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            if block.hash is None:
+                self.empty.append(block)
+            else:
+                self.cached[block.block_id] = block
+
+    def publish(self, block: Block, key: int, parent: Block | None, token_ids: list[int]) -> None:
+        block.hash, block.parent, block.token_ids = key, parent, token_ids
+        self.index[key] = block
+
+    def unpublish(self, block: Block) -> None:
+        del self.index[block.hash]
+        block.hash = block.parent = block.token_ids = None

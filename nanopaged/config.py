@@ -1,0 +1,216 @@
+"""Everything a user can set, and the one place where it is checked.
+
+`EngineConfig` holds what is fixed for the life of an engine, `SamplingParams` what may differ from
+request to request. Both validate themselves when made, so the rest of the engine never asks again.
+
+This module knows no tensors: `dtype` and `device` are names here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from numbers import Integral, Real
+from pathlib import Path
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "torch", "reference")
+LOAD_FORMATS = ("auto", "dummy")
+
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _check_int(name: str, value: object, minimum: int, hint: str = "") -> None:
+    """Raise unless `value` is a whole number (numpy's count, bools do not) of at least `minimum`."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
+    _require(value >= minimum, f"{name} is {value}, but must be at least {minimum}{hint}")
+
+
+def _check_number(name: str, value: object, low: float, high: float, why: str = "") -> None:
+    """Raise unless `low <= value <= high`; NaN fails both comparisons and is refused too."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+    _require(low <= value <= high, f"{name} is {value}, but must lie in [{low}, {high}]{why}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    _require(value in choices, f"{name} is {value!r}, but must be one of {', '.join(choices)}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine is built from.
+
+    Fields:
+        model: a folder with config.json, safetensors and a tokenizer, or a Hugging Face hub id.
+            None is the tiny model in the box.
+        dtype: of weights, activations and K/V. "auto" takes the checkpoint's own.
+        device: "auto" (CUDA where there is one), or any name torch knows: "cpu", "cuda", "cuda:1".
+        block_size: token slots in a block. Any size from 1; 16 is the paper's default (§7.2).
+        num_blocks: blocks in the K/V pool. None measures the memory and takes what
+            `memory_utilization` allows, but never more than every sequence could use.
+        memory_utilization: share of the device's memory that weights, activations and K/V may take
+            together on a GPU; on a CPU, the share of the memory now free that the K/V pool may take.
+            None is 0.9 on a GPU and 0.5 on a CPU, where other programs want to live too.
+        max_num_seqs: sequences running at once.
+        max_num_batched_tokens: tokens computed in one step (the step's budget). None is 2048, or
+            `max_model_len` if that is more and prompts may not be cut into chunks.
+        max_model_len: tokens of prompt and output together. None takes the model's own limit.
+        enable_prefix_caching: find full blocks of earlier prompts and outputs again by their hash.
+        enable_chunked_prefill: a prompt may be computed in pieces over several steps, so that a long
+            one does not hold up the sequences that are already decoding.
+        attention_backend: "torch" runs everywhere; "reference" is the slow, obvious loop over blocks
+            that the documentation explains; "auto" picks the fastest that runs here.
+        load_format: "auto" reads the weights; "dummy" draws random ones (config.json is enough).
+        seed: seeds the requests that bring no seed of their own, and the dummy weights.
+
+    Raises:
+        TypeError: an unknown name, or a value of the wrong type.
+        ValueError: a value out of its range; the message says which and what would do.
+    """
+
+    model: str | Path | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_utilization: float | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    attention_backend: str = "auto"
+    load_format: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.model is not None and not isinstance(self.model, str | Path):
+            raise TypeError(f"model must be a folder, a hub id or None, got {self.model!r}")
+        if not isinstance(self.device, str):
+            raise TypeError(f"device must be a name such as 'cpu' or 'cuda:0', got {self.device!r}")
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        _check_int("block_size", self.block_size, 1)
+        _check_int("max_num_seqs", self.max_num_seqs, 1)
+        _check_int("seed", self.seed, 0)
+        for name in ("num_blocks", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1, " (None chooses it for you)")
+        if self.memory_utilization is not None:
+            _check_number("memory_utilization", self.memory_utilization, 0.01, 1.0)
+        _check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        _check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
+
+    def step_budget(self, max_model_len: int) -> int:
+        """Tokens that one step may compute, for a model of `max_model_len`.
+
+        Raises:
+            ValueError: prompts may not be cut into chunks, and the longest does not fit in one step.
+        """
+        budget = self.max_num_batched_tokens
+        if self.enable_chunked_prefill:
+            return budget or DEFAULT_MAX_NUM_BATCHED_TOKENS
+        budget = budget or max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len)
+        _require(
+            budget >= max_model_len,
+            f"max_num_batched_tokens is {budget}, but without chunked prefill a prompt of up to "
+            f"max_model_len = {max_model_len} tokens must fit in one step: raise "
+            "max_num_batched_tokens, lower max_model_len, or set enable_chunked_prefill=True",
+        )
+        return budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen, and when it stops.
+
+    The logits pass through temperature, top-k, top-p and min-p in this order (as in transformers),
+    then a token is drawn. Defaults are vLLM's.
+
+    Fields:
+        n: outputs wanted for the prompt.
+        temperature: 0 is greedy: the most likely token, no randomness.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the most likely tokens that together reach this probability (nucleus sampling).
+        min_p: drop tokens less likely than `min_p` times the most likely one.
+        seed: makes the request repeatable, whatever else runs beside it. None draws one.
+        max_tokens: tokens to generate at most.
+        min_tokens: before so many tokens no end-of-sequence or stop token is drawn and no stop
+            string is looked for.
+        stop: a string, or several; the output ends before the first that appears.
+        stop_token_ids: token ids that end the output, beside the model's own end-of-sequence ids.
+        ignore_eos: do not end at end-of-sequence; `stop` and `stop_token_ids` still end it.
+        logprobs: return the log-probabilities of that many most likely tokens at each generated
+            position, and the chosen one's. They are of the model's own distribution, before
+            temperature and filters. None returns none.
+        prompt_logprobs: the same for the prompt's tokens.
+
+    Raises:
+        TypeError, ValueError: as for `EngineConfig`.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: str | SequenceOf[str] = ()
+    stop_token_ids: SequenceOf[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1)
+        _require(self.n == 1, f"n is {self.n}: only n=1 works so far; send the prompt {self.n} times")
+        _check_number("temperature", self.temperature, 0.0, 1e6, ": 0 is greedy")
+        _check_int("top_k", self.top_k, -1, ": 0 or -1 keeps all tokens")
+        _check_number("top_p", self.top_p, 0.0, 1.0)
+        _require(self.top_p > 0, "top_p is 0, but must be above 0: 1 keeps all tokens")
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0)
+        _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("min_tokens", self.min_tokens, 0)
+        _require(
+            self.min_tokens <= self.max_tokens,
+            f"min_tokens is {self.min_tokens}, but max_tokens is only {self.max_tokens}",
+        )
+        _check_bool("ignore_eos", self.ignore_eos)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0)
+        self._normalise_stops()
+
+    def _normalise_stops(self) -> None:
+        """`stop` and `stop_token_ids` become tuples, so that the params stay hashable."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        for text in stop:
+            if not isinstance(text, str):
+                raise TypeError(f"stop must be a string or a list of strings, got {text!r} in it")
+            _require(text != "", "stop has an empty string in it, which would stop at once")
+        ids = tuple(self.stop_token_ids or ())
+        for token_id in ids:
+            _check_int("stop_token_ids", token_id, 0)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(int(token_id) for token_id in ids))
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0

@@ -1,0 +1,129 @@
+"""A sequence of tokens and how far its K/V has got; a request and the sequences it asked for.
+
+A `Sequence` is one line of text being written: its tokens, the blocks that hold their keys and
+values, and how many of them have been computed. A `Request` is what the user asked for.
+
+Nothing here knows what a block contains, or on which device.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from nanopaged.config import SamplingParams
+
+if TYPE_CHECKING:
+    from nanopaged.detokenizer import Detokenizer
+    from nanopaged.outputs import Logprobs
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One line of tokens, prompt first.
+
+    Everything the engine does with it is catching up: tokens [0, num_computed_tokens) have their
+    K/V in the cache, the rest do not yet. A new prompt, a later chunk of it, a prefix found in the
+    cache, a recompute after preemption and a decode step differ only in how large the gap is:
+
+        token_ids            a b c d e f g h i        num_tokens = 9
+        K/V in the cache     ─────────┘               num_computed_tokens = 4
+        still to compute               └───────       a prompt; a decode step has a gap of 1
+
+    When the gap closes, the logits of the last token say what token 9 is.
+    """
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    index: int = 0  # which of the request's outputs this is
+    detokenizer: Detokenizer | None = None
+
+    num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)  # i-th logical block → physical block
+    block_hashes: list[int] = field(default_factory=list)  # of the full blocks; see `block_hash`
+
+    logprobs: list[Logprobs] = field(default_factory=list)  # one for each generated token, if asked
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None  # "stop" | "length" | "abort"
+    stop_reason: int | str | None = None  # the stop token or string, if that was it
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def append(self, token_id: int, logprob: float, logprobs: Logprobs | None) -> None:
+        """Add a generated token. Its K/V is not computed yet: that is the next step's gap."""
+        self.token_ids.append(token_id)
+        self.cumulative_logprob += logprob
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+
+    def block_hash(self, i: int, block_size: int) -> int:
+        """Hash of the i-th block, which must be full. Computed once, in order.
+
+        It covers the block's tokens and, through its parent's hash, everything before them: K/V
+        depends on the whole prefix, so two blocks may be shared only if their prefixes agree.
+
+            block_size = 2    tokens  a b │ c d │ e       hashes  h0 = H(a b)   h1 = H(h0, c d)
+        """
+        hashes = self.block_hashes
+        for j in range(len(hashes), i + 1):
+            parent = hashes[j - 1].to_bytes(8, "little") if j else b""
+            tokens = array("q", self.token_ids[j * block_size : (j + 1) * block_size])
+            hashes.append(xxhash.xxh3_64_intdigest(parent + tokens.tobytes()))
+        return hashes[i]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What was asked, the sequences that answer it, and what is reported about it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int  # the params' own, or one drawn for it: no request is without
+    sequences: list[Sequence]
+    prompt_logprobs: list[Logprobs | None] | None = None  # filled as the prompt is computed
+
+    arrival_time: float = field(default_factory=time.monotonic)
+    first_token_time: float | None = None
+    finish_time: float | None = None
+    num_cached_tokens: int | None = None  # what the prefix cache gave at the first admission
+    num_preemptions: int = 0
+
+    @property
+    def live(self) -> list[Sequence]:
+        """The sequences that still grow."""
+        return [seq for seq in self.sequences if not seq.finished]
+
+    @property
+    def finished(self) -> bool:
+        return all(seq.finished for seq in self.sequences)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still owed (the first token has none)."""
+        recorded = self.prompt_logprobs
+        return recorded is not None and len(recorded) < len(self.prompt_token_ids)
+
+    def finish(self, seq: Sequence, finish_reason: str, stop_reason: int | str | None) -> None:
+        seq.finish_reason, seq.stop_reason = finish_reason, stop_reason
+        if self.finished:
+            self.finish_time = time.monotonic()
