@@ -1,0 +1,54 @@
+"""Text from tokens, as they come.
+
+A token is not a piece of text: a character outside ASCII may be spread over several tokens, and a
+stop string may begin in one token and end in another. So tokens go in one at a time, and text comes
+out when it is whole.
+"""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class Detokenizer:
+    """The text of one sequence's output, special tokens left out."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.text = ""  # whole characters only; ends before the stop string once one was found
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def push(self, token_id: int, look_for_stop: bool = True) -> str | None:
+        """Add a token. Return the stop string that its text completed, if any."""
+        piece = self._stream.step(self.tokenizer, token_id)
+        if not piece:
+            return None  # nothing to show, or not yet a whole character
+        old_length = len(self.text)
+        self.text += piece
+        return self._cut_at_stop(old_length) if look_for_stop else None
+
+    def _cut_at_stop(self, old_length: int) -> str | None:
+        """Cut the text before the stop string that begins first, among those the new piece completed.
+
+        stop = "END", old text "...E", piece "ND.": the search begins len("END") - 1 = 2 characters
+        before the piece, where a stop string that was not complete before can begin at the earliest.
+        """
+        begins = {s: self.text.find(s, max(0, old_length - len(s) + 1)) for s in self.stop}
+        found = {s: at for s, at in begins.items() if at >= 0}
+        if not found:
+            return None
+        first = min(found, key=found.__getitem__)
+        self.text = self.text[: found[first]]
+        return first
+
+    def visible(self, finished: bool) -> str:
+        """What may be shown now: an unfinished text keeps back what might become a stop string."""
+        if finished:
+            return self.text
+        longest = max((len(s) for s in self.stop), default=1) - 1
+        for length in range(min(longest, len(self.text)), 0, -1):
+            if any(s.startswith(self.text[-length:]) for s in self.stop):
+                return self.text[:-length]
+        return self.text

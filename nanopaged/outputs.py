@@ -1,0 +1,124 @@
+"""What a user gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanopaged.sequence import Request, Sequence
+
+
+class Logprob(float):
+    """A token's natural-log probability. It is a float that also knows the token's rank (1 = top)."""
+
+    __slots__ = ("rank",)
+
+    def __new__(cls, logprob: float, rank: int) -> Logprob:
+        self = super().__new__(cls, logprob)
+        self.rank = rank
+        return self
+
+    def __getnewargs__(self) -> tuple[float, int]:
+        return float(self), self.rank
+
+    @property
+    def logprob(self) -> float:
+        """The same number, under the name that vLLM's users know."""
+        return float(self)
+
+
+Logprobs = dict[int, Logprob]
+"""For one position: token id → log-probability, of the most likely tokens and of the actual one."""
+
+
+@dataclass
+class CompletionOutput:
+    """One of the outputs of a request.
+
+    Fields:
+        index: which of the request's outputs.
+        text: the decoded tokens, special ones left out, cut before a stop string. Never ends in half
+            a character.
+        token_ids: everything generated, the token that stopped it included.
+        cumulative_logprob: sum of the generated tokens' log-probabilities (before temperature).
+        logprobs: one dict for each generated token, if asked for.
+        finish_reason: "stop", "length" (max_tokens or max_model_len), "abort", or None while it grows.
+        stop_reason: the stop string or stop token id that ended it; None for end-of-sequence.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float
+    logprobs: list[Logprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @classmethod
+    def of(cls, seq: Sequence, wants_logprobs: bool) -> CompletionOutput:
+        return cls(
+            index=seq.index,
+            text=seq.detokenizer.visible(seq.finished) if seq.detokenizer is not None else "",
+            token_ids=seq.output_token_ids,
+            cumulative_logprob=seq.cumulative_logprob,
+            logprobs=list(seq.logprobs) if wants_logprobs else None,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+        )
+
+
+@dataclass
+class RequestMetrics:
+    """What happened to a request. Times are `time.monotonic()` seconds; None = not yet.
+
+    Fields:
+        num_cached_tokens: prompt tokens that the prefix cache gave when the request was first
+            admitted (what a preempted request finds of itself later is not counted).
+        num_preemptions: how often it had to give its blocks back and resume.
+    """
+
+    arrival_time: float
+    first_token_time: float | None
+    finish_time: float | None
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+@dataclass
+class RequestOutput:
+    """The state of a request after a step; the last one has `finished=True`.
+
+    Fields:
+        prompt: the text, if the prompt came as text.
+        prompt_logprobs: one dict for each prompt token, None for the first, if asked for.
+        outputs: one `CompletionOutput` for each sequence, in order of index.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[Logprobs | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+
+    @classmethod
+    def of(cls, request: Request) -> RequestOutput:
+        wants_logprobs = request.params.logprobs is not None
+        recorded = request.prompt_logprobs
+        return cls(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=None if recorded is None else list(recorded),
+            outputs=[CompletionOutput.of(seq, wants_logprobs) for seq in request.sequences],
+            finished=request.finished,
+            metrics=RequestMetrics(
+                arrival_time=request.arrival_time,
+                first_token_time=request.first_token_time,
+                finish_time=request.finish_time,
+                num_cached_tokens=request.num_cached_tokens or 0,
+                num_preemptions=request.num_preemptions,
+            ),
+        )

@@ -1,0 +1,251 @@
+"""Who runs in the next step, and how many tokens of each.
+
+One rule covers prefill, chunked prefill, prefix hits, recompute and decode: a sequence is given
+`min(num_tokens - num_computed_tokens, what is left of the step's budget)` tokens to catch up. Requests
+are served first come, first served; when the blocks run out, the latest to arrive gives its own
+back (PagedAttention, §4.5).
+
+The scheduler moves requests between queues and asks the block manager for room. It has never seen a
+tensor: what a `ScheduledBatch` says is carried out by the model runner.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from nanopaged.block_manager import BlockManager, OutOfBlocks
+from nanopaged.outputs import Logprobs
+from nanopaged.sequence import Request, Sequence
+from nanopaged.stopping import StopRules
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """A sequence's share of a step: tokens [num_computed_tokens, num_computed_tokens + num_new_tokens)."""
+
+    request: Request
+    seq: Sequence
+    num_new_tokens: int
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether its last known token is in this step, so that the logits tell the next one."""
+        return self.seq.num_computed_tokens + self.num_new_tokens == self.seq.num_tokens
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """One step's work. Those with a single new token stand first: `entries[:num_decodes]`."""
+
+    entries: list[Scheduled]
+    num_decodes: int
+    admitted: list[Request]  # those that left the waiting queue for this step
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the runner found out for one entry of the batch.
+
+    Fields:
+        token_id: the next token, if the entry catches up; else None, and the rest is empty too.
+        logprob: its log-probability.
+        logprobs: of the most likely tokens at its position, if asked for.
+        prompt_logprobs: of the prompt tokens whose turn it was, if asked for.
+    """
+
+    token_id: int | None = None
+    logprob: float = 0.0
+    logprobs: Logprobs | None = None
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+
+
+class Scheduler:
+    """FCFS queues over one block manager.
+
+    Invariant: everything in `running` arrived before everything in `waiting`, and both are in order of
+    arrival. Admission takes the head of `waiting`, preemption the tail of `running`.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        stop_rules: StopRules,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_chunked_prefill: bool = True,
+    ) -> None:
+        self.block_manager = block_manager
+        self.stop_rules = stop_rules
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self.running: list[Request] = []
+
+        self.num_preemptions = 0
+        self.prefix_cache_queries = 0  # tokens of admitted prompts …
+        self.prefix_cache_hits = 0  # … and those of them found in the cache
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+
+    def add(self, request: Request) -> None:
+        self.waiting[request.request_id] = request
+
+    def abort(self, request: Request) -> None:
+        """Drop a request wherever it is; its blocks return at once."""
+        if self.waiting.pop(request.request_id, None) is None:
+            self.running.remove(request)
+        for seq in request.live:
+            self.block_manager.free(seq)
+            request.finish(seq, "abort", None)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that may hold blocks."""
+        return [seq for request in self.running for seq in request.live]
+
+    # ── before the forward pass ───────────────────────────────────────────────────────────────────
+
+    def schedule(self) -> ScheduledBatch:
+        """Choose the next step's work: those already running first, then new ones while there is room."""
+        decodes: list[Scheduled] = []
+        chunks: list[Scheduled] = []
+        admitted: list[Request] = []
+        budget = self.max_num_batched_tokens
+
+        def give_tokens(request: Request) -> None:
+            nonlocal budget
+            for seq in request.live:
+                num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
+                if num_new_tokens == 0:
+                    break
+                budget -= num_new_tokens
+                if num_new_tokens == 1:
+                    decodes.append(Scheduled(request, seq, 1))
+                else:
+                    chunks.append(Scheduled(request, seq, num_new_tokens))
+                    self.block_manager.promise(seq, seq.num_computed_tokens + num_new_tokens)
+
+        num_running = len(self.running)
+        i = 0
+        while i < len(self.running) and budget > 0:
+            if self._make_room(self.running[i]):
+                give_tokens(self.running[i])
+                i += 1
+
+        someone_was_preempted = len(self.running) < num_running
+        while self.waiting and budget > 0 and not someone_was_preempted:
+            request = next(iter(self.waiting.values()))
+            if not self._admit(request, budget):
+                break  # first come, first served: nobody overtakes the head of the queue
+            admitted.append(request)
+            give_tokens(request)
+
+        assert decodes or chunks or not self.has_unfinished, "there is work, but none was scheduled"
+        return ScheduledBatch(decodes + chunks, len(decodes), admitted)
+
+    def _make_room(self, request: Request) -> bool:
+        """Get the slots for the new tokens of a running request, preempting the latest as long as need be.
+
+        False if the latest was `request` itself: then it no longer runs.
+        """
+        while True:
+            try:
+                for seq in request.live:
+                    self.block_manager.append_slots(seq)
+                return True
+            except OutOfBlocks:
+                victim = self.running.pop()
+                self._preempt(victim)
+                if victim is request:
+                    return False
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's blocks away and put it back at the head of the queue.
+
+        Nothing that was generated is lost: the tokens stay, their K/V is computed again when the
+        request comes back, and whatever of it the prefix cache still has need not be.
+        """
+        for seq in request.live:
+            self.block_manager.free(seq)
+        self._wait_first(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _wait_first(self, request: Request) -> None:
+        self.waiting[request.request_id] = request
+        self.waiting.move_to_end(request.request_id, last=False)
+
+    def _admit(self, request: Request, budget: int) -> bool:
+        """Move the head of the waiting queue to the running ones if it may run and its blocks can be had."""
+        if len(self.running) + 1 > self.max_num_seqs:
+            return False
+        (seq,) = request.live
+        # A prompt token found in the cache has no logits, so it cannot be given a log-probability.
+        prefix = [] if request.wants_prompt_logprobs else self.block_manager.find_prefix(seq)
+        num_new_tokens = seq.num_tokens - len(prefix) * self.block_manager.block_size
+        if num_new_tokens > budget and not self.enable_chunked_prefill:
+            return False
+        try:
+            self.block_manager.allocate(seq, prefix)
+        except OutOfBlocks:
+            return False
+        del self.waiting[request.request_id]
+        self.running.append(request)
+        return True
+
+    # ── after it ──────────────────────────────────────────────────────────────────────────────────
+
+    def update(self, batch: ScheduledBatch, results: list[StepResult]) -> list[Request]:
+        """Book what the step computed; return the requests that have something new to show."""
+        self.block_manager.keep_promises()
+        self._count_admissions(batch.admitted)
+        progressed: dict[str, Request] = {}
+        for entry, result in zip(batch.entries, results, strict=True):
+            request, seq = entry.request, entry.seq
+            self.block_manager.mark_computed(seq, seq.num_computed_tokens + entry.num_new_tokens)
+            if result.prompt_logprobs:
+                request.prompt_logprobs.extend(result.prompt_logprobs)
+            if result.token_id is not None:
+                self._append(request, seq, result)
+                progressed[request.request_id] = request
+        if any(request.finished for request in progressed.values()):
+            self.running = [request for request in self.running if not request.finished]
+        return list(progressed.values())
+
+    def _append(self, request: Request, seq: Sequence, result: StepResult) -> None:
+        if request.first_token_time is None:
+            request.first_token_time = time.monotonic()
+        seq.append(result.token_id, result.logprob, result.logprobs)
+        self.num_generated_tokens += 1
+        stop = self.stop_rules.check(seq, request.params)
+        if stop is not None:
+            request.finish(seq, *stop)
+            self.block_manager.free(seq)
+
+    def _count_admissions(self, admitted: list[Request]) -> None:
+        for request in admitted:
+            if request.num_cached_tokens is None:  # not when it only comes back from a preemption
+                request.num_cached_tokens = request.live[0].num_computed_tokens
+                self.prefix_cache_queries += len(request.prompt_token_ids)
+                self.prefix_cache_hits += request.num_cached_tokens
+                self.num_prompt_tokens += len(request.prompt_token_ids)
+
+    def roll_back(self, batch: ScheduledBatch) -> None:
+        """The step failed. Leave everything as if it had not been tried.
+
+        Whoever was running before has made no progress and tries again. Whoever was admitted for this
+        step may share blocks that were never filled, so it goes back to wait without blocks.
+        """
+        self.block_manager.break_promises()
+        for request in reversed(batch.admitted):
+            self.running.remove(request)
+            for seq in request.live:
+                self.block_manager.free(seq)
+            self._wait_first(request)
