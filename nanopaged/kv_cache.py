@@ -1,0 +1,91 @@
+"""The memory behind the blocks: one tensor, its layout, and how many blocks fit.
+
+    data  [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]
+
+It is block-major: all layers of a block lie in one run of memory, so that moving a block is one copy.
+A layer sees a strided view of it. Inside a block the slots of one head lie together, which gives
+attention long runs to read.
+
+Only this file knows the layout. It knows nothing of sequences: which block belongs to whom is the
+block manager's business.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What one token's keys and values look like."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block, K and V over all layers.
+
+        Llama-3-8B (32 layers, 8 KV heads of 128, bfloat16): 2·32·8·128·2 B = 128 KiB a token, so a
+        block of 16 is 2 MiB.
+        """
+        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return per_token * block_size
+
+
+class KVCache:
+    """K/V slots of `num_blocks` blocks. A slot has a number: block · block_size + offset in it."""
+
+    def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+        self.shape = shape
+        self.block_size = block_size
+        # Not initialised: what was never stored is never read, or is masked where it is.
+        self.data = torch.empty(
+            (num_blocks, shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim),
+            dtype=shape.dtype,
+            device=device,
+        )
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of one layer's K and V, each [num_blocks, num_kv_heads, block_size, head_dim]."""
+        return self.data[:, layer, 0], self.data[:, layer, 1]
+
+
+def blocks_that_fit(free_bytes: int, block_bytes: int, max_useful: int, needed: int) -> int:
+    """Blocks for a pool in `free_bytes` of memory: as many as fit, and no more than could be used.
+
+    Args:
+        max_useful: what `max_num_seqs` sequences of `max_model_len` tokens could fill.
+        needed: what a single sequence of `max_model_len` tokens fills.
+
+    Raises:
+        ValueError: not even `needed` blocks fit.
+    """
+    fit = free_bytes // block_bytes
+    if fit < needed:
+        raise ValueError(
+            f"one sequence of max_model_len tokens needs {needed} blocks of {block_bytes:,} bytes of "
+            f"K/V, but only {fit} fit in the {free_bytes:,} bytes left for them: lower max_model_len, "
+            "raise memory_utilization, or set num_blocks yourself"
+        )
+    return min(fit, max_useful)
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes of memory that are free now: of the GPU, or of this computer."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as meminfo:  # Linux: counts what caches would give back
+            fields = dict(line.split(":", 1) for line in meminfo)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except OSError:
+        pass
+    try:  # macOS: the total is all that can be asked for
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30  # Windows

@@ -1,0 +1,80 @@
+"""Paged attention, slow and obvious: for each sequence, for each query, for each block.
+
+Nothing is faster to read or slower to run. The other backends are tested against it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from nanopaged.attention import Attend, PagedBatch, slots_of, store_kv
+from nanopaged.kv_cache import KVCache
+
+
+def reference_paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: list[int], context_len: int, scale: float
+) -> Tensor:
+    """One query reads its sequence block by block, keeping a running softmax.
+
+        o = Σ_b w_b · softmax(S_b) V_b     with w_b = exp(LSE_b - LSE), S_b = scale · q K_bᵀ
+
+    A softmax over all keys needs their maximum and their sum, which are not known until the last block
+    has been read. So both are kept for the blocks so far, and when a block raises the maximum from m
+    to m', what was summed is scaled by exp(m - m') (Milakov and Gimelshein, arXiv 1805.02867).
+
+    Args:
+        q: [num_heads, head_dim] of one token.
+        k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim].
+        context_len: keys that the query may see: those up to its own.
+
+    Returns:
+        [num_heads, head_dim]
+    """
+    num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    queries = q.float().view(num_kv_heads, -1, head_dim)  # the heads that share a KV head lie together
+    m = torch.full((*queries.shape[:2], 1), -math.inf, device=q.device)  # maximum of the scores so far
+    l = torch.zeros_like(m)  # sum of exp(score - m)
+    acc = torch.zeros_like(queries)  # sum of exp(score - m) · value
+    for i, block_id in enumerate(block_table):
+        here = min(block_size, context_len - i * block_size)  # the last block may be half full
+        if here <= 0:
+            break
+        keys = k_cache[block_id, :, :here].float()  # [num_kv_heads, here, head_dim]
+        values = v_cache[block_id, :, :here].float()
+        scores = scale * queries @ keys.transpose(1, 2)  # [num_kv_heads, group, here]
+        m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
+        p = torch.exp(scores - m_new)
+        rescale = torch.exp(m - m_new)
+        l = l * rescale + p.sum(-1, keepdim=True)
+        acc = acc * rescale + p @ values
+        m = m_new
+    return (acc / l).view(num_heads, head_dim).to(q.dtype)
+
+
+class ReferenceAttention:
+    """The loop above, for every query of the batch."""
+
+    def __init__(self, cache: KVCache, scale: float) -> None:
+        self.cache = cache
+        self.scale = scale
+
+    def plan(self, batch: PagedBatch) -> Attend:
+        blocks, offsets = slots_of(batch, self.cache)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            store_kv(self.cache, layer, k, v, blocks, offsets)
+            out, row = torch.empty_like(q), 0
+            lengths = zip(batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True)
+            for table, (query_len, context_len) in zip(batch.block_tables, lengths, strict=True):
+                for position in range(context_len - query_len, context_len):
+                    out[row] = reference_paged_attention(
+                        q[row], *self.cache.layer(layer), table, position + 1, self.scale
+                    )
+                    row += 1
+            return out
+
+        return attend
