@@ -1,0 +1,101 @@
+"""The pieces a decoder is made of: linear, RMSNorm, rotary embedding.
+
+Weights are made empty, on their device and in their type; `weights.py` fills them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanopaged.model_config import ModelConfig
+
+
+def _empty(*shape: int, like: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b, with W [out_features, in_features]."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, like: Tensor) -> None:
+        super().__init__()
+        self.weight = _empty(out_features, in_features, like=like)
+        self.bias = _empty(out_features, like=like) if bias else None
+        self._packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """On a CPU, lay the weights out once in the order in which oneDNN's kernels read them.
+
+        A plain linear would do that again at every call, or use a slower kernel. The operators are
+        PyTorch's own but private, so where they are missing or refuse, the plain linear stays.
+        """
+        if self.weight.device.type != "cpu":
+            return
+        try:
+            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data)
+            probe = self.weight.new_zeros(1, self.weight.shape[1])
+            torch.ops.mkldnn._linear_pointwise(probe, packed, self.bias, "none", [], "")
+        except (RuntimeError, AttributeError, NotImplementedError):
+            return
+        self._packed = packed
+        self.weight = None  # the packed copy is all that is needed from here on
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._packed is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean(x²) + ε) · w over the last dimension (Zhang and Sennrich, arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float, like: Tensor) -> None:
+        super().__init__()
+        self.weight = _empty(size, like=like)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def rotary_frequencies(config: ModelConfig) -> Tensor:
+    """Angle per position of each pair of dimensions: theta^(-2i / head_dim), i < head_dim / 2.
+
+    Llama 3's scaling slows the pairs whose wavelength is long against the length it was first trained
+    on by `factor`, leaves the short ones, and blends in between, so that far positions stay within the
+    angles the model has seen.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: short wavelength, as it is; 0: slowed
+    return frequencies * (keep + (1 - keep) / scaling.factor)
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding (Su et al., arXiv 2104.09864): turns q and k by their position."""
+
+    def __init__(self, config: ModelConfig, max_positions: int, like: Tensor) -> None:
+        super().__init__()
+        positions = torch.arange(max_positions, dtype=torch.float32)
+        angles = torch.outer(positions, rotary_frequencies(config))  # [max_positions, head_dim / 2]
+        self.cos = angles.cos().to(like)
+        self.sin = angles.sin().to(like)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin at `positions` [num_tokens], each [num_tokens, 1, head_dim / 2]."""
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x_i, x_{i + head_dim/2}) of x [num_tokens, heads, head_dim] by its angle."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

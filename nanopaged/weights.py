@@ -1,0 +1,199 @@
+"""From a folder or a hub id to a model with weights in it, and to its tokenizer.
+
+Checkpoints are in Hugging Face's format: config.json, one or several safetensors files, tokenizer files,
+generation_config.json. Three projections (q, k, v) and two (gate, up) of a checkpoint go into one matrix
+of ours each, so that one multiplication does the work of several.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from nanopaged.model import Model
+from nanopaged.model_config import ModelConfig, read_json
+
+TINY_MODEL = Path(__file__).parent / "tiny"
+
+CONFIG_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def find_model(model: str | Path | None, with_weights: bool = True) -> Path:
+    """The folder of a model: the tiny one for None, a local folder, or a download from the hub.
+
+    Raises:
+        FileNotFoundError: there is no such folder, and no such model on the hub can be reached.
+    """
+    if model is None:
+        return TINY_MODEL
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise FileNotFoundError(f"{folder} is a file: name the folder that holds config.json")
+    try:
+        patterns = CONFIG_FILES + (["*.safetensors"] if with_weights else [])
+        return Path(snapshot_download(str(model), allow_patterns=patterns))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise FileNotFoundError(
+            f"{str(model)!r} is not a folder here, and as a hub id it could not be had: {error}"
+        ) from error
+
+
+def load_model(
+    config: ModelConfig,
+    folder: Path,
+    load_format: str,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+) -> Model:
+    """The model of `folder` on `device`, ready to run.
+
+    Args:
+        load_format: "auto" reads the safetensors; "dummy" draws random weights from `seed`.
+
+    Raises:
+        FileNotFoundError: weights are missing. ValueError: they are broken, or not those of `config`.
+    """
+    model = Model(config, max_positions, dtype, device)
+    if load_format == "dummy":
+        _draw_weights(model, seed)
+    else:
+        _read_weights(model, folder)
+    model.pack()
+    return model.eval()
+
+
+def _draw_weights(model: Model, seed: int) -> None:
+    """Random weights of the size training starts from: for measuring, not for reading what it says."""
+    generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight"):
+            weight.data.fill_(1.0)
+        else:
+            weight.data.normal_(0.0, 0.02, generator=generator)
+
+
+def _read_weights(model: Model, folder: Path) -> None:
+    slots = _weight_slots(model)
+    missing, unexpected = set(slots), []
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    if name in slots:
+                        _copy(name, tensors.get_tensor(name), slots[name])
+                        missing.discard(name)
+                    elif not _is_redundant(name, model.config):
+                        unexpected.append(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is broken or cut short: {error}") from error
+    if missing or unexpected:
+        raise ValueError(
+            f"the weights in {folder} are not those that its config.json describes"
+            + _list("missing", missing)
+            + _list("unexpected", unexpected)
+        )
+
+
+def _weight_slots(model: Model) -> dict[str, Tensor]:
+    """Checkpoint's name → the part of our weights it fills.
+
+    q, k and v of a layer are the rows of its `qkv_proj`, in this order (4 query heads and 2 KV heads of
+    dimension 8: rows 0-31, 32-47, 48-63); gate and up are the halves of its `gate_up_proj`.
+    """
+    config = model.config
+    q, kv, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
+    parts = {
+        "qkv_proj": {
+            "q_proj": q * config.head_dim,
+            "k_proj": kv * config.head_dim,
+            "v_proj": kv * config.head_dim,
+        },
+        "gate_up_proj": {"gate_proj": inner, "up_proj": inner},
+    }
+    slots: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        name = name if name.startswith("lm_head") else f"model.{name}"
+        fused = name.split(".")[-2]
+        if fused in parts:
+            pieces = weight.data.split(list(parts[fused].values()))
+            for part, piece in zip(parts[fused], pieces, strict=True):
+                slots[name.replace(fused, part)] = piece
+        else:
+            slots[name] = weight.data
+    return slots
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = read_json(folder / "model.safetensors.index.json")
+    names = set(index["weight_map"].values()) if index else {"model.safetensors"}
+    if not index and not (folder / "model.safetensors").is_file():
+        names = {file.name for file in folder.glob("*.safetensors")}
+        if not names:
+            raise FileNotFoundError(
+                f"no *.safetensors in {folder}: convert the weights, or use load_format='dummy'"
+            )
+    files = [folder / name for name in sorted(names)]
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing, though model.safetensors.index.json names it")
+    return files
+
+
+def _copy(name: str, tensor: Tensor, slot: Tensor) -> None:
+    if tensor.shape != slot.shape:
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)} in the checkpoint, but config.json means "
+            f"{list(slot.shape)}"
+        )
+    slot.copy_(tensor)
+
+
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    """Weights that some checkpoints carry although they follow from the rest."""
+    tied_head = config.tie_word_embeddings and name == "lm_head.weight"
+    return tied_head or name.endswith("rotary_emb.inv_freq")
+
+
+def _list(what: str, names: set[str] | list[str], most: int = 8) -> str:
+    if not names:
+        return ""
+    names = sorted(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"; {what}: {', '.join(names[:most])}{more}"
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The folder's tokenizer; None if it has none (prompts must then be token ids)."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if not tokenizer.is_fast:
+        raise ValueError(f"{folder} has only a slow tokenizer: save it again with a tokenizer.json")
+    return tokenizer
+
+
+def read_eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """All ids that end a text: generation_config.json's (else config.json's) and the tokenizer's.
+
+    A chat model often has several, e.g. one that ends a turn and one that ends the document.
+    """
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        eos = read_json(folder / name).get("eos_token_id")
+        if eos is not None:
+            ids |= {eos} if isinstance(eos, int) else set(eos)
+            break
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)
