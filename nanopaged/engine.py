@@ -1,0 +1,248 @@
+"""The engine: requests in, one step after another, outputs out.
+
+`LLMEngine.step` is the whole loop of a serving engine; the rest of the file checks what comes in and
+tells what happened. For prompts in and texts out there is `llm.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from nanopaged.block_manager import BlockManager, blocks_needed
+from nanopaged.config import EngineConfig, SamplingParams
+from nanopaged.detokenizer import Detokenizer
+from nanopaged.model_config import read_model_config
+from nanopaged.model_runner import ModelRunner
+from nanopaged.outputs import RequestOutput
+from nanopaged.scheduler import ScheduledBatch, Scheduler, StepResult
+from nanopaged.sequence import Request, Sequence
+from nanopaged.stopping import StopRules
+from nanopaged.weights import find_model, load_tokenizer, read_eos_token_ids
+
+Prompt = str | SequenceOf[int]
+
+
+class Runner(Protocol):
+    """What the engine needs of a model runner. `ModelRunner` is one; an experiment may bring its own."""
+
+    num_blocks: int
+
+    def execute(self, batch: ScheduledBatch) -> list[StepResult]: ...
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The engine's accounts, now (blocks, queues) and since it was made (the rest).
+
+    `num_free_blocks` includes the cached ones, which can be had at once. `slot_utilization` is the share
+    of the slots in used blocks that hold K/V. `prefix_cache_queries` and `_hits` count prompt tokens.
+    """
+
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_used_blocks: int
+    slot_utilization: float
+    num_running: int
+    num_waiting: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_preemptions_recompute: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+
+
+class LLMEngine:
+    """Continuous batching over a paged K/V cache.
+
+    Args:
+        config: see `EngineConfig`.
+        runner: what carries out the steps; None loads the config's model.
+
+    Raises:
+        FileNotFoundError: the model or a file of it is missing.
+        ValueError: the model is not supported or broken, or does not fit.
+    """
+
+    def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
+        self.config = config
+        folder = find_model(config.model, with_weights=config.load_format == "auto")
+        model_config = read_model_config(folder)
+        self.tokenizer: PreTrainedTokenizerBase | None = load_tokenizer(folder)
+        self.vocab_size = model_config.vocab_size
+        self.max_model_len = config.max_model_len or model_config.max_position_embeddings
+        if self.max_model_len > model_config.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len}, but the model was made for at most "
+                f"{model_config.max_position_embeddings} tokens"
+            )
+        budget = config.step_budget(self.max_model_len)
+        stop_rules = StopRules(read_eos_token_ids(folder, self.tokenizer), self.max_model_len)
+        self.runner: Runner = runner or ModelRunner(
+            config, model_config, folder, self.max_model_len, budget, stop_rules
+        )
+        self.block_manager = BlockManager(
+            self.runner.num_blocks, config.block_size, config.enable_prefix_caching
+        )
+        self.scheduler = Scheduler(
+            self.block_manager, stop_rules, config.max_num_seqs, budget, config.enable_chunked_prefill
+        )
+        self.requests: dict[str, Request] = {}  # the unfinished ones
+        self.num_steps = 0
+        self._seeds = random.Random(config.seed)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one batch. Returns the requests that got a token, finished or not.
+
+        If the model fails, the exception passes through, no request has made progress, and the next step
+        tries again: abort the request that is to blame, or go on.
+        """
+        if not self.scheduler.has_unfinished:
+            return []
+        batch = self.scheduler.schedule()
+        try:
+            results = self.runner.execute(batch)
+        except BaseException:
+            self.scheduler.roll_back(batch)
+            raise
+        progressed = self.scheduler.update(batch, results)
+        self.num_steps += 1
+        for request in progressed:
+            if request.finished:
+                del self.requests[request.request_id]
+        return [RequestOutput.of(request) for request in progressed]
+
+    # ── requests ──────────────────────────────────────────────────────────────────────────────────
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
+        """Queue a prompt (text, or token ids) for generation.
+
+        Raises:
+            TypeError, ValueError: the prompt is empty, too long or not in the vocabulary, the id is
+                taken, or the request could never be served; nothing is queued then.
+        """
+        self.queue(self.make_request(request_id, prompt, params))
+
+    def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Check a request against this engine and build it, without queueing it."""
+        params = params if params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {request_id!r}")
+        if request_id in self.requests:
+            raise ValueError(f"request_id {request_id!r} is taken by an unfinished request")
+        token_ids = self._tokenize(prompt)
+        self._check_fits(len(token_ids), params)
+        self._check_params(params)
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = Detokenizer(self.tokenizer.backend_tokenizer, params.stop)
+        return Request(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
+            sequences=[Sequence(list(token_ids), len(token_ids), detokenizer=detokenizer)],
+            prompt_logprobs=[None] if params.prompt_logprobs is not None else None,
+        )
+
+    def queue(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.scheduler.add(request)
+
+    def abort_request(self, request_id: str) -> RequestOutput:
+        """Stop a request, wherever it is, and give its blocks back. Returns what it had got so far.
+
+        Raises:
+            ValueError: no unfinished request has this id.
+        """
+        if request_id not in self.requests:
+            raise ValueError(f"no unfinished request has the id {request_id!r}")
+        request = self.requests.pop(request_id)
+        self.scheduler.abort(request)
+        return RequestOutput.of(request)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this model has no tokenizer: give the prompt as a list of token ids")
+            token_ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, SequenceOf) or hasattr(prompt, "tolist"):
+            token_ids = list(prompt)
+        else:
+            raise TypeError(f"a prompt is a str or a list of token ids, got {type(prompt).__name__}")
+        if not token_ids:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        for token_id in token_ids:
+            if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+                raise TypeError(f"token ids must be ints, got {token_id!r} in the prompt")
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")
+        return [int(token_id) for token_id in token_ids]
+
+    def _check_fits(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        if num_prompt_tokens >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self.max_model_len} "
+                "with at least one token to generate: shorten it, or raise max_model_len if the model "
+                "allows more"
+            )
+        # The last token generated is never read back, so it needs no slot.
+        longest = min(num_prompt_tokens + params.max_tokens, self.max_model_len) - 1
+        needed = blocks_needed(longest, self.config.block_size)
+        if needed > self.block_manager.num_blocks:
+            raise ValueError(
+                f"a prompt of {num_prompt_tokens} tokens with max_tokens={params.max_tokens} may need "
+                f"{needed} blocks of {self.config.block_size} slots, but the whole pool has "
+                f"{self.block_manager.num_blocks}: shorten it, lower max_tokens, or raise num_blocks"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name)
+            if wanted is not None and wanted > self.vocab_size:
+                raise ValueError(f"{name} is {wanted}, but the vocabulary has {self.vocab_size} tokens")
+        for token_id in params.stop_token_ids:
+            if token_id >= self.vocab_size:
+                raise ValueError(
+                    f"stop token id {token_id} is outside the vocabulary of {self.vocab_size} tokens"
+                )
+
+    # ── accounts ──────────────────────────────────────────────────────────────────────────────────
+
+    def stats(self) -> EngineStats:
+        """The accounts as they stand between two steps."""
+        scheduler, blocks = self.scheduler, self.block_manager
+        return EngineStats(
+            num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_free_blocks,
+            num_cached_blocks=blocks.num_cached_blocks,
+            num_used_blocks=blocks.num_blocks - blocks.num_free_blocks,
+            slot_utilization=blocks.slot_utilization(scheduler.sequences),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            prefix_cache_queries=scheduler.prefix_cache_queries,
+            prefix_cache_hits=scheduler.prefix_cache_hits,
+            num_preemptions_recompute=scheduler.num_preemptions,
+            num_steps=self.num_steps,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_generated_tokens=scheduler.num_generated_tokens,
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the block manager's books and the tables disagree (for tests)."""
+        self.block_manager.check_invariants(self.scheduler.sequences)

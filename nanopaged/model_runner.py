@@ -1,0 +1,182 @@
+"""Carries out what the scheduler decided: a batch becomes tensors, a forward pass, and tokens.
+
+The runner owns the model and the K/V memory. It takes the block tables as they are and has no queue of
+its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanopaged.attention import PagedBatch, make_attention
+from nanopaged.block_manager import blocks_needed
+from nanopaged.config import EngineConfig
+from nanopaged.kv_cache import KVCache, KVShape, available_memory, blocks_that_fit
+from nanopaged.model_config import ModelConfig
+from nanopaged.outputs import Logprobs
+from nanopaged.sampler import SampleRow, sample, top_logprobs
+from nanopaged.scheduler import Scheduled, ScheduledBatch, StepResult
+from nanopaged.stopping import StopRules
+from nanopaged.weights import load_model
+
+LOGITS_TILE = 256  # prompt positions projected to the vocabulary at once
+
+
+class ModelRunner:
+    """`execute(batch)` is all the engine needs of it.
+
+    Attributes:
+        num_blocks: blocks in the K/V pool, measured if the config left it open.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        folder: Path,
+        max_model_len: int,
+        step_budget: int,
+        stop_rules: StopRules,
+    ) -> None:
+        self.device = pick_device(config.device)
+        dtype_name = model_config.dtype if config.dtype == "auto" else config.dtype
+        self.dtype = getattr(torch, dtype_name)
+        self.block_size = config.block_size
+        self.stop_rules = stop_rules
+        self.model = load_model(
+            model_config, folder, config.load_format, max_model_len, self.dtype, self.device, config.seed
+        )
+        shape = KVShape(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, self.dtype)
+        self.num_blocks = config.num_blocks or self._size_pool(config, shape, max_model_len, step_budget)
+        self.kv_cache = KVCache(shape, self.num_blocks, config.block_size, self.device)
+        self.attention = make_attention(config.attention_backend, self.kv_cache, model_config.head_dim**-0.5)
+
+    def _size_pool(self, config: EngineConfig, shape: KVShape, max_model_len: int, step_budget: int) -> int:
+        """Blocks for which there is memory, once the largest batch has had what it needs."""
+        needed = blocks_needed(max_model_len, config.block_size)
+        if self.device.type == "cuda":
+            utilization = config.memory_utilization or 0.9
+            total = torch.cuda.mem_get_info(self.device)[1]
+            peak = self._profile(step_budget, config.max_num_seqs)
+            used = total - available_memory(self.device)
+            free = int(total * utilization) - used - peak
+        else:
+            free = int(available_memory(self.device) * (config.memory_utilization or 0.5))
+        block_bytes = shape.block_bytes(config.block_size)
+        return blocks_that_fit(free, block_bytes, needed * config.max_num_seqs, needed)
+
+    @torch.inference_mode()
+    def _profile(self, num_tokens: int, num_seqs: int) -> int:
+        """Bytes that the largest forward pass takes beyond the weights."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        hidden = self.model(ids, ids, lambda layer, q, k, v: q)
+        self.model.logits(hidden[:num_seqs])
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        del ids, hidden
+        torch.cuda.empty_cache()
+        return peak
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> list[StepResult]:
+        """Run one step. The results stand in the order of `batch.entries`."""
+        input_ids, positions, paged = prepare(batch, self.block_size)
+        attend = self.attention.plan(paged)
+        hidden = self.model(self._send(input_ids), self._send(positions), attend)
+        results = self._sample(batch.entries, hidden)
+        self._score_prompts(batch.entries, hidden, results)
+        return results
+
+    def _send(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def _sample(self, entries: list[Scheduled], hidden: Tensor) -> list[StepResult]:
+        """Next tokens of the entries that catch up; their last rows alone are projected."""
+        results = [StepResult() for _ in entries]
+        last_rows = np.cumsum([entry.num_new_tokens for entry in entries]) - 1
+        ready = [i for i, entry in enumerate(entries) if entry.catches_up]
+        if not ready:
+            return results
+        logits = self.model.logits(hidden[self._send(last_rows[ready])])
+        rows = [self._sample_row(entries[i]) for i in ready]
+        for i, drawn in zip(ready, sample(logits, rows), strict=True):
+            results[i] = StepResult(drawn.token_id, drawn.logprob, drawn.logprobs)
+        return results
+
+    def _sample_row(self, entry: Scheduled) -> SampleRow:
+        request, seq = entry.request, entry.seq
+        banned = self.stop_rules.banned_token_ids(seq, request.params)
+        return SampleRow(request.params, request.seed, seq.index, seq.num_tokens, banned)
+
+    def _score_prompts(self, entries: list[Scheduled], hidden: Tensor, results: list[StepResult]) -> None:
+        """Log-probabilities of prompt tokens, for the requests that are still owed some."""
+        row = 0
+        for entry, result in zip(entries, results, strict=True):
+            if entry.request.wants_prompt_logprobs:
+                rows = hidden[row : row + entry.num_new_tokens]
+                result.prompt_logprobs = self._score_prompt(entry, rows)
+            row += entry.num_new_tokens
+
+    def _score_prompt(self, entry: Scheduled, hidden: Tensor) -> list[Logprobs]:
+        """The hidden state at position p tells how likely the token at p + 1 was.
+
+        prompt a b c d e, chunk b c d: the states of b, c, d score c, d, e. What is on record already
+        (a preempted request computes its prompt again) is left out.
+        """
+        request, start = entry.request, entry.seq.num_computed_tokens
+        first = max(start, len(request.prompt_logprobs) - 1)
+        end = min(start + entry.num_new_tokens, len(request.prompt_token_ids) - 1)
+        scored: list[Logprobs] = []
+        for lo in range(first, end, LOGITS_TILE):
+            hi = min(lo + LOGITS_TILE, end)
+            logits = self.model.logits(hidden[lo - start : hi - start])
+            actual = torch.tensor(request.prompt_token_ids[lo + 1 : hi + 1], device=self.device)
+            scored += top_logprobs(logits, actual, [request.params.prompt_logprobs] * (hi - lo))
+        return scored
+
+
+def prepare(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, PagedBatch]:
+    """Lay the batch out flat: (input_ids [num_tokens], positions [num_tokens], where they live).
+
+    block_size = 4, table [7, 2], 3 of 6 tokens computed: positions 3 4 5, slots 7·4+3, 2·4+0, 2·4+1
+    """
+    input_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    for entry in batch.entries:
+        seq, start = entry.seq, entry.seq.num_computed_tokens
+        here = range(start, start + entry.num_new_tokens)
+        input_ids += seq.token_ids[here.start : here.stop]
+        positions += here
+        slots += [seq.block_table[p // block_size] * block_size + p % block_size for p in here]
+    query_lens = np.array([entry.num_new_tokens for entry in batch.entries])
+    computed = np.array([entry.seq.num_computed_tokens for entry in batch.entries])
+    paged = PagedBatch(
+        query_lens=query_lens,
+        context_lens=computed + query_lens,
+        block_tables=[entry.seq.block_table for entry in batch.entries],
+        slot_mapping=np.array(slots),
+        num_decodes=batch.num_decodes,
+    )
+    return np.array(input_ids), np.array(positions), paged
+
+
+def pick_device(name: str) -> torch.device:
+    """The torch device of that name; "auto" is CUDA where there is one, else the CPU.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used here: {error}") from error
+    return device
