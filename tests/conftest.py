@@ -1,0 +1,115 @@
+"""Small random checkpoints, saved as transformers saves them, and transformers' own answers to them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 97
+MAX_MODEL_LEN = 160
+EOS = 7
+
+torch.set_num_threads(1)  # the models are so small that a second thread only waits
+
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "initializer_range": 0.3,  # wide, so that greedy choices are clear-cut
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(**SHAPE, head_dim=20, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False)
+    ),
+    "qwen2": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SHAPE | {"num_attention_heads": 4}, tie_word_embeddings=False)
+    ),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)),
+}
+
+
+def make_checkpoint(family: str, folder: Path) -> PreTrainedModel:
+    """A random model of the family, saved to `folder`. Biases and norms are random, too."""
+    torch.manual_seed(sum(map(ord, family)))
+    model = FAMILIES[family]().eval()
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.3)
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    model.save_pretrained(folder)
+    return model
+
+
+class Oracle:
+    """transformers' answers, one prompt at a time, from the plain attention of its eager mode."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.folder = folder
+        self.model = make_checkpoint(family, folder)
+        self.eos = EOS
+
+    @torch.inference_mode()
+    def greedy(self, prompt: list[int], max_tokens: int, ignore_eos: bool = False) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None if ignore_eos else EOS,
+        )
+        return out[0, len(prompt) :].tolist()
+
+    @torch.inference_mode()
+    def logprobs(self, token_ids: list[int]) -> torch.Tensor:
+        """[len(token_ids), vocab_size]: row p holds the log-probabilities of the token at p + 1."""
+        return self.model(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
+
+
+@pytest.fixture(scope="session", params=list(FAMILIES))
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """One for each family."""
+    return Oracle(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """For what does not depend on the family."""
+    return Oracle("qwen3", tmp_path_factory.mktemp("qwen3-alone"))
+
+
+def random_prompts(num: int, seed: int, longest: int = 60) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest))] for _ in range(num)]

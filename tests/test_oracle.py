@@ -1,0 +1,139 @@
+"""The engine against transformers: same weights, float32, token for token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import EOS, Oracle, random_prompts
+
+from nanopaged import LLM, RequestOutput, SamplingParams
+
+TOLERANCE = 1e-4
+
+
+def greedy_params(max_tokens: int, **extra: object) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **extra)
+
+
+def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
+    """As `generate`, with the invariants checked after every step."""
+    engine = llm.engine
+    requests = [
+        engine.make_request(str(i), prompt, p)
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+    ]
+    for request in requests:
+        engine.queue(request)
+    while engine.has_unfinished_requests():
+        engine.step()
+        engine.check_invariants()
+    assert engine.stats().num_used_blocks == 0
+    return [RequestOutput.of(request) for request in requests]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 7, 16])
+@pytest.mark.parametrize("budget", [1, 5, 64, 2048])
+def test_greedy_tokens_in_a_mixed_batch(oracle: Oracle, block_size: int, budget: int) -> None:
+    """Prompts and outputs of many lengths together give what each gives alone in transformers."""
+    prompts = random_prompts(6, seed=block_size * 10000 + budget)
+    lengths = [1, 3, 9, 17, 24, 30]
+    llm = LLM(
+        oracle.folder, dtype="float32", block_size=block_size, max_num_batched_tokens=budget, num_blocks=600
+    )
+    outputs = run(llm, prompts, [greedy_params(n) for n in lengths])
+    for prompt, n, output in zip(prompts, lengths, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle.greedy(prompt, n)
+
+
+@pytest.mark.parametrize("spare_blocks", [0, 1, 3, 10, 100])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_greedy_tokens_in_pools_from_barely_enough(
+    oracle: Oracle, spare_blocks: int, prefix_caching: bool
+) -> None:
+    """The smallest pool holds the longest request alone, so everything else is preempted again and again."""
+    prompts = random_prompts(5, seed=spare_blocks, longest=40)
+    max_tokens = 20
+    longest = max(len(prompt) for prompt in prompts) + max_tokens - 1
+    llm = LLM(
+        oracle.folder,
+        dtype="float32",
+        block_size=4,
+        num_blocks=-(-longest // 4) + spare_blocks,
+        enable_prefix_caching=prefix_caching,
+    )
+    params = [greedy_params(max_tokens, ignore_eos=True)] * len(prompts)
+    for prompt, output in zip(prompts, run(llm, prompts, params), strict=True):
+        assert output.outputs[0].token_ids == oracle.greedy(prompt, max_tokens, ignore_eos=True)
+    preemptions = llm.engine.stats().num_preemptions_recompute
+    assert (preemptions > 0) == (spare_blocks < 100)
+
+
+def test_logprobs_of_output_and_prompt(oracle: Oracle) -> None:
+    """Chosen and most likely tokens, at every position, to 1e-4; also when the prompt comes in chunks."""
+    prompts = random_prompts(4, seed=3)
+    for budget in (7, 2048):
+        llm = LLM(oracle.folder, dtype="float32", max_num_batched_tokens=budget, num_blocks=64, block_size=8)
+        params = greedy_params(12, logprobs=5, prompt_logprobs=3, ignore_eos=True)
+        for prompt, output in zip(prompts, run(llm, prompts, [params] * 4), strict=True):
+            completion = output.outputs[0]
+            expected = oracle.logprobs(prompt + completion.token_ids)
+            assert output.prompt_logprobs[0] is None
+            check_logprobs(output.prompt_logprobs[1:], prompt[1:], expected, num_top=3)
+            outputs_at = expected[len(prompt) - 1 :]
+            check_logprobs(completion.logprobs, completion.token_ids, outputs_at, num_top=5)
+            total = sum(row[t] for row, t in zip(completion.logprobs, completion.token_ids, strict=True))
+            assert completion.cumulative_logprob == pytest.approx(total, abs=TOLERANCE)
+
+
+def check_logprobs(logprobs: list, token_ids: list[int], expected: torch.Tensor, num_top: int) -> None:
+    assert len(logprobs) == len(token_ids)
+    for row, token_id, reference in zip(logprobs, token_ids, expected, strict=False):
+        top = reference.topk(num_top).indices.tolist()
+        assert set(row) == {*top, token_id}
+        for some_id, logprob in row.items():
+            assert logprob == pytest.approx(reference[some_id].item(), abs=TOLERANCE)
+            assert logprob.rank == (reference > reference[some_id]).sum().item() + 1
+
+
+def test_eos_ends_the_text_where_transformers_ends_it(oracle: Oracle) -> None:
+    """Among many random prompts some reach end-of-sequence early; both must stop at the same token."""
+    prompts = random_prompts(40, seed=11, longest=8)
+    llm = LLM(oracle.folder, dtype="float32", num_blocks=400)
+    outputs = llm.generate(prompts, greedy_params(40), use_tqdm=False)
+    reasons = set()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        completion = output.outputs[0]
+        assert completion.token_ids == oracle.greedy(prompt, 40)
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == EOS else "length")
+        reasons.add(completion.finish_reason)
+    assert reasons == {"stop", "length"}, "the prompts no longer cover both cases"
+
+
+def test_the_reference_backend_gives_the_same_tokens(oracle: Oracle) -> None:
+    prompts = random_prompts(3, seed=5, longest=30)
+    llm = LLM(oracle.folder, dtype="float32", attention_backend="reference", block_size=4, num_blocks=64)
+    for prompt, output in zip(prompts, run(llm, prompts, [greedy_params(6)] * 3), strict=True):
+        assert output.outputs[0].token_ids == oracle.greedy(prompt, 6)
+
+
+def test_whole_prompts_only(oracle: Oracle) -> None:
+    """Without chunked prefill no step holds a part of a prompt, and the tokens are the same."""
+    prompts = random_prompts(8, seed=8, longest=60)
+    llm = LLM(
+        oracle.folder,
+        dtype="float32",
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=100,
+        max_model_len=100,
+        num_blocks=100,
+    )
+    schedule = llm.engine.scheduler.schedule
+
+    def checked_schedule() -> object:
+        batch = schedule()
+        assert all(entry.catches_up for entry in batch.entries)
+        return batch
+
+    llm.engine.scheduler.schedule = checked_schedule
+    for prompt, output in zip(prompts, run(llm, prompts, [greedy_params(10)] * 8), strict=True):
+        assert output.outputs[0].token_ids == oracle.greedy(prompt, 10)
