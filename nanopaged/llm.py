@@ -103,17 +103,18 @@ class LLM:
         The text grows from one to the next; a character spread over several tokens appears when it is
         whole. Leaving the loop early aborts the request.
         """
-        request = self.engine.make_request(next(self._ids), prompt, params)
-        self.engine.queue(request)
-        return self._stream(request)
+        return self._stream(self.engine.make_request(next(self._ids), prompt, params))
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        self.engine.queue(request)
         with _aborting(self.engine, [request]):
-            shown = 0
-            while not request.finished:
-                self.engine.step()
+            shown, finished = 0, False
+            while not finished:
+                if not request.finished:  # or the steps of another consumer have finished this one, too
+                    self.engine.step()
                 num_tokens = sum(seq.num_output_tokens for seq in request.sequences)
-                if num_tokens > shown:
+                finished = request.finished
+                if num_tokens > shown or finished:
                     shown = num_tokens
                     yield RequestOutput.of(request)
 

@@ -1,0 +1,305 @@
+"""What a user can do wrong, and what the engine says and keeps when it happens."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import MAX_MODEL_LEN, VOCAB_SIZE, Oracle
+
+from nanopaged import LLM, EngineConfig, LLMEngine, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def llm(qwen3: Oracle) -> LLM:
+    return LLM(qwen3.folder, num_blocks=8, block_size=8)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LLM:
+    return LLM(dtype="float32", num_blocks=64)
+
+
+# ── configuration ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "message"),
+    [
+        ("block_size", 0, ValueError, "block_size is 0.*at least 1"),
+        ("block_size", 2.5, TypeError, "block_size must be an int"),
+        ("num_blocks", -3, ValueError, "num_blocks is -3"),
+        ("max_num_seqs", 0, ValueError, "max_num_seqs is 0"),
+        ("max_num_batched_tokens", 0, ValueError, "max_num_batched_tokens is 0"),
+        ("max_model_len", 0, ValueError, "max_model_len is 0"),
+        ("memory_utilization", 1.5, ValueError, "memory_utilization is 1.5"),
+        ("memory_utilization", math.nan, ValueError, "memory_utilization is nan"),
+        ("dtype", "int8", ValueError, "dtype is 'int8'.*float32"),
+        ("attention_backend", "magic", ValueError, "attention_backend is 'magic'.*torch"),
+        ("load_format", "gguf", ValueError, "load_format is 'gguf'"),
+        ("enable_prefix_caching", "yes", TypeError, "enable_prefix_caching must be True or False"),
+        ("seed", -1, ValueError, "seed is -1"),
+        ("model", 5, TypeError, "model must be a folder"),
+        ("no_such_field", 1, TypeError, "no_such_field"),
+    ],
+)
+def test_a_bad_engine_config(field: str, value: object, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        EngineConfig(**{field: value})
+
+
+def test_a_config_that_does_not_suit_the_model(qwen3: Oracle) -> None:
+    with pytest.raises(ValueError, match=f"max_model_len is 5000.*{MAX_MODEL_LEN}"):
+        LLM(qwen3.folder, max_model_len=5000)
+    with pytest.raises(ValueError, match="max_num_batched_tokens is 50.*enable_chunked_prefill"):
+        LLM(qwen3.folder, max_num_batched_tokens=50, enable_chunked_prefill=False)
+    with pytest.raises(ValueError, match="device 'abacus' cannot be used"):
+        LLM(qwen3.folder, device="abacus")
+    with pytest.raises(TypeError, match="no_such_field"):
+        LLM(qwen3.folder, no_such_field=1)
+
+
+def test_memory_that_does_not_suffice(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has the numbers: blocks needed, bytes of each, blocks that fit."""
+    monkeypatch.setattr("nanopaged.model_runner.available_memory", lambda _: 100_000)
+    with pytest.raises(ValueError, match=r"needs 10 blocks of 8,192 bytes.*only 6 fit in the 50,000 bytes"):
+        LLM(qwen3.folder, dtype="float32", block_size=16)
+    assert LLM(qwen3.folder, dtype="float32", memory_utilization=1.0).engine.stats().num_blocks == 12
+
+
+def test_the_pool_is_never_larger_than_useful(qwen3: Oracle) -> None:
+    engine = LLM(qwen3.folder, max_num_seqs=3, max_model_len=33, block_size=16).engine
+    assert engine.stats().num_blocks == 3 * 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "message"),
+    [
+        ("n", 0, ValueError, "n is 0"),
+        ("temperature", -0.1, ValueError, "temperature is -0.1"),
+        ("temperature", math.nan, ValueError, "temperature is nan"),
+        ("temperature", "hot", TypeError, "temperature must be a number"),
+        ("top_k", -2, ValueError, "top_k is -2"),
+        ("top_p", 0.0, ValueError, "top_p is 0"),
+        ("top_p", 1.1, ValueError, "top_p is 1.1"),
+        ("min_p", -0.5, ValueError, "min_p is -0.5"),
+        ("max_tokens", 0, ValueError, "max_tokens is 0"),
+        ("min_tokens", 17, ValueError, "min_tokens is 17, but max_tokens is only 16"),
+        ("seed", 1.5, TypeError, "seed must be an int"),
+        ("stop", ["a", ""], ValueError, "empty string"),
+        ("stop", [3], TypeError, "stop must be a string"),
+        ("stop_token_ids", [-1], ValueError, "stop_token_ids is -1"),
+        ("logprobs", -1, ValueError, "logprobs is -1"),
+        ("prompt_logprobs", True, TypeError, "prompt_logprobs must be an int"),
+        ("ignore_eos", 1, TypeError, "ignore_eos must be True or False"),
+        ("best_of", 2, TypeError, "best_of"),
+    ],
+)
+def test_bad_sampling_params(field: str, value: object, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        SamplingParams(**{field: value})
+
+
+# ── requests ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ([], ValueError, "the prompt is empty"),
+        ([1, VOCAB_SIZE], ValueError, f"token id {VOCAB_SIZE} is outside the vocabulary of {VOCAB_SIZE}"),
+        ([-1], ValueError, "token id -1"),
+        ([1, 2.5], TypeError, "token ids must be ints, got 2.5"),
+        ("text", ValueError, "no tokenizer"),
+        (None, TypeError, "a prompt is a str or a list of token ids"),
+        ([1] * MAX_MODEL_LEN, ValueError, f"{MAX_MODEL_LEN} tokens, but max_model_len is {MAX_MODEL_LEN}"),
+        ([1] * 60, ValueError, r"may need 9 blocks of 8 slots, but the whole pool has 8"),
+    ],
+)
+def test_a_bad_prompt_leaves_the_others_alone(
+    llm: LLM, qwen3: Oracle, prompt: object, error: type, message: str
+) -> None:
+    engine = llm.engine
+    engine.add_request("good", [1, 2, 3], GREEDY)
+    engine.step()
+    with pytest.raises(error, match=message):
+        engine.add_request("bad", prompt, SamplingParams(max_tokens=10))
+    while engine.has_unfinished_requests():
+        (output,) = engine.step()
+        engine.check_invariants()
+    assert output.outputs[0].token_ids == qwen3.greedy([1, 2, 3], 8)
+    assert engine.stats().num_used_blocks == 0
+
+
+def test_a_request_that_just_fits_the_pool(llm: LLM) -> None:
+    """8 blocks of 8 slots: 57 + 8 tokens are 65, but the last one generated needs no slot."""
+    (output,) = llm.generate([1] * 57, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 8
+
+
+def test_bad_request_params(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        llm.generate([1], SamplingParams(stop="x"), use_tqdm=False)
+    with pytest.raises(ValueError, match="logprobs is 98, but the vocabulary has 97"):
+        llm.generate([1], SamplingParams(logprobs=98), use_tqdm=False)
+    with pytest.raises(ValueError, match="stop token id 97"):
+        llm.generate([1], SamplingParams(stop_token_ids=[97]), use_tqdm=False)
+    with pytest.raises(TypeError, match="must be SamplingParams, got dict"):
+        llm.engine.add_request("x", [1], {"max_tokens": 3})
+    with pytest.raises(TypeError, match="request_id must be a str"):
+        llm.engine.add_request(7, [1])
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_ids_must_be_unique_among_the_unfinished(llm: LLM) -> None:
+    llm.engine.add_request("a", [1], SamplingParams(max_tokens=3, ignore_eos=True))
+    with pytest.raises(ValueError, match="'a' is taken"):
+        llm.engine.add_request("a", [2])
+    with pytest.raises(ValueError, match="'b'"):
+        llm.engine.abort_request("b")
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+    llm.engine.add_request("a", [1], GREEDY)
+    llm.engine.abort_request("a")
+    with pytest.raises(ValueError, match="'a'"):
+        llm.engine.abort_request("a")
+
+
+def test_mismatched_lists(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="3 prompts, but 2 params"):
+        llm.generate([[1], [2], [3]], [GREEDY, GREEDY], use_tqdm=False)
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_one_bad_prompt_among_many_starts_nothing(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        llm.generate([[1], [], [3]], GREEDY, use_tqdm=False)
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_an_exception_in_the_model_leaves_the_engine_usable(llm: LLM, qwen3: Oracle) -> None:
+    """generate fails loudly, takes its requests with it, and the next generate is right."""
+    model, calls = llm.engine.runner.model, []
+
+    def break_at_third_call(*args: object) -> object:
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("out of smoke")
+        return type(model).forward(model, *args)
+
+    model.forward = break_at_third_call
+    with pytest.raises(RuntimeError, match="out of smoke"):
+        llm.generate([[1, 2], [3, 4, 5]], GREEDY, use_tqdm=False)
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.engine.stats().num_used_blocks == 0
+    llm.engine.check_invariants()
+    (output,) = llm.generate([[1, 2]], GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == qwen3.greedy([1, 2], 8)
+    del model.forward
+
+
+# ── what comes back ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_prompts_of_all_kinds(tiny: LLM) -> None:
+    """A text, ids, a list of either; results in the order asked, whatever finishes first."""
+    ids = tiny.engine.tokenizer.encode("ROMEO:\n")
+    (from_text,) = tiny.generate("ROMEO:\n", GREEDY, use_tqdm=False)
+    (from_ids,) = tiny.generate(ids, GREEDY, use_tqdm=False)
+    assert from_text.outputs[0].token_ids == from_ids.outputs[0].token_ids
+    assert (from_text.prompt, from_ids.prompt) == ("ROMEO:\n", None)
+    assert from_text.prompt_token_ids == from_ids.prompt_token_ids == ids
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 1, 5)]
+    outputs = tiny.generate(["A", ids, "C"], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 1, 5]
+    assert [output.prompt for output in outputs] == ["A", None, "C"]
+    assert tiny.generate([], use_tqdm=False) == []
+
+
+def test_chat_is_generate_on_the_template(tiny: LLM) -> None:
+    messages = [{"role": "user", "content": "Who goes there?"}]
+    text = tiny.engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    (from_chat,) = tiny.chat(messages, GREEDY, use_tqdm=False)
+    (from_text,) = tiny.generate(text, GREEDY, use_tqdm=False)
+    assert from_chat.prompt_token_ids == from_text.prompt_token_ids
+    assert from_chat.outputs[0].text == from_text.outputs[0].text
+    assert len(tiny.chat([messages, messages], GREEDY, use_tqdm=False)) == 2
+    with pytest.raises(ValueError, match="the conversation is empty"):
+        tiny.chat([], GREEDY)
+
+
+def test_a_model_without_a_chat_template(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+
+
+def test_metrics_and_stats_add_up(tiny: LLM) -> None:
+    before = tiny.engine.stats()
+    prompt = "Enter three witches, with a cauldron: " * 3
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    outputs = tiny.generate([prompt, prompt], params, use_tqdm=False)
+    after = tiny.engine.stats()
+    num_prompt = len(outputs[0].prompt_token_ids)
+    cached = [output.metrics.num_cached_tokens for output in outputs]
+    assert cached == [0, (num_prompt - 1) // 16 * 16]
+    assert after.prefix_cache_hits - before.prefix_cache_hits == sum(cached)
+    assert after.prefix_cache_queries - before.prefix_cache_queries == 2 * num_prompt
+    assert after.num_prompt_tokens - before.num_prompt_tokens == 2 * num_prompt
+    assert after.num_generated_tokens - before.num_generated_tokens == 10
+    assert after.num_steps - before.num_steps == 5
+    assert after.num_free_blocks == after.num_blocks
+    assert after.num_cached_blocks > 0
+    for output in outputs:
+        metrics = output.metrics
+        assert metrics.arrival_time <= metrics.first_token_time <= metrics.finish_time
+        assert metrics.num_preemptions == 0
+
+
+def test_stats_while_running(qwen3: Oracle) -> None:
+    """20 tokens in blocks of 8: three blocks, 20 of 24 slots filled."""
+    engine = LLMEngine(EngineConfig(model=qwen3.folder, block_size=8, num_blocks=10, max_num_seqs=1))
+    engine.add_request("a", [1] * 20, SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.add_request("b", [2] * 9, SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (1, 1)
+    assert (stats.num_used_blocks, stats.num_free_blocks) == (3, 7)
+    assert stats.slot_utilization == pytest.approx(20 / 24)
+
+
+# ── where it must run ─────────────────────────────────────────────────────────────────────────────
+
+
+def run_python(code: str) -> None:
+    """In a fresh interpreter, from the project's root."""
+    root = Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=root)
+
+
+def test_it_imports_and_runs_without_triton_and_flash_attn() -> None:
+    """On a Mac, on Windows, on a CPU they are missing; `None` in sys.modules makes an import fail."""
+    code = (
+        "import sys; sys.modules.update(triton=None, flash_attn=None)\n"
+        "from nanopaged import LLM, SamplingParams\n"
+        "params = SamplingParams(max_tokens=2, ignore_eos=True)\n"
+        "(out,) = LLM(num_blocks=256).generate('A', params, use_tqdm=False)\n"
+        "assert len(out.outputs[0].token_ids) == 2\n"
+    )
+    run_python(code)
+
+
+def test_the_bookkeeping_imports_no_torch() -> None:
+    """Block manager, scheduler and sequences can be read, tested and timed alone."""
+    code = (
+        "import sys, types\n"
+        "package = types.ModuleType('nanopaged'); package.__path__ = ['nanopaged']\n"
+        "sys.modules['nanopaged'] = package  # without its __init__, which imports everything\n"
+        "import nanopaged.scheduler, nanopaged.block_manager, nanopaged.sequence\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+    )
+    run_python(code)

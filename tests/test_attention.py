@@ -1,0 +1,156 @@
+"""The paged backends against a dense softmax, and against each other."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nanopaged.attention import PagedBatch, make_attention
+from nanopaged.kv_cache import KVCache, KVShape
+from nanopaged.reference_attention import reference_paged_attention
+from nanopaged.torch_attention import QUERY_TILE
+
+CPU = torch.device("cpu")
+LAYERS, LAYER = 2, 1
+
+
+class Case:
+    """Sequences with some K/V in the cache and some new, in random blocks; every other slot holds NaN."""
+
+    def __init__(
+        self, lengths: list[tuple[int, int]], block_size: int, heads: tuple[int, int], head_dim: int
+    ) -> None:
+        """`lengths`: (cached, new) tokens of each sequence; those with one new token first."""
+        torch.manual_seed(sum(cached + new for cached, new in lengths) + block_size + head_dim)
+        rng = random.Random(0)
+        num_heads, num_kv_heads = heads
+        self.lengths, self.head_dim = lengths, head_dim
+        num_blocks = [-(-(cached + new) // block_size) for cached, new in lengths]
+        ids = rng.sample(range(sum(num_blocks) + 3), sum(num_blocks))
+        self.tables = [[ids.pop() for _ in range(n)] for n in num_blocks]
+        self.cache = KVCache(
+            KVShape(LAYERS, num_kv_heads, head_dim, torch.float32), sum(num_blocks) + 3, block_size, CPU
+        )
+        self.cache.data.fill_(math.nan)
+        self.keys = [torch.randn(c + n, num_kv_heads, head_dim) for c, n in lengths]
+        self.values = [torch.randn(c + n, num_kv_heads, head_dim) for c, n in lengths]
+        self.queries = [torch.randn(n, num_heads, head_dim) for _, n in lengths]
+        k_cache, v_cache = self.cache.layer(LAYER)
+        slots: list[int] = []
+        for table, (cached, new), k, v in zip(self.tables, lengths, self.keys, self.values, strict=True):
+            for p in range(cached + new):
+                block, offset = table[p // block_size], p % block_size
+                if p < cached:
+                    k_cache[block, :, offset], v_cache[block, :, offset] = k[p], v[p]
+                else:
+                    slots.append(block * block_size + offset)
+        self.batch = PagedBatch(
+            query_lens=np.array([new for _, new in lengths]),
+            context_lens=np.array([cached + new for cached, new in lengths]),
+            block_tables=self.tables,
+            slot_mapping=np.array(slots),
+            num_decodes=sum(new == 1 for _, new in lengths),
+        )
+
+    def run(self, backend: str) -> Tensor:
+        attend = make_attention(backend, self.cache, self.head_dim**-0.5).plan(self.batch)
+        new_k = torch.cat([k[c:] for k, (c, _) in zip(self.keys, self.lengths, strict=True)])
+        new_v = torch.cat([v[c:] for v, (c, _) in zip(self.values, self.lengths, strict=True)])
+        return attend(LAYER, torch.cat(self.queries), new_k, new_v)
+
+    def dense(self) -> Tensor:
+        """softmax(q Kᵀ / √d) V with a causal mask, one sequence at a time, in float64."""
+        out = []
+        for q, k, v, (cached, new) in zip(self.queries, self.keys, self.values, self.lengths, strict=True):
+            group = q.shape[1] // k.shape[1]
+            k = k.double().repeat_interleave(group, dim=1)
+            v = v.double().repeat_interleave(group, dim=1)
+            scores = torch.einsum("qhd,khd->hqk", q.double(), k) / math.sqrt(self.head_dim)
+            future = torch.arange(cached + new)[None] > torch.arange(cached, cached + new)[:, None]
+            p = scores.masked_fill(future, -math.inf).softmax(-1)
+            out.append(torch.einsum("hqk,khd->qhd", p, v))
+        return torch.cat(out).float()
+
+
+CASES = {
+    "one token": [(0, 1)],
+    "decodes": [(5, 1), (0, 1), (31, 1), (15, 1), (16, 1)],
+    "prompts": [(0, 5), (0, 33), (0, 16)],
+    "chunks after a cached context": [(16, 5), (3, 20), (40, 2)],
+    "decodes and chunks": [(9, 1), (47, 1), (0, 12), (21, 7)],
+    "more queries than a tile": [(70, 1), (0, QUERY_TILE + 9), (13, 2 * QUERY_TILE)],
+}
+
+
+@pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("block_size", [1, 4, 7, 16])
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 8), ((6, 2), 20), ((5, 1), 64)])
+def test_backends_equal_dense_attention(
+    lengths: list[tuple[int, int]], block_size: int, heads: tuple[int, int], head_dim: int
+) -> None:
+    """GQA or not, odd head dims, any block size; NaN in unwritten slots must not leak."""
+    case = Case(lengths, block_size, heads, head_dim)
+    expected = case.dense()
+    for backend in ("torch", "reference"):
+        torch.testing.assert_close(case.run(backend), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_many_tiles_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes whose blocks fill several tiles, the last ones too."""
+    monkeypatch.setattr("nanopaged.torch_attention.KEY_TILE", 12)
+    case = Case([(n, 1) for n in (50, 3, 21, 8, 7, 33, 0, 12)], 4, (4, 2), 16)
+    torch.testing.assert_close(case.run("torch"), case.dense(), atol=2e-5, rtol=1e-4)
+
+
+def test_scores_far_apart_do_not_overflow() -> None:
+    """Scores of ±1e4 would overflow exp in float32 if the maximum were not taken off first."""
+    case = Case([(40, 1), (9, 1)], 4, (4, 2), 16)
+    for k in case.keys:
+        k *= 1e4
+    case.cache.layer(LAYER)[0].mul_(1e4)
+    torch.testing.assert_close(case.run("torch"), case.dense(), atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(case.run("reference"), case.dense(), atol=2e-4, rtol=1e-3)
+
+
+def test_one_physical_block_read_by_several_sequences() -> None:
+    """Three sequences share their first two blocks, as after a prefix hit: each pair is its own row."""
+    torch.manual_seed(0)
+    cache = KVCache(KVShape(1, 2, 8, torch.float32), 8, 4, CPU)
+    cache.data.normal_()
+    tables = [[5, 2, 0], [5, 2, 7], [5, 2, 1, 3]]
+    context_lens = [9, 12, 14]
+    q, k, v = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    slots = [t[(n - 1) // 4] * 4 + (n - 1) % 4 for t, n in zip(tables, context_lens, strict=True)]
+    batch = PagedBatch(np.ones(3, dtype=int), np.array(context_lens), tables, np.array(slots), 3)
+    out = make_attention("torch", cache, 0.3).plan(batch)(0, q, k, v)
+    for row, (table, n) in enumerate(zip(tables, context_lens, strict=True)):
+        expected = reference_paged_attention(q[row], *cache.layer(0), table, n, 0.3)
+        torch.testing.assert_close(out[row], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_layer_writes_only_its_own_slots() -> None:
+    """Everything but the new tokens' slots of that layer keeps its bytes, NaN included."""
+    case = Case([(5, 1), (2, 6)], 4, (4, 2), 8)
+    before = case.cache.data.clone()
+    case.run("torch")
+    changed = ~((case.cache.data == before) | (case.cache.data.isnan() & before.isnan()))
+    expected = torch.zeros_like(changed)
+    for slot in case.batch.slot_mapping.tolist():
+        expected[slot // 4, LAYER, :, :, slot % 4] = True
+    assert torch.equal(changed, expected)
+
+
+def test_half_precision_stays_close() -> None:
+    """bfloat16 and float16 keep the softmax in float32: the error is that of the inputs' rounding."""
+    for dtype, tolerance in ((torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
+        case = Case([(50, 1), (17, 1), (20, 30)], 16, (6, 2), 32)
+        expected = case.dense()
+        case.cache.data = case.cache.data.to(dtype)
+        for tensors in (case.keys, case.values, case.queries):
+            tensors[:] = [t.to(dtype) for t in tensors]
+        torch.testing.assert_close(case.run("torch").float(), expected, atol=tolerance, rtol=tolerance)

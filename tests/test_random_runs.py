@@ -1,0 +1,150 @@
+"""Random workloads over a fake model, with tiny pools that force sharing, eviction and preemption at once."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import EOS, MAX_MODEL_LEN, Oracle
+from fake_runner import FakeRunner, next_token
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from nanopaged import EngineConfig, LLMEngine, SamplingParams
+from nanopaged.block_manager import blocks_needed
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> dict:
+    """Prompts that often begin alike, requests that come, fail and go at random steps."""
+    block_size = draw(st.integers(1, 5))
+    stems = draw(st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=14), min_size=1, max_size=2))
+    num_requests = draw(st.integers(1, 8))
+    requests = []
+    for _ in range(num_requests):
+        prompt = draw(st.sampled_from(stems)) + draw(st.lists(st.integers(0, 2), max_size=6))
+        requests.append(
+            {
+                "arrival": draw(st.integers(0, 8)),
+                "prompt": prompt,
+                "max_tokens": draw(st.integers(1, 14)),
+                "aborted_after": draw(st.none() | st.integers(1, 12)),
+                "scored": draw(st.integers(0, 4)) == 4,  # such a prompt must not use the cache
+            }
+        )
+    longest = max(len(r["prompt"]) + r["max_tokens"] - 1 for r in requests)
+    return {
+        "block_size": block_size,
+        "num_blocks": blocks_needed(longest, block_size) + draw(st.integers(0, 8)),
+        "max_num_seqs": draw(st.integers(1, 8)),
+        "chunked": draw(st.booleans()),
+        "budget": draw(st.integers(1, 40)),
+        "caching": draw(st.booleans()),
+        "failing_steps": draw(st.sets(st.integers(0, 30), max_size=4)),
+        "requests": requests,
+    }
+
+
+def expected_output(prompt: list[int], max_tokens: int) -> list[int]:
+    token_ids = list(prompt)
+    while len(token_ids) < len(prompt) + max_tokens:
+        token_ids.append(next_token(token_ids))
+    return token_ids[len(prompt) :]
+
+
+def build(workload: dict, folder: object) -> tuple[LLMEngine, FakeRunner]:
+    runner = FakeRunner(workload["num_blocks"], workload["block_size"])
+    budget = workload["budget"] if workload["chunked"] else MAX_MODEL_LEN
+    config = EngineConfig(
+        model=folder,
+        block_size=workload["block_size"],
+        max_num_seqs=workload["max_num_seqs"],
+        max_num_batched_tokens=budget,
+        enable_chunked_prefill=workload["chunked"],
+        enable_prefix_caching=workload["caching"],
+    )
+    return LLMEngine(config, runner), runner
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(workload=workloads())
+def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
+    workload: dict, qwen3: Oracle
+) -> None:
+    engine, runner = build(workload, qwen3.folder)
+    pending = dict(enumerate(workload["requests"]))
+    aborts: dict[int, list[str]] = {}
+    outputs: dict[str, list[int]] = {}
+    step = 0
+    while pending or engine.has_unfinished_requests():
+        for i in [i for i, r in pending.items() if r["arrival"] <= step]:
+            asked = pending.pop(i)
+            params = SamplingParams(
+                max_tokens=asked["max_tokens"],
+                ignore_eos=True,
+                prompt_logprobs=0 if asked["scored"] else None,
+            )
+            engine.add_request(str(i), asked["prompt"], params)
+            if asked["aborted_after"] is not None:
+                aborts.setdefault(step + asked["aborted_after"], []).append(str(i))
+        for request_id in aborts.pop(step, []):
+            if request_id in engine.requests:
+                partial = engine.abort_request(request_id)
+                outputs[request_id] = partial.outputs[0].token_ids
+                assert partial.finished
+                assert partial.outputs[0].finish_reason == "abort"
+        take_step(engine, runner, fails=step in workload["failing_steps"], outputs=outputs)
+        stats = engine.stats()
+        assert stats.num_running <= workload["max_num_seqs"]
+        assert stats.num_free_blocks + stats.num_used_blocks == workload["num_blocks"]
+        step += 1
+        assert step < 3000, "the engine makes no progress"
+    check_outputs(workload, outputs)
+    check_drained(engine, runner)
+    event(f"preempted: {engine.stats().num_preemptions_recompute > 0}")
+    event(f"prefix hits: {engine.stats().prefix_cache_hits > 0}")
+
+
+def take_step(engine: LLMEngine, runner: FakeRunner, fails: bool, outputs: dict[str, list[int]]) -> None:
+    """One step, which may break; either way the books are in order after it."""
+    if fails and engine.has_unfinished_requests():
+        runner.fail_next = True
+        before = {r.request_id: r.sequences[0].num_tokens for r in engine.requests.values()}
+        with pytest.raises(RuntimeError, match="on fire"):
+            engine.step()
+        assert before == {r.request_id: r.sequences[0].num_tokens for r in engine.requests.values()}
+    else:
+        for output in engine.step():
+            if output.finished:
+                outputs[output.request_id] = output.outputs[0].token_ids
+                assert output.outputs[0].finish_reason == "length"
+    engine.check_invariants()
+
+
+def check_outputs(workload: dict, outputs: dict[str, list[int]]) -> None:
+    """Whole outputs, or beginnings of them where a request was aborted."""
+    assert outputs.keys() == {str(i) for i in range(len(workload["requests"]))}
+    for i, asked in enumerate(workload["requests"]):
+        expected = expected_output(asked["prompt"], asked["max_tokens"])
+        got = outputs[str(i)]
+        whole = len(expected) if asked["aborted_after"] is None else len(got)
+        assert got == expected[:whole]
+
+
+def check_drained(engine: LLMEngine, runner: FakeRunner) -> None:
+    stats = engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    assert stats.num_running == stats.num_waiting == 0
+    assert runner.most_tokens <= engine.scheduler.max_num_batched_tokens
+    if not engine.config.enable_prefix_caching:
+        assert stats.num_cached_blocks == stats.prefix_cache_hits == 0
+
+
+def test_the_fake_model_can_catch_a_wrong_block(qwen3: Oracle) -> None:
+    """The guard of all tests above: hand a sequence a wrong block, and the fake runner must notice."""
+    workload = {"num_blocks": 20, "block_size": 2, "chunked": True, "budget": 8, "max_num_seqs": 4}
+    engine, _ = build(workload | {"caching": True}, qwen3.folder)
+    engine.add_request("a", [1, 2, 0, 1], SamplingParams(max_tokens=8, stop_token_ids=[EOS]))
+    engine.step()
+    table = engine.scheduler.running[0].sequences[0].block_table
+    table[0], table[1] = table[1], table[0]
+    with pytest.raises(AssertionError, match="reads a wrong slot"):
+        engine.step()

@@ -1,0 +1,176 @@
+"""Filters against transformers', draws against their distribution, seeds against whatever is around."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import Oracle, random_prompts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from nanopaged import LLM, SamplingParams
+from nanopaged.sampler import SampleRow, choose, filter_logits, sample, uniform
+
+VOCAB = 50
+
+
+def transformers_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    warpers = [TemperatureLogitsWarper(float(params.temperature))]
+    if params.top_k > 0:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    for warper in warpers:
+        logits = warper(None, logits)
+    return logits.softmax(-1)
+
+
+sampling = st.builds(
+    SamplingParams,
+    temperature=st.floats(0.1, 5),
+    top_k=st.sampled_from([0, -1, 1, 2, 7, 49, 50, 1000]),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.sampled_from([0.0, 0.01, 0.2, 0.9, 1.0]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(params=st.lists(sampling, min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_filters_equal_transformers_row_by_row(params: list[SamplingParams], seed: int) -> None:
+    """Rows with different settings in one batch, each as transformers would have it alone."""
+    logits = torch.randn(len(params), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    ours = filter_logits(logits, params).softmax(-1)
+    for row, (p, mine) in enumerate(zip(params, ours, strict=True)):
+        expected = transformers_distribution(logits[row : row + 1].clone(), p)[0]
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-4)
+
+
+def rows_of(params: SamplingParams, num: int, **fields: object) -> list[SampleRow]:
+    defaults = {"seed": 1, "index": 0, "banned_token_ids": []}
+    return [SampleRow(params=params, position=i, **(defaults | fields)) for i in range(num)]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7),
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.8),
+        SamplingParams(temperature=1.5, top_k=9, top_p=0.9, min_p=0.05),
+    ],
+)
+def test_draws_follow_the_distribution(params: SamplingParams) -> None:
+    """Chi-square over 40,000 draws with fixed seeds, so it passes always or never.
+
+    For a right sampler the statistic exceeds its 99.9% point for one seed in a thousand.
+    """
+    num = 40_000
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(3)) * 2
+    drawn = choose(logits.expand(num, -1), rows_of(params, num))
+    expected = transformers_distribution(logits.clone(), params)[0] * num
+    counts = torch.bincount(drawn, minlength=12).float()
+    assert counts[expected == 0].sum() == 0, "a token that was filtered out was drawn"
+    kept = expected > 5
+    chi_square = ((counts - expected)[kept] ** 2 / expected[kept]).sum().item()
+    freedom = max(1, int(kept.sum()) - 1)
+    assert chi_square < freedom + 3.3 * math.sqrt(2 * freedom) + 4
+
+
+def test_noise_is_uniform_and_differs_with_each_of_its_arguments() -> None:
+    draws = torch.tensor([uniform(s, i, p) for s in range(20) for i in range(10) for p in range(100)])
+    assert 0 <= draws.min() < draws.max() < 1
+    assert draws.mean().item() == pytest.approx(0.5, abs=0.01)
+    assert (draws**2).mean().item() == pytest.approx(1 / 3, abs=0.01)
+    assert len(draws.unique()) > 0.99 * len(draws)
+    assert len({uniform(1, 2, 3), uniform(2, 1, 3), uniform(3, 2, 1), uniform(1, 3, 2)}) == 4
+    assert uniform(2**64 + 5, 0, 0) == uniform(5, 0, 0), "seeds of any size are accepted"
+
+
+def test_greedy_and_random_rows_in_one_batch() -> None:
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))
+    greedy, random_ = SamplingParams(temperature=0), SamplingParams(temperature=1.0)
+    rows = [rows_of(p, 1, seed=9)[0] for p in (greedy, random_) * 3]
+    drawn = choose(logits, rows)
+    assert drawn[::2].tolist() == logits[::2].argmax(-1).tolist()
+    for i in (1, 3, 5):
+        assert drawn[i] == choose(logits[i : i + 1], [rows[i]])[0], "alone or not, the same draw"
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-8, 1e-3])
+def test_tiny_temperatures_are_greedy_and_not_nan(temperature: float) -> None:
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)) * 50
+    drawn = choose(logits, rows_of(SamplingParams(temperature=temperature), 4))
+    assert drawn.tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_nearly_impossible_draw_stays_in_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest number that `uniform` can give must not fall off the end of the distribution."""
+    monkeypatch.setattr("nanopaged.sampler.uniform", lambda *_: (2**24 - 1) / 2**24)
+    logits = torch.full((1, VOCAB), -math.inf)
+    logits[0, [3, 20]] = 0.0
+    assert choose(logits, rows_of(SamplingParams(), 1)).tolist() == [20]
+    monkeypatch.setattr("nanopaged.sampler.uniform", lambda *_: 0.0)
+    assert choose(logits, rows_of(SamplingParams(), 1)).tolist() == [3]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_banned_tokens_are_never_drawn_but_logprobs_stay_the_models_own(temperature: float) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4] = 10.0
+    params = SamplingParams(temperature=temperature, logprobs=1)
+    for seed in range(20):
+        (drawn,) = sample(logits, rows_of(params, 1, seed=seed, banned_token_ids=[4, 5]))
+        assert drawn.token_id not in (4, 5)
+        expected = logits.log_softmax(-1)[0]
+        assert drawn.logprob == pytest.approx(expected[drawn.token_id].item(), abs=1e-5)
+        assert drawn.logprobs[4] == pytest.approx(expected[4].item(), abs=1e-5)
+
+
+# ── seeds, through the whole engine ───────────────────────────────────────────────────────────────
+
+
+def seeded(seed: int | None, **extra: object) -> SamplingParams:
+    fields = {"temperature": 1.0, "max_tokens": 15, "ignore_eos": True}
+    return SamplingParams(seed=seed, **(fields | extra))
+
+
+def texts(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def test_a_seed_gives_the_same_text_whatever_happens_around_it(qwen3: Oracle) -> None:
+    """Alone, beside others, in chunks of two, preempted over and over: the same tokens."""
+    prompts = random_prompts(5, seed=1, longest=30)
+    params = [seeded(i, top_k=20, top_p=0.95) for i in range(5)]
+    llm = LLM(qwen3.folder, num_blocks=200)
+    alone = [texts(llm, [prompt], [p])[0] for prompt, p in zip(prompts, params, strict=True)]
+    assert texts(llm, prompts, params) == alone
+    assert texts(llm, prompts[::-1], params[::-1]) == alone[::-1]
+    assert texts(LLM(qwen3.folder, num_blocks=200, max_num_batched_tokens=2), prompts, params) == alone
+    tight = LLM(qwen3.folder, num_blocks=12, block_size=4)
+    assert texts(tight, prompts, params) == alone
+    assert tight.engine.stats().num_preemptions_recompute > 0
+
+
+def test_different_seeds_and_no_seeds_differ(qwen3: Oracle) -> None:
+    """Two random texts of 15 tokens at temperature 3 agree with a chance far below 1e-6."""
+    prompt = [1, 2, 3]
+    llm = LLM(qwen3.folder, num_blocks=200)
+    several = texts(llm, [prompt] * 4, [seeded(s, temperature=3.0) for s in (1, 2, None, None)])
+    assert len({tuple(t) for t in several}) == 4
+    again = LLM(qwen3.folder, num_blocks=200, seed=0)
+    other = LLM(qwen3.folder, num_blocks=200, seed=1)
+    hot = [seeded(None, temperature=3.0)]
+    first = texts(again, [prompt], hot)
+    assert texts(LLM(qwen3.folder, num_blocks=200, seed=0), [prompt], hot) == first, "the engine's seed"
+    assert texts(other, [prompt], hot) != first

@@ -1,0 +1,247 @@
+"""Who runs when: queues, budget, preemption, twins. Over the fake model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from conftest import Oracle
+from fake_runner import FakeRunner, next_token
+
+from nanopaged import EngineConfig, LLMEngine, SamplingParams
+from nanopaged.scheduler import ScheduledBatch
+
+MakeEngine = Callable[..., LLMEngine]
+
+
+class RecordingRunner(FakeRunner):
+    """Keeps what each step computed: {request_id: number of tokens}."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.steps: list[dict[str, int]] = []
+
+    def execute(self, batch: ScheduledBatch) -> list:
+        self.steps.append({e.request.request_id: e.num_new_tokens for e in batch.entries})
+        return super().execute(batch)
+
+
+@pytest.fixture
+def make(qwen3: Oracle) -> MakeEngine:
+    def make_engine(num_blocks: int = 64, block_size: int = 4, **config: object) -> LLMEngine:
+        runner = RecordingRunner(num_blocks, block_size)
+        return LLMEngine(EngineConfig(model=qwen3.folder, block_size=block_size, **config), runner)
+
+    return make_engine
+
+
+def params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+def tokens(first: int, num: int) -> list[int]:
+    """A prompt that shares nothing with those of another `first`."""
+    return [first] + [(first + i) % 90 for i in range(1, num)]
+
+
+def run(engine: LLMEngine) -> dict[str, list[int]]:
+    """To the end; request id → output tokens, in the order in which they finished."""
+    done = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = output.outputs[0].token_ids
+        engine.check_invariants()
+    return done
+
+
+def test_decodes_and_prompt_chunks_share_a_step(make: MakeEngine) -> None:
+    """Budget 8: a decode takes 1, and the 20-token prompt goes through in pieces of 7, 7 and 6."""
+    engine = make(max_num_batched_tokens=8)
+    engine.add_request("a", tokens(1, 4), params(10))
+    engine.step()
+    engine.add_request("b", tokens(2, 20), params(2))
+    for _ in range(4):
+        engine.step()
+    assert engine.runner.steps == [
+        {"a": 4},
+        {"a": 1, "b": 7},
+        {"a": 1, "b": 7},
+        {"a": 1, "b": 6},
+        {"a": 1, "b": 1},
+    ]
+
+
+def test_a_stream_of_arrivals_does_not_starve_a_decode(make: MakeEngine) -> None:
+    """A new prompt arrives at every step; the request that was there first gets its token all the same."""
+    engine = make(num_blocks=2000, max_num_batched_tokens=32, max_num_seqs=1000)
+    engine.add_request("first", tokens(1, 4), params(20))
+    for i in range(20):
+        engine.add_request(f"late-{i}", tokens(2 + i, 40), params(30))
+        engine.step()
+    assert all("first" in step for step in engine.runner.steps[:20])
+    assert "first" not in engine.requests, "20 steps, 20 tokens"
+
+
+def test_max_num_seqs_counts_all_running_sequences(make: MakeEngine) -> None:
+    engine = make(max_num_seqs=3)
+    for i in range(8):
+        engine.add_request(str(i), tokens(i, 5), params(3 + i))
+    most = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        most = max(most, len(engine.runner.steps[-1]))
+        assert engine.stats().num_running <= 3
+    assert most == 3
+
+
+def test_first_come_first_served_even_if_a_later_one_would_fit(make: MakeEngine) -> None:
+    """The head of the queue does not fit now; the small one behind it must not overtake."""
+    engine = make(num_blocks=8, max_num_seqs=8)
+    engine.add_request("running", tokens(1, 16), params(4))
+    engine.step()
+    engine.add_request("large", tokens(2, 24), params(2))
+    engine.add_request("small", tokens(3, 4), params(2))
+    engine.step()
+    assert engine.runner.steps[-1] == {"running": 1}
+    assert list(run(engine)) == ["running", "large", "small"]
+
+
+def test_the_latest_is_preempted_and_says_the_same_in_the_end(make: MakeEngine) -> None:
+    """Two requests outgrow the pool: the later gives its blocks back, and the earlier never waits."""
+    engine = make(num_blocks=8, enable_prefix_caching=False)
+    engine.add_request("early", tokens(1, 8), params(20))
+    engine.add_request("late", tokens(2, 8), params(20))
+    preempted_at = None
+    outputs = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                outputs[output.request_id] = output
+        engine.check_invariants()
+        if preempted_at is None and engine.stats().num_preemptions_recompute:
+            preempted_at = len(engine.runner.steps)
+    assert preempted_at is not None
+    assert sum("early" in step for step in engine.runner.steps) == 20
+    assert outputs["early"].metrics.num_preemptions == 0
+    assert outputs["late"].metrics.num_preemptions == 1
+    back = next(step for step in engine.runner.steps[preempted_at:] if "late" in step)
+    assert back["late"] > 8, "it computes its prompt and what it had generated again"
+    for first, request_id in ((1, "early"), (2, "late")):
+        expected = tokens(first, 8)
+        for _ in range(20):
+            expected.append(next_token(expected))
+        assert outputs[request_id].outputs[0].token_ids == expected[8:]
+
+
+def test_several_victims_resume_in_order_of_arrival(make: MakeEngine) -> None:
+    engine = make(num_blocks=12, block_size=2, enable_prefix_caching=False)
+    for i in range(4):
+        engine.add_request(str(i), tokens(10 * i + 1, 6), params(12))
+    assert list(run(engine)) == ["0", "1", "2", "3"]
+    assert engine.stats().num_preemptions_recompute >= 2
+
+
+def test_nobody_is_admitted_in_a_step_that_preempted(make: MakeEngine) -> None:
+    """What the victim gave back is for those who run; else the queue's head would undo the preemption."""
+    engine = make(num_blocks=6, block_size=2, enable_prefix_caching=False)
+    for i in range(3):
+        engine.add_request(str(i), tokens(10 * i + 1, 4), params(6))
+    while engine.has_unfinished_requests():
+        before = engine.stats().num_preemptions_recompute
+        waiting = engine.stats().num_waiting
+        engine.step()
+        victims = engine.stats().num_preemptions_recompute - before
+        if victims:
+            assert engine.stats().num_waiting == waiting + victims
+    assert engine.stats().num_preemptions_recompute > 0
+
+
+def test_a_preempted_prompt_finds_its_blocks_again(make: MakeEngine) -> None:
+    """With the prefix cache a victim's blocks often survive; coming back then costs only the rest.
+
+    What it finds of itself is no prefix hit: `num_cached_tokens` speaks of the first admission.
+    """
+    engine = make(num_blocks=8)
+    engine.add_request("early", tokens(1, 8), params(12))
+    engine.add_request("late", tokens(2, 8), params(12))
+    outputs = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs[output.request_id] = output
+        engine.check_invariants()
+    assert outputs["late"].metrics.num_preemptions > 0
+    assert outputs["late"].metrics.num_cached_tokens == 0
+    assert engine.stats().prefix_cache_hits == 0
+    assert engine.stats().prefix_cache_queries == 16
+
+
+def test_twins_arriving_in_the_same_step_share_their_prompt(make: MakeEngine) -> None:
+    """Three times the same 10 tokens in one step: the first computes 10, the others 2 each."""
+    engine = make()
+    for name in "abc":
+        engine.add_request(name, tokens(1, 10), params(3))
+    engine.step()
+    assert engine.runner.steps[0] == {"a": 10, "b": 2, "c": 2}
+    assert engine.stats().num_used_blocks == 2 + 3
+    assert engine.stats().prefix_cache_hits == 16
+    outputs = run(engine)
+    assert outputs["a"] == outputs["b"] == outputs["c"]
+
+
+def test_a_twin_arriving_while_the_first_is_half_prefilled(make: MakeEngine) -> None:
+    """Budget 8, a 20-token prompt: its twin comes when 8 are computed. It shares 16."""
+    engine = make(max_num_batched_tokens=8)
+    engine.add_request("a", tokens(1, 20), params(3))
+    engine.step()
+    engine.add_request("b", tokens(1, 20), params(3))
+    outputs = run(engine)
+    assert engine.runner.steps[:3] == [{"a": 8}, {"a": 8}, {"a": 4, "b": 4}]
+    assert outputs["a"] == outputs["b"]
+
+
+def test_a_fully_cached_prompt_computes_its_last_block_again(make: MakeEngine) -> None:
+    engine = make()
+    engine.add_request("a", tokens(1, 8), params(3))
+    run(engine)
+    engine.add_request("b", tokens(1, 8), params(3))
+    (output,) = engine.step()
+    assert engine.runner.steps[-1] == {"b": 4}
+    assert output.metrics.num_cached_tokens == 4
+    assert engine.stats().num_used_blocks == 2, "the copy it computed gave way to the cached block"
+    run(engine)
+
+
+def test_a_failed_step_loses_nothing(make: MakeEngine) -> None:
+    """Requests of the failed step go on; the twin that shared blocks of that very step does, too."""
+    engine = make()
+    engine.add_request("old", tokens(5, 6), params(6))
+    engine.step()
+    engine.add_request("a", tokens(1, 10), params(3))
+    engine.add_request("b", tokens(1, 10), params(3))
+    engine.runner.fail_next = True
+    with pytest.raises(RuntimeError, match="on fire"):
+        engine.step()
+    engine.check_invariants()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.prefix_cache_hits) == (1, 2, 0)
+    assert stats.num_cached_blocks == 0, "nothing that was never computed can be found"
+    outputs = run(engine)
+    assert outputs["a"] == outputs["b"]
+    assert len(outputs["old"]) == 6
+
+
+def test_abort_gives_the_blocks_back_at_once(make: MakeEngine) -> None:
+    engine = make(max_num_batched_tokens=8)
+    engine.add_request("a", tokens(1, 20), params(3))
+    engine.add_request("b", tokens(2, 20), params(3))
+    engine.step()
+    assert engine.stats().num_used_blocks > 0
+    output = engine.abort_request("a")
+    assert output.finished
+    assert output.outputs[0].finish_reason == "abort"
+    assert engine.stats().num_used_blocks == 0
+    engine.abort_request("b")
+    assert not engine.has_unfinished_requests()
+    assert engine.step() == []
+    engine.check_invariants()

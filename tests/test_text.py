@@ -1,0 +1,197 @@
+"""Text out of tokens: whole characters, stop strings, end-of-sequence, streaming; on the tiny model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from nanopaged import LLM, SamplingParams
+from nanopaged.detokenizer import Detokenizer
+from nanopaged.sequence import Sequence
+from nanopaged.stopping import StopRules
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(dtype="float32", num_blocks=256)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(llm: LLM) -> PreTrainedTokenizerBase:
+    return llm.engine.tokenizer
+
+
+def feed(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stop: tuple[str, ...] = ()) -> list[str]:
+    """What may be shown after each token; ends at a stop string."""
+    detokenizer, shown = Detokenizer(tokenizer.backend_tokenizer, stop), []
+    for token_id in token_ids:
+        stopped = detokenizer.push(token_id) is not None
+        shown.append(detokenizer.visible(finished=stopped))
+        if stopped:
+            break
+    return shown
+
+
+@pytest.mark.parametrize("text", ["éàü", "漢字かな", "🙂🙃 and 👩‍👩‍👧‍👦", "mixed é漢🙂x"])
+def test_no_broken_character_is_ever_shown(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    """The tiny tokenizer knows bytes only, so each of these characters takes two to four tokens."""
+    token_ids = tokenizer.encode(text)
+    assert len(token_ids) > len(text)
+    shown = feed(tokenizer, token_ids)
+    assert shown[-1] == text
+    for earlier, later in zip(shown, shown[1:], strict=False):
+        assert "\ufffd" not in earlier
+        assert later.startswith(earlier)
+
+
+def test_text_is_what_the_tokenizer_decodes(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Random tokens, valid text or not; only half a character at the very end is held back."""
+    rng = random.Random(0)
+    for _ in range(200):
+        token_ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randint(1, 40))]
+        whole = tokenizer.decode(token_ids, skip_special_tokens=True)
+        shown = feed(tokenizer, token_ids)[-1]
+        assert whole.startswith(shown)
+        assert set(whole[len(shown) :]) <= {"\ufffd"}
+
+
+def test_a_stop_string_split_over_tokens_ends_the_text_before_it(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    text = "To be, or not to be: that is the question."
+    token_ids = tokenizer.encode(text)
+    for begin in range(len(text) - 3):
+        stop = text[begin : begin + 4]
+        shown = feed(tokenizer, token_ids, (stop,))
+        assert shown[-1] == text[: text.index(stop)]
+        assert all(shown[-1].startswith(partial) for partial in shown), "what is shown is never taken back"
+
+
+def test_the_first_of_several_stop_strings_wins(tokenizer: PreTrainedTokenizerBase) -> None:
+    shown = feed(tokenizer, tokenizer.encode("one two three"), ("three", "two", "wo"))
+    assert shown[-1] == "one "
+
+
+def test_an_unfinished_stop_string_is_held_back_and_then_released(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    detokenizer = Detokenizer(tokenizer.backend_tokenizer, ("abcd",))
+    for token_id in tokenizer.encode("xab"):
+        detokenizer.push(token_id)
+    assert detokenizer.visible(finished=False) == "x"
+    assert detokenizer.visible(finished=True) == "xab"
+    for token_id in tokenizer.encode("x"):
+        detokenizer.push(token_id)
+    assert detokenizer.visible(finished=False) == "xabx"
+
+
+# ── through the engine ────────────────────────────────────────────────────────────────────────────
+
+GREEDY = {"temperature": 0, "max_tokens": 40}
+
+
+def test_stop_string(llm: LLM) -> None:
+    """The text of a run without it tells where a run with it must end."""
+    (plain,) = llm.generate("ROMEO:\n", SamplingParams(**GREEDY, ignore_eos=True), use_tqdm=False)
+    text = plain.outputs[0].text
+    stop = text[10:14]
+    (output,) = llm.generate("ROMEO:\n", SamplingParams(**GREEDY, ignore_eos=True, stop=stop), use_tqdm=False)
+    completion = output.outputs[0]
+    assert completion.text == text[: text.index(stop)]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.token_ids == plain.outputs[0].token_ids[: len(completion.token_ids)]
+    assert stop in llm.engine.tokenizer.decode(completion.token_ids)
+
+
+def test_stop_token(llm: LLM) -> None:
+    """The token that stops stands in token_ids, not in the text."""
+    (plain,) = llm.generate("ROMEO:\n", SamplingParams(**GREEDY, ignore_eos=True), use_tqdm=False)
+    token_ids = plain.outputs[0].token_ids
+    stop_id = token_ids[9]
+    (output,) = llm.generate(
+        "ROMEO:\n", SamplingParams(**GREEDY, ignore_eos=True, stop_token_ids=[stop_id]), use_tqdm=False
+    )
+    completion = output.outputs[0]
+    first = token_ids.index(stop_id)
+    assert completion.token_ids == token_ids[: first + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop_id)
+    assert completion.text == llm.engine.tokenizer.decode(token_ids[:first])
+
+
+def test_chat_ends_by_itself(llm: LLM) -> None:
+    """<|im_end|> is the tokenizer's end-of-sequence; a special token never appears in the text."""
+    messages = [{"role": "user", "content": "Good morrow, my lord."}]
+    outputs = llm.chat([messages] * 8, SamplingParams(max_tokens=300, seed=1), use_tqdm=False)
+    assert all("<|" not in output.outputs[0].text for output in outputs)
+    ended = [output.outputs[0] for output in outputs if output.outputs[0].finish_reason == "stop"]
+    assert ended
+    assert all(
+        completion.token_ids[-1] in llm.engine.scheduler.stop_rules.eos_token_ids for completion in ended
+    )
+    assert all(completion.stop_reason is None for completion in ended)
+
+
+def test_min_tokens_holds_back_every_way_to_stop(llm: LLM) -> None:
+    """End-of-sequence comes at once (top_k leaves only it) unless min_tokens forbids it."""
+    prompt = llm.chat_prompt([{"role": "user", "content": "Peace!"}])
+    (natural,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)
+    length = len(natural.outputs[0].token_ids)
+    assert natural.outputs[0].finish_reason == "stop"
+    params = SamplingParams(temperature=0, max_tokens=length + 30, min_tokens=length + 10)
+    (forced,) = llm.generate(prompt, params, use_tqdm=False)
+    assert len(forced.outputs[0].token_ids) >= length + 10
+    eos = llm.engine.scheduler.stop_rules.eos_token_ids
+    assert not eos & set(forced.outputs[0].token_ids[: length + 9])
+
+
+def test_stop_strings_are_not_looked_for_before_min_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    rules = StopRules(frozenset(), max_model_len=100)
+    token_ids = tokenizer.encode("abab")
+    seq = Sequence([1], 1, detokenizer=Detokenizer(tokenizer.backend_tokenizer, ("ab",)))
+    params = SamplingParams(min_tokens=len(token_ids), max_tokens=50, stop="ab")
+    verdicts = []
+    for token_id in token_ids:
+        seq.append(token_id, 0.0, None)
+        verdicts.append(rules.check(seq, params))
+    assert verdicts[:-1] == [None] * (len(token_ids) - 1)
+    assert verdicts[-1] == ("stop", "ab")
+    assert seq.detokenizer.text == "ab", "the earlier one stays in the text"
+
+
+def test_max_model_len_ends_a_sequence() -> None:
+    llm = LLM(dtype="float32", max_model_len=20, num_blocks=8)
+    (output,) = llm.generate([5] * 15, SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 5
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_stream_grows_to_what_generate_gives(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=30, seed=3, ignore_eos=True)
+    (whole,) = llm.generate("JULIET:\n", params, use_tqdm=False)
+    states = list(llm.stream("JULIET:\n", params))
+    assert [len(state.outputs[0].token_ids) for state in states] == list(range(1, 31))
+    assert [state.finished for state in states] == [False] * 29 + [True]
+    assert states[-1].outputs[0].text == whole.outputs[0].text
+    for earlier, later in zip(states, states[1:], strict=False):
+        assert later.outputs[0].text.startswith(earlier.outputs[0].text)
+
+
+def test_two_streams_interleave(llm: LLM) -> None:
+    """Each step serves both; neither loses what the other's step produced."""
+    params = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+    alone = [list(llm.stream(p, params))[-1].outputs[0].text for p in ("ROMEO:\n", "JULIET:\n")]
+    a, b = llm.stream("ROMEO:\n", params), llm.stream("JULIET:\n", params)
+    for _ in range(4):
+        next(a)
+        next(b)
+    ends = [list(b)[-1].outputs[0].text, list(a)[-1].outputs[0].text]
+    assert ends == alone[::-1]
+
+
+def test_leaving_a_stream_early_aborts_the_request(llm: LLM) -> None:
+    for _ in llm.stream("ROMEO:\n", SamplingParams(max_tokens=30)):
+        break
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.engine.stats().num_used_blocks == 0

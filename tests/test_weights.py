@@ -1,0 +1,294 @@
+"""Checkpoints as they come: old and new configs, one file or several, and all that must be refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FAMILIES, LLAMA3_ROPE, Oracle, make_checkpoint, random_prompts
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from nanopaged import LLM, SamplingParams
+from nanopaged.layers import rotary_frequencies
+from nanopaged.model_config import read_model_config
+from nanopaged.weights import TINY_MODEL, read_eos_token_ids
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, oracle: Oracle) -> Path:
+    """A copy of the family's checkpoint, to be spoilt."""
+    return Path(shutil.copytree(oracle.folder, tmp_path / "model"))
+
+
+@pytest.fixture
+def qwen3_folder(tmp_path: Path, qwen3: Oracle) -> Path:
+    return Path(shutil.copytree(qwen3.folder, tmp_path / "model"))
+
+
+def edit_config(folder: Path, edit: Callable[[dict], object], name: str = "config.json") -> None:
+    path = folder / name
+    config = json.loads(path.read_text())
+    edit(config)
+    path.write_text(json.dumps(config))
+
+
+def greedy(folder: Path, prompt: list[int], **config: object) -> list[int]:
+    llm = LLM(folder, num_blocks=64, **config)
+    return llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+# ── what must load ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_sharded_checkpoints(oracle: Oracle, tmp_path: Path) -> None:
+    oracle.model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    (prompt,) = random_prompts(1, seed=0)
+    assert greedy(tmp_path, prompt) == oracle.greedy(prompt, 10)
+
+
+def old_style(config: dict) -> None:
+    """As transformers 4 wrote it: rope_theta at top level, the rest in rope_scaling under `type`."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    rope_type = rope.pop("rope_type")
+    config["rope_scaling"] = None if rope_type == "default" else {"type": rope_type, **rope}
+    config["torch_dtype"] = config.pop("dtype")
+
+
+def test_configs_of_transformers_4_and_5(oracle: Oracle, folder: Path) -> None:
+    new = read_model_config(folder)
+    edit_config(folder, old_style)
+    assert read_model_config(folder) == new
+    (prompt,) = random_prompts(1, seed=0)
+    assert greedy(folder, prompt) == oracle.greedy(prompt, 10)
+
+
+@pytest.mark.parametrize("style", ["new", "old"])
+def test_rope_theta_is_read_wherever_it_stands(qwen3_folder: Path, style: str) -> None:
+    """A value that is no default, so that a fallback would show."""
+    edit_config(qwen3_folder, lambda c: c["rope_parameters"].update(rope_theta=12345.0))
+    if style == "old":
+        edit_config(qwen3_folder, old_style)
+    assert read_model_config(qwen3_folder).rope_theta == 12345.0
+
+
+@pytest.mark.parametrize(("theta", "factor", "original"), [(500000.0, 32.0, 8192), (10000.0, 8.0, 32)])
+def test_llama3_frequencies(tmp_path: Path, theta: float, factor: float, original: int) -> None:
+    """Llama-3.2-1B's own numbers, and small ones; to transformers' values."""
+    rope = LLAMA3_ROPE | {
+        "rope_theta": theta,
+        "factor": factor,
+        "original_max_position_embeddings": original,
+    }
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=1, num_hidden_layers=1, head_dim=64, rope_parameters=rope
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    torch.testing.assert_close(rotary_frequencies(read_model_config(tmp_path)), expected)
+
+
+def test_llama_with_biases_everywhere(tmp_path: Path) -> None:
+    """attention_bias and mlp_bias: rare, but a checkpoint that has them must not be misread."""
+    config = FAMILIES["llama"]().config
+    config.attention_bias = config.mlp_bias = True
+    model = LlamaForCausalLM(config).eval()
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.3)
+    model.save_pretrained(tmp_path)
+    prompt = [3, 1, 4, 1, 5]
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+    (output,) = LLM(tmp_path, num_blocks=8).generate(prompt, params, use_tqdm=False)
+    for token_id, logprob in output.outputs[0].logprobs[0].items():
+        assert logprob == pytest.approx(expected[token_id].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtypes(oracle: Oracle, dtype: str) -> None:
+    """Computed in that type, close to float32 in what it says of the first token."""
+    llm = LLM(oracle.folder, num_blocks=8, dtype=dtype)
+    assert llm.engine.runner.dtype == getattr(torch, dtype)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
+    (output,) = llm.generate([5, 6, 7], params, use_tqdm=False)
+    expected = oracle.logprobs([5, 6, 7])[-1]
+    for token_id, logprob in output.outputs[0].logprobs[0].items():
+        assert logprob == pytest.approx(expected[token_id].item(), abs=0.5 if dtype != "float32" else 1e-4)
+
+
+def test_auto_dtype_is_the_checkpoints(qwen3: Oracle, tmp_path: Path) -> None:
+    qwen3.model.to(torch.bfloat16).save_pretrained(tmp_path)
+    qwen3.model.float()
+    assert LLM(tmp_path, num_blocks=8).engine.runner.dtype == torch.bfloat16
+    assert LLM(qwen3.folder, num_blocks=8).engine.runner.dtype == torch.float32
+
+
+def test_dummy_weights_need_only_a_config(qwen3_folder: Path) -> None:
+    (qwen3_folder / "model.safetensors").unlink()
+    first = greedy(qwen3_folder, [1, 2, 3], load_format="dummy")
+    assert len(first) > 0
+    assert greedy(qwen3_folder, [1, 2, 3], load_format="dummy") == first
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+def test_the_tiny_model_loads_in_transformers_and_agrees() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32).eval()
+    ids = tokenizer("ROMEO:\nWhat light", return_tensors="pt")
+    with torch.inference_mode():
+        expected = model.generate(**ids, max_new_tokens=40, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    llm = LLM(dtype="float32", num_blocks=64)
+    params = SamplingParams(temperature=0, max_tokens=40)
+    (output,) = llm.generate("ROMEO:\nWhat light", params, use_tqdm=False)
+    assert output.outputs[0].token_ids == expected.tolist()
+    assert sum(file.stat().st_size for file in TINY_MODEL.iterdir()) < 6.3e6
+
+
+# ── end-of-sequence ids ───────────────────────────────────────────────────────────────────────────
+
+
+def test_eos_ids_come_from_generation_config_and_tokenizer(tmp_path: Path) -> None:
+    shutil.copytree(TINY_MODEL, tmp_path / "model")
+    folder = tmp_path / "model"
+    edit_config(folder, lambda c: c.update(eos_token_id=[40, 41]), "generation_config.json")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert read_eos_token_ids(folder, tokenizer) == {40, 41, tokenizer.eos_token_id}
+    assert read_eos_token_ids(folder, None) == {40, 41}
+    (folder / "generation_config.json").unlink()
+    edit_config(folder, lambda c: c.update(eos_token_id=42))
+    assert read_eos_token_ids(folder, None) == {42}
+    edit_config(folder, lambda c: c.update(eos_token_id=None))
+    assert read_eos_token_ids(folder, None) == frozenset()
+
+
+# ── what must be refused, by name ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "MixtralForCausalLM"),
+        ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForSequenceClassification"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
+        (
+            {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "dynamic",
+        ),
+        ({"use_sliding_window": True, "sliding_window": 8}, "sliding"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(qwen3_folder: Path, edit: dict, message: str) -> None:
+    edit_config(qwen3_folder, lambda c: c.update(edit))
+    with pytest.raises(ValueError, match=message):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+def edit_weights(folder: Path, edit: Callable[[dict], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_missing_weights_are_named(folder: Path) -> None:
+    edit_weights(folder, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.self_attn\.k_proj\.weight"):
+        LLM(folder, num_blocks=8)
+
+
+def test_unexpected_weights_are_named(folder: Path) -> None:
+    edit_weights(folder, lambda t: t.update({"model.layers.0.self_attn.sinks": torch.zeros(3)}))
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.0\.self_attn\.sinks"):
+        LLM(folder, num_blocks=8)
+
+
+def test_a_wrong_shape_is_named(folder: Path) -> None:
+    edit_weights(folder, lambda t: t.update({"model.norm.weight": torch.zeros(5)}))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[5\].*\[48\]"):
+        LLM(folder, num_blocks=8)
+
+
+def test_redundant_weights_are_ignored(qwen3: Oracle, qwen3_folder: Path) -> None:
+    """Old checkpoints carry rotary frequencies, and some tied ones a copy of the embedding."""
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+        "lm_head.weight": torch.zeros(97, 48),
+    }
+    edit_weights(qwen3_folder, lambda t: t.update(extra))
+    assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
+
+
+def test_truncated_weights(qwen3_folder: Path) -> None:
+    path = qwen3_folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match=r"model\.safetensors is broken or cut short"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+def test_a_missing_shard(oracle: Oracle, tmp_path: Path) -> None:
+    oracle.model.save_pretrained(tmp_path, max_shard_size="20KB")
+    victim = sorted(tmp_path.glob("*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(FileNotFoundError, match=victim.name):
+        LLM(tmp_path, num_blocks=8)
+
+
+def test_missing_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        LLM(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no-such-folder"):
+        LLM(tmp_path / "no-such-folder")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileNotFoundError, match="is a file"):
+        LLM(tmp_path / "file")
+
+
+def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("nanopaged.weights.snapshot_download", refuse)
+    with pytest.raises(FileNotFoundError, match="nobody/nothing.*no network"):
+        LLM("nobody/nothing")
+
+
+def test_a_hub_id_is_downloaded(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def download(repo: str, allow_patterns: list[str]) -> str:
+        asked[repo] = allow_patterns
+        return str(qwen3.folder)
+
+    monkeypatch.setattr("nanopaged.weights.snapshot_download", download)
+    assert greedy(Path("somebody/model"), [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
+    assert "*.safetensors" in asked["somebody/model"]
+
+
+def test_broken_json(qwen3_folder: Path) -> None:
+    (qwen3_folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+def test_make_checkpoint_is_repeatable(tmp_path: Path) -> None:
+    """The oracle's models are the same in every run, so a failure can be seen again."""
+    for name in ("a", "b"):
+        make_checkpoint("qwen2", tmp_path / name)
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
+    assert all(torch.equal(a[key], b[key]) for key in a)
