@@ -53,11 +53,14 @@ class BlockManager:
         prefix: list[Block] = []
         if not self.enable_prefix_caching:
             return prefix
+        parent = None
         for i in range((seq.num_tokens - 1) // self.block_size):
-            block = self.pool.index.get(seq.block_hash(i, self.block_size))
-            if block is None or not self._holds(block, seq, i, prefix[-1] if prefix else None):
+            key, tokens = seq.block_key(i, self.block_size)
+            block = self.pool.index.get(key)
+            if block is None or not block.holds(tokens, parent):
                 break
             prefix.append(block)
+            parent = block
         return prefix
 
     def allocate(self, seq: Sequence, prefix: list[Block]) -> None:
@@ -73,8 +76,8 @@ class BlockManager:
         for block in prefix:
             self.pool.share(block)
         seq.block_table = [block.block_id for block in prefix]
-        seq.block_table += [self.pool.take().block_id for _ in range(num_new)]
-        seq.num_computed_tokens = len(prefix) * self.block_size
+        self._extend(seq, num_new)
+        seq.num_computed_tokens = seq.num_closed_tokens = len(prefix) * self.block_size
 
     def append_slots(self, seq: Sequence) -> None:
         """Make room for all tokens of `seq` that are not computed yet.
@@ -85,11 +88,14 @@ class BlockManager:
 
         Raises OutOfBlocks, and changes nothing, if the pool cannot give what is needed.
         """
-        num_new = blocks_needed(seq.num_tokens, self.block_size) - len(seq.block_table)
+        num_new = blocks_needed(seq.num_tokens - seq.num_slots, self.block_size)
         if num_new > self.pool.num_free:
             raise OutOfBlocks
-        for _ in range(num_new):
-            seq.block_table.append(self.pool.take().block_id)
+        self._extend(seq, num_new)
+
+    def _extend(self, seq: Sequence, num_blocks: int) -> None:
+        seq.block_table += [self.pool.take().block_id for _ in range(num_blocks)]
+        seq.num_slots = len(seq.block_table) * self.block_size
 
     def free(self, seq: Sequence) -> None:
         """Take the sequence's blocks away; what was published stays findable until it is evicted.
@@ -101,29 +107,31 @@ class BlockManager:
         for block_id in reversed(seq.block_table):
             self.pool.release(self.pool.blocks[block_id])
         seq.block_table = []
-        seq.num_computed_tokens = 0
+        seq.num_slots = seq.num_computed_tokens = seq.num_closed_tokens = 0
 
     # ── the prefix cache ──────────────────────────────────────────────────────────────────────────
 
-    def mark_computed(self, seq: Sequence, num_computed_tokens: int) -> None:
-        """Note that K/V is there up to `num_computed_tokens`; make the newly full blocks findable.
+    def close_blocks(self, seq: Sequence) -> None:
+        """Make the blocks findable that have become full and whose K/V is there.
 
         If a twin published the same block first, its copy is adopted and ours goes back to the pool:
         the table then names the same block as the twin's. So whoever owns a published block owns the
         published block before it, and a chain in the cache never has a hole.
         """
-        first, end = seq.num_computed_tokens // self.block_size, num_computed_tokens // self.block_size
-        seq.num_computed_tokens = num_computed_tokens
+        first, end = seq.num_closed_tokens // self.block_size, seq.num_computed_tokens // self.block_size
+        seq.num_closed_tokens = end * self.block_size
         if not self.enable_prefix_caching:
             return
         for i in range(first, end):
-            published = self._publish(seq, i)
-            if published is not None and published.block_id != seq.block_table[i]:
-                self.pool.share(published)
-                self.pool.release(self.pool.blocks[seq.block_table[i]])
-                seq.block_table[i] = published.block_id
+            block = self.pool.blocks[seq.block_table[i]]
+            if block.hash is None:  # a promised one is published already
+                published = self._publish(seq, i, block)
+                if published is not None and published is not block:
+                    self.pool.share(published)
+                    self.pool.release(block)
+                    seq.block_table[i] = published.block_id
 
-    def promise(self, seq: Sequence, num_computed_tokens: int) -> None:
+    def promise(self, seq: Sequence) -> None:
         """Make the blocks that this step will fill findable already, one forward pass early.
 
         A twin admitted in the same step can then share them. That is sound because every layer
@@ -132,10 +140,10 @@ class BlockManager:
         """
         if not self.enable_prefix_caching:
             return
-        first, end = seq.num_computed_tokens // self.block_size, num_computed_tokens // self.block_size
-        for i in range(first, end):
+        num_tokens = seq.num_computed_tokens + seq.num_new_tokens
+        for i in range(seq.num_closed_tokens // self.block_size, num_tokens // self.block_size):
             block = self.pool.blocks[seq.block_table[i]]
-            if block.hash is None and self._publish(seq, i) is block:
+            if self._publish(seq, i, block) is block:
                 self._promised.append(block)
 
     def keep_promises(self) -> None:
@@ -147,29 +155,21 @@ class BlockManager:
             self.pool.unpublish(block)
         self._promised.clear()
 
-    def _publish(self, seq: Sequence, i: int) -> Block | None:
-        """Publish the i-th block of `seq`, unless the same is published; return the one that now is.
+    def _publish(self, seq: Sequence, i: int, block: Block) -> Block | None:
+        """Publish `block`, the i-th of `seq`, unless its like is published; return the one that now is.
 
         None if it cannot be: a block with the same hash and other contents is there already, or was
         when the block before this one came up, and what follows a hole would never be found.
         """
-        block = self.pool.blocks[seq.block_table[i]]
         parent = self.pool.blocks[seq.block_table[i - 1]] if i else None
         if parent is not None and parent.hash is None:
             return None
-        key = seq.block_hash(i, self.block_size)
+        key, tokens = seq.block_key(i, self.block_size)
         published = self.pool.index.get(key)
         if published is None:
-            self.pool.publish(block, key, parent, self._tokens(seq, i))
+            self.pool.publish(block, key, parent, tokens)
             return block
-        return published if self._holds(published, seq, i, parent) else None
-
-    def _holds(self, block: Block, seq: Sequence, i: int, parent: Block | None) -> bool:
-        """Whether a published block really is the i-th of `seq`, coming after `parent`."""
-        return block.parent is parent and block.token_ids == self._tokens(seq, i)
-
-    def _tokens(self, seq: Sequence, i: int) -> list[int]:
-        return seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
+        return published if published.holds(tokens, parent) else None
 
     # ── accounts ──────────────────────────────────────────────────────────────────────────────────
 
@@ -210,7 +210,7 @@ class BlockManager:
                 f"block {block.block_id} has {block.ref_count} references, "
                 f"but stands {owners[block.block_id]} times in tables"
             )
-            assert (block.hash is None) == (block.token_ids is None)
+            assert (block.hash is None) == (block.tokens is None)
             assert block.hash is None or pool.index[block.hash] is block, "a stale hash"
         assert not self._promised, "a promise outlived its step"
         ages = {block_id: age for age, block_id in enumerate(pool.cached)}
@@ -229,9 +229,12 @@ class BlockManager:
         assert len(set(seq.block_table)) == num_blocks, "a block stands twice in one table"
         assert seq.num_computed_tokens <= min(seq.num_tokens, num_blocks * size)
         assert num_blocks <= blocks_needed(seq.num_tokens, size)
+        assert seq.num_slots == num_blocks * size
+        assert seq.num_closed_tokens == seq.num_computed_tokens // size * size
+        assert seq.num_tokens == len(seq.token_ids)
         for i, block_id in enumerate(seq.block_table):
             block = self.pool.blocks[block_id]
-            if block.token_ids is not None:
-                assert block.token_ids == self._tokens(seq, i), "a block with other tokens in a table"
+            if block.tokens is not None:
+                assert block.tokens == seq.block_key(i, size)[1], "a block with other tokens in a table"
             if (i + 1) * size > seq.num_computed_tokens:
                 assert block.ref_count == 1, "a block being written is shared"

@@ -18,13 +18,17 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A physical block. `hash`, `parent` and `token_ids` are set while the prefix index names it."""
+    """A physical block. `hash`, `parent` and `tokens` are set while the prefix index names it."""
 
     block_id: int
     ref_count: int = 0
     hash: int | None = None
     parent: Block | None = None  # the block before it in the prefix; None for a first block
-    token_ids: list[int] | None = None
+    tokens: bytes | None = None
+
+    def holds(self, tokens: bytes, parent: Block | None) -> bool:
+        """Whether this published block really has these tokens, after that block."""
+        return self.parent is parent and self.tokens == tokens
 
 
 class BlockPool:
@@ -69,10 +73,10 @@ class BlockPool:
             else:
                 self.cached[block.block_id] = block
 
-    def publish(self, block: Block, key: int, parent: Block | None, token_ids: list[int]) -> None:
-        block.hash, block.parent, block.token_ids = key, parent, token_ids
+    def publish(self, block: Block, key: int, parent: Block | None, tokens: bytes) -> None:
+        block.hash, block.parent, block.tokens = key, parent, tokens
         self.index[key] = block
 
     def unpublish(self, block: Block) -> None:
         del self.index[block.hash]
-        block.hash = block.parent = block.token_ids = None
+        block.hash = block.parent = block.tokens = None

@@ -33,7 +33,7 @@ class Runner(Protocol):
 
     num_blocks: int
 
-    def execute(self, batch: ScheduledBatch) -> list[StepResult]: ...
+    def execute(self, batch: ScheduledBatch) -> StepResult: ...
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,13 @@ class LLMEngine:
                 f"{model_config.max_position_embeddings} tokens"
             )
         budget = config.step_budget(self.max_model_len)
-        stop_rules = StopRules(read_eos_token_ids(folder, self.tokenizer), self.max_model_len)
-        self.runner: Runner = runner or ModelRunner(
-            config, model_config, folder, self.max_model_len, budget, stop_rules
-        )
+        self.eos_token_ids = read_eos_token_ids(folder, self.tokenizer)
+        self.runner: Runner = runner or ModelRunner(config, model_config, folder, self.max_model_len, budget)
         self.block_manager = BlockManager(
             self.runner.num_blocks, config.block_size, config.enable_prefix_caching
         )
         self.scheduler = Scheduler(
-            self.block_manager, stop_rules, config.max_num_seqs, budget, config.enable_chunked_prefill
+            self.block_manager, config.max_num_seqs, budget, config.enable_chunked_prefill
         )
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.num_steps = 0
@@ -108,11 +106,11 @@ class LLMEngine:
             return []
         batch = self.scheduler.schedule()
         try:
-            results = self.runner.execute(batch)
+            result = self.runner.execute(batch)
         except BaseException:
             self.scheduler.roll_back(batch)
             raise
-        progressed = self.scheduler.update(batch, results)
+        progressed = self.scheduler.update(batch, result)
         self.num_steps += 1
         for request in progressed:
             if request.finished:
@@ -150,6 +148,7 @@ class LLMEngine:
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
             params=params,
+            stop_rules=StopRules.of(params, len(token_ids), self.eos_token_ids, self.max_model_len),
             seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
             sequences=[Sequence(list(token_ids), len(token_ids), detokenizer=detokenizer)],
             prompt_logprobs=[None] if params.prompt_logprobs is not None else None,

@@ -17,10 +17,10 @@ from nanopaged.block_manager import blocks_needed
 from nanopaged.config import EngineConfig
 from nanopaged.kv_cache import KVCache, KVShape, available_memory, blocks_that_fit
 from nanopaged.model_config import ModelConfig
-from nanopaged.outputs import Logprobs
+from nanopaged.outputs import Logprobs, Sample
 from nanopaged.sampler import SampleRow, sample, top_logprobs
-from nanopaged.scheduler import Scheduled, ScheduledBatch, StepResult
-from nanopaged.stopping import StopRules
+from nanopaged.scheduler import ScheduledBatch, StepResult
+from nanopaged.sequence import Request, Sequence
 from nanopaged.weights import load_model
 
 LOGITS_TILE = 256  # prompt positions projected to the vocabulary at once
@@ -40,13 +40,11 @@ class ModelRunner:
         folder: Path,
         max_model_len: int,
         step_budget: int,
-        stop_rules: StopRules,
     ) -> None:
         self.device = pick_device(config.device)
         dtype_name = model_config.dtype if config.dtype == "auto" else config.dtype
         self.dtype = getattr(torch, dtype_name)
         self.block_size = config.block_size
-        self.stop_rules = stop_rules
         self.model = load_model(
             model_config, folder, config.load_format, max_model_len, self.dtype, self.device, config.seed
         )
@@ -83,54 +81,51 @@ class ModelRunner:
         return peak
 
     @torch.inference_mode()
-    def execute(self, batch: ScheduledBatch) -> list[StepResult]:
-        """Run one step. The results stand in the order of `batch.entries`."""
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """Run one step."""
         input_ids, positions, paged = prepare(batch, self.block_size)
         attend = self.attention.plan(paged)
         hidden = self.model(self._send(input_ids), self._send(positions), attend)
-        results = self._sample(batch.entries, hidden)
-        self._score_prompts(batch.entries, hidden, results)
-        return results
+        return StepResult(self._sample(batch, hidden), self._score_prompts(batch, hidden))
 
     def _send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
-    def _sample(self, entries: list[Scheduled], hidden: Tensor) -> list[StepResult]:
-        """Next tokens of the entries that catch up; their last rows alone are projected."""
-        results = [StepResult() for _ in entries]
-        last_rows = np.cumsum([entry.num_new_tokens for entry in entries]) - 1
-        ready = [i for i, entry in enumerate(entries) if entry.catches_up]
+    def _sample(self, batch: ScheduledBatch, hidden: Tensor) -> list[list[Sample]]:
+        """Next tokens of the sequences that catch up; their last rows alone are projected."""
+        samples: list[list[Sample]] = [[] for _ in batch.sequences]
+        last_rows = np.cumsum([seq.num_new_tokens for seq in batch.sequences]) - 1
+        ready = [i for i, seq in enumerate(batch.sequences) if seq.catches_up]
         if not ready:
-            return results
+            return samples
         logits = self.model.logits(hidden[self._send(last_rows[ready])])
-        rows = [self._sample_row(entries[i]) for i in ready]
+        rows = [self._sample_row(batch.sequences[i]) for i in ready]
         for i, drawn in zip(ready, sample(logits, rows), strict=True):
-            results[i] = StepResult(drawn.token_id, drawn.logprob, drawn.logprobs)
-        return results
+            samples[i].append(drawn)
+        return samples
 
-    def _sample_row(self, entry: Scheduled) -> SampleRow:
-        request, seq = entry.request, entry.seq
-        banned = self.stop_rules.banned_token_ids(seq, request.params)
+    def _sample_row(self, seq: Sequence) -> SampleRow:
+        request, banned = seq.request, seq.request.stop_rules.banned_token_ids(seq)
         return SampleRow(request.params, request.seed, seq.index, seq.num_tokens, banned)
 
-    def _score_prompts(self, entries: list[Scheduled], hidden: Tensor, results: list[StepResult]) -> None:
+    def _score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> dict[Request, list[Logprobs]]:
         """Log-probabilities of prompt tokens, for the requests that are still owed some."""
-        row = 0
-        for entry, result in zip(entries, results, strict=True):
-            if entry.request.wants_prompt_logprobs:
-                rows = hidden[row : row + entry.num_new_tokens]
-                result.prompt_logprobs = self._score_prompt(entry, rows)
-            row += entry.num_new_tokens
+        scored, row = {}, 0
+        for seq in batch.sequences:
+            if seq.request.wants_prompt_logprobs:
+                scored[seq.request] = self._score_prompt(seq, hidden[row : row + seq.num_new_tokens])
+            row += seq.num_new_tokens
+        return scored
 
-    def _score_prompt(self, entry: Scheduled, hidden: Tensor) -> list[Logprobs]:
+    def _score_prompt(self, seq: Sequence, hidden: Tensor) -> list[Logprobs]:
         """The hidden state at position p tells how likely the token at p + 1 was.
 
         prompt a b c d e, chunk b c d: the states of b, c, d score c, d, e. What is on record already
         (a preempted request computes its prompt again) is left out.
         """
-        request, start = entry.request, entry.seq.num_computed_tokens
+        request, start = seq.request, seq.num_computed_tokens
         first = max(start, len(request.prompt_logprobs) - 1)
-        end = min(start + entry.num_new_tokens, len(request.prompt_token_ids) - 1)
+        end = min(start + seq.num_new_tokens, len(request.prompt_token_ids) - 1)
         scored: list[Logprobs] = []
         for lo in range(first, end, LOGITS_TILE):
             hi = min(lo + LOGITS_TILE, end)
@@ -148,18 +143,18 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndar
     input_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    for entry in batch.entries:
-        seq, start = entry.seq, entry.seq.num_computed_tokens
-        here = range(start, start + entry.num_new_tokens)
-        input_ids += seq.token_ids[here.start : here.stop]
-        positions += here
-        slots += [seq.block_table[p // block_size] * block_size + p % block_size for p in here]
-    query_lens = np.array([entry.num_new_tokens for entry in batch.entries])
-    computed = np.array([entry.seq.num_computed_tokens for entry in batch.entries])
+    for seq in batch.sequences:
+        start, end = seq.num_computed_tokens, seq.num_computed_tokens + seq.num_new_tokens
+        input_ids += seq.token_ids[start:end]
+        positions += range(start, end)
+        table = seq.block_table
+        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, end)]
+    query_lens = np.array([seq.num_new_tokens for seq in batch.sequences])
+    computed = np.array([seq.num_computed_tokens for seq in batch.sequences])
     paged = PagedBatch(
         query_lens=query_lens,
         context_lens=computed + query_lens,
-        block_tables=[entry.seq.block_table for entry in batch.entries],
+        block_tables=[seq.block_table for seq in batch.sequences],
         slot_mapping=np.array(slots),
         num_decodes=batch.num_decodes,
     )

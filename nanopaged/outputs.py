@@ -32,6 +32,15 @@ Logprobs = dict[int, Logprob]
 """For one position: token id → log-probability, of the most likely tokens and of the actual one."""
 
 
+@dataclass(slots=True)
+class Sample:
+    """A token that was drawn; its log-probability is the model's own, before temperature and filters."""
+
+    token_id: int
+    logprob: float
+    logprobs: Logprobs | None = None  # of the most likely tokens beside it, if asked
+
+
 @dataclass
 class CompletionOutput:
     """One of the outputs of a request.

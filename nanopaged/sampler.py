@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ import xxhash
 from torch import Tensor
 
 from nanopaged.config import SamplingParams
-from nanopaged.outputs import Logprob, Logprobs
+from nanopaged.outputs import Logprob, Logprobs, Sample
 
 
 @dataclass(slots=True)
@@ -29,14 +30,7 @@ class SampleRow:
     seed: int
     index: int
     position: int
-    banned_token_ids: list[int]
-
-
-@dataclass(slots=True)
-class Sample:
-    token_id: int
-    logprob: float  # of the model's own distribution, before temperature and filters
-    logprobs: Logprobs | None
+    banned_token_ids: Collection[int]
 
 
 def sample(logits: Tensor, rows: list[SampleRow]) -> list[Sample]:

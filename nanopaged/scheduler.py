@@ -11,54 +11,38 @@ tensor: what a `ScheduledBatch` says is carried out by the model runner.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from nanopaged.block_manager import BlockManager, OutOfBlocks
-from nanopaged.outputs import Logprobs
+from nanopaged.outputs import Logprobs, Sample
 from nanopaged.sequence import Request, Sequence
-from nanopaged.stopping import StopRules
-
-
-@dataclass(slots=True)
-class Scheduled:
-    """A sequence's share of a step: tokens [num_computed_tokens, num_computed_tokens + num_new_tokens)."""
-
-    request: Request
-    seq: Sequence
-    num_new_tokens: int
-
-    @property
-    def catches_up(self) -> bool:
-        """Whether its last known token is in this step, so that the logits tell the next one."""
-        return self.seq.num_computed_tokens + self.num_new_tokens == self.seq.num_tokens
 
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step's work. Those with a single new token stand first: `entries[:num_decodes]`."""
+    """One step's work; `num_new_tokens` of each sequence says how much of it.
 
-    entries: list[Scheduled]
+    Those with a single new token stand first: `sequences[:num_decodes]`.
+    """
+
+    sequences: list[Sequence]
     num_decodes: int
     admitted: list[Request]  # those that left the waiting queue for this step
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What the runner found out for one entry of the batch.
+    """What the runner found out.
 
     Fields:
-        token_id: the next token, if the entry catches up; else None, and the rest is empty too.
-        logprob: its log-probability.
-        logprobs: of the most likely tokens at its position, if asked for.
-        prompt_logprobs: of the prompt tokens whose turn it was, if asked for.
+        samples: for each sequence of the batch the tokens drawn to follow it: none if it has not
+            caught up, else one.
+        prompt_logprobs: by request, of the prompt tokens whose turn it was, where asked for.
     """
 
-    token_id: int | None = None
-    logprob: float = 0.0
-    logprobs: Logprobs | None = None
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    samples: list[list[Sample]]
+    prompt_logprobs: dict[Request, list[Logprobs]] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -71,13 +55,11 @@ class Scheduler:
     def __init__(
         self,
         block_manager: BlockManager,
-        stop_rules: StopRules,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_chunked_prefill: bool = True,
     ) -> None:
         self.block_manager = block_manager
-        self.stop_rules = stop_rules
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
@@ -97,7 +79,7 @@ class Scheduler:
         """Drop a request wherever it is; its blocks return at once."""
         if self.waiting.pop(request.request_id, None) is None:
             self.running.remove(request)
-        for seq in request.live:
+        for seq in list(request.live):
             self.block_manager.free(seq)
             request.finish(seq, "abort", None)
 
@@ -114,57 +96,62 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """Choose the next step's work: those already running first, then new ones while there is room."""
-        decodes: list[Scheduled] = []
-        chunks: list[Scheduled] = []
+        decodes: list[Sequence] = []
+        chunks: list[Sequence] = []
         admitted: list[Request] = []
         budget = self.max_num_batched_tokens
 
-        def give_tokens(request: Request) -> None:
-            nonlocal budget
-            for seq in request.live:
-                num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
-                if num_new_tokens == 0:
-                    break
-                budget -= num_new_tokens
-                if num_new_tokens == 1:
-                    decodes.append(Scheduled(request, seq, 1))
-                else:
-                    chunks.append(Scheduled(request, seq, num_new_tokens))
-                    self.block_manager.promise(seq, seq.num_computed_tokens + num_new_tokens)
-
-        num_running = len(self.running)
         i = 0
         while i < len(self.running) and budget > 0:
-            if self._make_room(self.running[i]):
-                give_tokens(self.running[i])
+            request = self.running[i]
+            if self._make_room(request):
+                budget = self._give_tokens(request, budget, decodes, chunks)
                 i += 1
 
-        someone_was_preempted = len(self.running) < num_running
-        while self.waiting and budget > 0 and not someone_was_preempted:
+        # After a preemption the head of the queue is the victim. It cannot slip in again here: it gave back
+        # n blocks, at least one of them went to somebody else, and it needs n again.
+        while self.waiting and budget > 0:
             request = next(iter(self.waiting.values()))
             if not self._admit(request, budget):
                 break  # first come, first served: nobody overtakes the head of the queue
             admitted.append(request)
-            give_tokens(request)
+            budget = self._give_tokens(request, budget, decodes, chunks)
 
         assert decodes or chunks or not self.has_unfinished, "there is work, but none was scheduled"
         return ScheduledBatch(decodes + chunks, len(decodes), admitted)
+
+    def _give_tokens(
+        self, request: Request, budget: int, decodes: list[Sequence], chunks: list[Sequence]
+    ) -> int:
+        """Let the request's sequences catch up as far as the budget goes; return what is left of it."""
+        for seq in request.live:
+            gap = seq.num_tokens - seq.num_computed_tokens
+            if gap > budget:
+                gap = budget
+            seq.num_new_tokens = gap
+            budget -= gap
+            if gap == 1:
+                decodes.append(seq)
+            elif gap > 1:
+                chunks.append(seq)
+                self.block_manager.promise(seq)
+        return budget
 
     def _make_room(self, request: Request) -> bool:
         """Get the slots for the new tokens of a running request, preempting the latest as long as need be.
 
         False if the latest was `request` itself: then it no longer runs.
         """
-        while True:
-            try:
-                for seq in request.live:
+        for seq in request.live:
+            while seq.num_tokens > seq.num_slots:
+                try:
                     self.block_manager.append_slots(seq)
-                return True
-            except OutOfBlocks:
-                victim = self.running.pop()
-                self._preempt(victim)
-                if victim is request:
-                    return False
+                except OutOfBlocks:
+                    victim = self.running.pop()
+                    self._preempt(victim)
+                    if victim is request:
+                        return False
+        return True
 
     def _preempt(self, request: Request) -> None:
         """Take a request's blocks away and put it back at the head of the queue.
@@ -202,32 +189,32 @@ class Scheduler:
 
     # ── after it ──────────────────────────────────────────────────────────────────────────────────
 
-    def update(self, batch: ScheduledBatch, results: list[StepResult]) -> list[Request]:
+    def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
         """Book what the step computed; return the requests that have something new to show."""
         self.block_manager.keep_promises()
         self._count_admissions(batch.admitted)
-        progressed: dict[str, Request] = {}
-        for entry, result in zip(batch.entries, results, strict=True):
-            request, seq = entry.request, entry.seq
-            self.block_manager.mark_computed(seq, seq.num_computed_tokens + entry.num_new_tokens)
-            if result.prompt_logprobs:
-                request.prompt_logprobs.extend(result.prompt_logprobs)
-            if result.token_id is not None:
-                self._append(request, seq, result)
-                progressed[request.request_id] = request
-        if any(request.finished for request in progressed.values()):
-            self.running = [request for request in self.running if not request.finished]
-        return list(progressed.values())
-
-    def _append(self, request: Request, seq: Sequence, result: StepResult) -> None:
-        if request.first_token_time is None:
-            request.first_token_time = time.monotonic()
-        seq.append(result.token_id, result.logprob, result.logprobs)
-        self.num_generated_tokens += 1
-        stop = self.stop_rules.check(seq, request.params)
-        if stop is not None:
-            request.finish(seq, *stop)
-            self.block_manager.free(seq)
+        for request, logprobs in result.prompt_logprobs.items():
+            request.prompt_logprobs.extend(logprobs)
+        block_size = self.block_manager.block_size
+        progressed: dict[Request, None] = {}  # a set that keeps the order
+        some_finished = False
+        for seq, samples in zip(batch.sequences, result.samples, strict=True):
+            seq.num_computed_tokens += seq.num_new_tokens
+            if seq.num_computed_tokens - seq.num_closed_tokens >= block_size:
+                self.block_manager.close_blocks(seq)
+            for sample in samples:
+                request = seq.request
+                progressed[request] = None
+                seq.append(sample)
+                stop = request.stop_rules.check(seq)
+                if stop is not None:
+                    request.finish(seq, *stop)
+                    self.block_manager.free(seq)
+                    some_finished = True
+        self.num_generated_tokens += sum(map(len, result.samples))
+        if some_finished:
+            self.running = [request for request in self.running if request.live]
+        return list(progressed)
 
     def _count_admissions(self, admitted: list[Request]) -> None:
         for request in admitted:

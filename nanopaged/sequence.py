@@ -8,18 +8,18 @@ Nothing here knows what a block contains, or on which device.
 
 from __future__ import annotations
 
+import struct
 import time
-from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import xxhash
 
-from nanopaged.config import SamplingParams
-
 if TYPE_CHECKING:
+    from nanopaged.config import SamplingParams
     from nanopaged.detokenizer import Detokenizer
-    from nanopaged.outputs import Logprobs
+    from nanopaged.outputs import Logprobs, Sample
+    from nanopaged.stopping import StopRules
 
 
 @dataclass(slots=True, eq=False)
@@ -41,23 +41,33 @@ class Sequence:
     num_prompt_tokens: int
     index: int = 0  # which of the request's outputs this is
     detokenizer: Detokenizer | None = None
+    request: Request | None = None  # whose it is; set by the request
 
+    num_tokens: int = field(init=False)  # len(token_ids)
     num_computed_tokens: int = 0
+    num_new_tokens: int = 0  # this step's share: tokens [num_computed, num_computed + num_new)
+
     block_table: list[int] = field(default_factory=list)  # i-th logical block → physical block
-    block_hashes: list[int] = field(default_factory=list)  # of the full blocks; see `block_hash`
+    num_slots: int = 0  # of the blocks in the table
+    num_closed_tokens: int = 0  # those in full blocks whose K/V is there
+    block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # see `block_key`
 
     logprobs: list[Logprobs] = field(default_factory=list)  # one for each generated token, if asked
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None  # "stop" | "length" | "abort"
     stop_reason: int | str | None = None  # the stop token or string, if that was it
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether its last known token is in this step, so that the logits tell the next one."""
+        return self.num_computed_tokens + self.num_new_tokens == self.num_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -67,27 +77,30 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def append(self, token_id: int, logprob: float, logprobs: Logprobs | None) -> None:
+    def append(self, sample: Sample) -> None:
         """Add a generated token. Its K/V is not computed yet: that is the next step's gap."""
-        self.token_ids.append(token_id)
-        self.cumulative_logprob += logprob
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
+        if self.request.first_token_time is None:
+            self.request.first_token_time = time.monotonic()
+        self.token_ids.append(sample.token_id)
+        self.num_tokens += 1
+        self.cumulative_logprob += sample.logprob
+        if sample.logprobs is not None:
+            self.logprobs.append(sample.logprobs)
 
-    def block_hash(self, i: int, block_size: int) -> int:
-        """Hash of the i-th block, which must be full. Computed once, in order.
+    def block_key(self, i: int, block_size: int) -> tuple[int, bytes]:
+        """(hash, packed tokens) of the i-th block, which must be full. Worked out once, in order.
 
-        It covers the block's tokens and, through its parent's hash, everything before them: K/V
+        The hash covers the block's tokens and, through its parent's hash, everything before them: K/V
         depends on the whole prefix, so two blocks may be shared only if their prefixes agree.
 
             block_size = 2    tokens  a b │ c d │ e       hashes  h0 = H(a b)   h1 = H(h0, c d)
         """
-        hashes = self.block_hashes
-        for j in range(len(hashes), i + 1):
-            parent = hashes[j - 1].to_bytes(8, "little") if j else b""
-            tokens = array("q", self.token_ids[j * block_size : (j + 1) * block_size])
-            hashes.append(xxhash.xxh3_64_intdigest(parent + tokens.tobytes()))
-        return hashes[i]
+        keys = self.block_keys
+        for j in range(len(keys), i + 1):
+            parent = keys[j - 1][0].to_bytes(8, "little") if j else b""
+            tokens = struct.pack(f"<{block_size}q", *self.token_ids[j * block_size : (j + 1) * block_size])
+            keys.append((xxhash.xxh3_64_intdigest(parent + tokens), tokens))
+        return keys[i]
 
 
 @dataclass(slots=True, eq=False)
@@ -98,24 +111,26 @@ class Request:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
+    stop_rules: StopRules
     seed: int  # the params' own, or one drawn for it: no request is without
     sequences: list[Sequence]
     prompt_logprobs: list[Logprobs | None] | None = None  # filled as the prompt is computed
 
+    live: list[Sequence] = field(init=False)  # the sequences that still grow
     arrival_time: float = field(default_factory=time.monotonic)
     first_token_time: float | None = None
     finish_time: float | None = None
     num_cached_tokens: int | None = None  # what the prefix cache gave at the first admission
     num_preemptions: int = 0
 
-    @property
-    def live(self) -> list[Sequence]:
-        """The sequences that still grow."""
-        return [seq for seq in self.sequences if not seq.finished]
+    def __post_init__(self) -> None:
+        self.live = list(self.sequences)
+        for seq in self.sequences:
+            seq.request = self
 
     @property
     def finished(self) -> bool:
-        return all(seq.finished for seq in self.sequences)
+        return not self.live
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -125,5 +140,6 @@ class Request:
 
     def finish(self, seq: Sequence, finish_reason: str, stop_reason: int | str | None) -> None:
         seq.finish_reason, seq.stop_reason = finish_reason, stop_reason
+        self.live.remove(seq)
         if self.finished:
             self.finish_time = time.monotonic()

@@ -3,40 +3,59 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from nanopaged.config import SamplingParams
-from nanopaged.sequence import Sequence
+if TYPE_CHECKING:
+    from nanopaged.config import SamplingParams
+    from nanopaged.sequence import Sequence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StopRules:
-    """What ends a sequence whoever asked for it: the model's end-of-sequence ids and its length."""
+    """What ends the sequences of one request. Lengths are in tokens and include the prompt.
 
+    Fields:
+        token_ids: a sequence ends after any of these.
+        eos_token_ids: those of them that are the model's own end-of-sequence.
+        min_length: before it, nothing but `max_length` may end a sequence.
+        max_length: where a sequence ends at the latest.
+    """
+
+    token_ids: frozenset[int]
     eos_token_ids: frozenset[int]
-    max_model_len: int
+    min_length: int
+    max_length: int
 
-    def banned_token_ids(self, seq: Sequence, params: SamplingParams) -> list[int]:
-        """Tokens that must not be drawn next: those that would end it before `min_tokens`."""
-        if seq.num_output_tokens >= params.min_tokens:
-            return []
-        eos = () if params.ignore_eos else self.eos_token_ids
-        return sorted({*eos, *params.stop_token_ids})
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+    ) -> StopRules:
+        eos = frozenset() if params.ignore_eos else eos_token_ids
+        return cls(
+            token_ids=eos | frozenset(params.stop_token_ids),
+            eos_token_ids=eos - frozenset(params.stop_token_ids),
+            min_length=num_prompt_tokens + params.min_tokens,
+            max_length=min(num_prompt_tokens + params.max_tokens, max_model_len),
+        )
 
-    def check(self, seq: Sequence, params: SamplingParams) -> tuple[str, int | str | None] | None:
+    def banned_token_ids(self, seq: Sequence) -> frozenset[int]:
+        """Tokens that must not be drawn next, as they would end `seq` too early."""
+        return self.token_ids if seq.num_tokens < self.min_length else frozenset()
+
+    def check(self, seq: Sequence) -> tuple[str, int | str | None] | None:
         """(finish_reason, stop_reason) if the token just appended ends `seq`, else None.
 
         That token is also turned into text here, unless it is what stops the sequence.
         """
         token_id = seq.token_ids[-1]
-        if token_id in params.stop_token_ids:
-            return "stop", token_id
-        if token_id in self.eos_token_ids and not params.ignore_eos:
-            return "stop", None
+        if token_id in self.token_ids:
+            return "stop", None if token_id in self.eos_token_ids else token_id
         if seq.detokenizer is not None:
-            may_stop = seq.num_output_tokens >= params.min_tokens
-            stop = seq.detokenizer.push(token_id, look_for_stop=may_stop)
+            stop = seq.detokenizer.push(token_id, look_for_stop=seq.num_tokens >= self.min_length)
             if stop is not None:
                 return "stop", stop
-        if seq.num_output_tokens >= params.max_tokens or seq.num_tokens >= self.max_model_len:
-            return "length", None
-        return None
+        return ("length", None) if seq.num_tokens >= self.max_length else None

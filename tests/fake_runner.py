@@ -7,7 +7,9 @@ a block handed on too early is caught in the step in which it happens.
 
 from __future__ import annotations
 
-from nanopaged.scheduler import Scheduled, ScheduledBatch, StepResult
+from nanopaged.outputs import Sample
+from nanopaged.scheduler import ScheduledBatch, StepResult
+from nanopaged.sequence import Sequence
 
 VOCAB_SIZE = 97
 SEED = 17
@@ -37,34 +39,29 @@ class FakeRunner:
         self.fail_next = False
         self.most_tokens = 0  # seen in one step
 
-    def execute(self, batch: ScheduledBatch) -> list[StepResult]:
-        self.most_tokens = max(self.most_tokens, sum(e.num_new_tokens for e in batch.entries))
-        assert all(e.num_new_tokens == 1 for e in batch.entries[: batch.num_decodes])
-        assert all(e.num_new_tokens > 1 for e in batch.entries[batch.num_decodes :])
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        self.most_tokens = max(self.most_tokens, sum(seq.num_new_tokens for seq in batch.sequences))
+        assert all(seq.num_new_tokens == 1 for seq in batch.sequences[: batch.num_decodes])
+        assert all(seq.num_new_tokens > 1 for seq in batch.sequences[batch.num_decodes :])
         if self.fail_next:
             self.fail_next = False
-            for entry in batch.entries:
-                self._store(entry, [-1] * entry.seq.num_tokens)
+            for seq in batch.sequences:
+                self._store(seq, [-1] * seq.num_tokens)
             raise RuntimeError("the device is on fire")
-        for entry in batch.entries:  # every layer stores the whole batch, …
-            self._store(entry, fingerprints(entry.seq.token_ids))
-        return [self._read(entry) for entry in batch.entries]  # … and then reads
+        for seq in batch.sequences:  # every layer stores the whole batch, …
+            self._store(seq, fingerprints(seq.token_ids))
+        return StepResult([self._read(seq) for seq in batch.sequences])  # … and then reads
 
-    def _slot(self, entry: Scheduled, position: int) -> tuple[int, int]:
-        table = entry.seq.block_table
-        return table[position // self.block_size], position % self.block_size
+    def _slot(self, seq: Sequence, position: int) -> tuple[int, int]:
+        return seq.block_table[position // self.block_size], position % self.block_size
 
-    def _store(self, entry: Scheduled, values: list[int]) -> None:
-        start = entry.seq.num_computed_tokens
-        for position in range(start, start + entry.num_new_tokens):
-            self.slots[self._slot(entry, position)] = values[position]
+    def _store(self, seq: Sequence, values: list[int]) -> None:
+        for position in range(seq.num_computed_tokens, seq.num_computed_tokens + seq.num_new_tokens):
+            self.slots[self._slot(seq, position)] = values[position]
 
-    def _read(self, entry: Scheduled) -> StepResult:
-        seq = entry.seq
-        end = seq.num_computed_tokens + entry.num_new_tokens
+    def _read(self, seq: Sequence) -> list[Sample]:
+        end = seq.num_computed_tokens + seq.num_new_tokens
         for position, expected in enumerate(fingerprints(seq.token_ids)[:end]):
-            slot = self._slot(entry, position)
+            slot = self._slot(seq, position)
             assert self.slots.get(slot) == expected, f"position {position} reads a wrong slot {slot}"
-        if not entry.catches_up:
-            return StepResult()
-        return StepResult(token_id=next_token(seq.token_ids), logprob=-1.0)
+        return [Sample(next_token(seq.token_ids), -1.0)] if seq.catches_up else []

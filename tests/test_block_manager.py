@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 
 from nanopaged.block_manager import BlockManager, OutOfBlocks, blocks_needed
-from nanopaged.sequence import Sequence
+from nanopaged.config import SamplingParams
+from nanopaged.outputs import Sample
+from nanopaged.sequence import Request, Sequence
+from nanopaged.stopping import StopRules
 
 
 def sequence(*token_ids: int) -> Sequence:
-    return Sequence(list(token_ids), len(token_ids))
+    seq = Sequence(list(token_ids), len(token_ids))
+    rules = StopRules(frozenset(), frozenset(), 0, 1000)
+    Request("r", None, list(token_ids), SamplingParams(), rules, 0, [seq])
+    return seq
 
 
 def admit(manager: BlockManager, *token_ids: int, computed: bool = True) -> Sequence:
@@ -17,15 +23,27 @@ def admit(manager: BlockManager, *token_ids: int, computed: bool = True) -> Sequ
     seq = sequence(*token_ids)
     manager.allocate(seq, manager.find_prefix(seq))
     if computed:
-        manager.mark_computed(seq, seq.num_tokens)
+        compute(manager, seq)
     return seq
+
+
+def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> None:
+    """The K/V of the sequence (up to `num_tokens`) is there."""
+    seq.num_computed_tokens = seq.num_tokens if num_tokens is None else num_tokens
+    manager.close_blocks(seq)
+
+
+def promise(manager: BlockManager, seq: Sequence) -> None:
+    """The whole sequence will be computed in this step."""
+    seq.num_new_tokens = seq.num_tokens - seq.num_computed_tokens
+    manager.promise(seq)
 
 
 def append(manager: BlockManager, seq: Sequence, token_id: int) -> None:
     """What a decode step does: a token is known, gets a slot, and is computed."""
-    seq.append(token_id, 0.0, None)
+    seq.append(Sample(token_id, 0.0))
     manager.append_slots(seq)
-    manager.mark_computed(seq, seq.num_tokens)
+    compute(manager, seq)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +91,7 @@ def test_the_last_token_is_always_computed() -> None:
     first = admit(manager, 1, 2, 3, 4)
     second = admit(manager, 1, 2, 3, 4, computed=False)
     assert second.num_computed_tokens == 2
-    manager.mark_computed(second, 4)
+    compute(manager, second, 4)
     assert second.block_table == first.block_table, "the copy of the last block is given up for the twin's"
     manager.check_invariants([first, second])
     assert manager.num_free_blocks == 14
@@ -97,7 +115,8 @@ def test_a_chain_is_evicted_from_its_end() -> None:
     manager.free(seq)
     other = admit(manager, 11, 12, 13, 14)
     again = sequence(1, 2, 3, 4, 5, 6)
-    assert [block.token_ids for block in manager.find_prefix(again)] == [[1], [2]]
+    kept = [block.tokens for block in manager.find_prefix(again)]
+    assert kept == [again.block_key(i, 1)[1] for i in (0, 1)]
     manager.check_invariants([other])
 
 
@@ -154,7 +173,7 @@ def test_a_collision_of_hashes_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> Non
     first = admit(manager, 1, 2, 3, 4, 5)
     second = admit(manager, 6, 7, 8, 9, 5, computed=False)
     assert second.num_computed_tokens == 0
-    manager.mark_computed(second, 5)
+    compute(manager, second, 5)
     twin = admit(manager, 1, 2, 3, 4, 5, computed=False)
     assert twin.num_computed_tokens == 2, "the one block that is in the index is still found"
     manager.check_invariants([first, second, twin])
@@ -182,13 +201,13 @@ def test_a_promised_block_can_be_shared_at_once() -> None:
     """Twins of one step: the second shares what the first is still to compute."""
     manager = BlockManager(16, 2)
     first = admit(manager, 1, 2, 3, 4, 5, computed=False)
-    manager.promise(first, 5)
+    promise(manager, first)
     second = admit(manager, 1, 2, 3, 4, 5, computed=False)
     assert second.block_table[:2] == first.block_table[:2]
     assert second.num_computed_tokens == 4
     manager.keep_promises()
-    manager.mark_computed(first, 5)
-    manager.mark_computed(second, 5)
+    compute(manager, first, 5)
+    compute(manager, second, 5)
     manager.check_invariants([first, second])
 
 
@@ -196,7 +215,7 @@ def test_a_broken_promise_is_forgotten() -> None:
     """The step failed: nobody may find blocks that were never filled."""
     manager = BlockManager(16, 2)
     first = admit(manager, 1, 2, 3, 4, 5, computed=False)
-    manager.promise(first, 5)
+    promise(manager, first)
     manager.break_promises()
     assert not manager.find_prefix(sequence(1, 2, 3, 4, 5))
     manager.free(first)
@@ -207,9 +226,9 @@ def test_a_broken_promise_is_forgotten() -> None:
 def test_nothing_is_published_before_it_is_computed() -> None:
     manager = BlockManager(16, 2)
     first = admit(manager, 1, 2, 3, 4, 5, computed=False)
-    manager.mark_computed(first, 3)
+    compute(manager, first, 3)
     assert len(manager.find_prefix(sequence(1, 2, 3, 4, 5))) == 1
-    manager.mark_computed(first, 5)
+    compute(manager, first, 5)
     assert len(manager.find_prefix(sequence(1, 2, 3, 4, 5))) == 2
 
 

@@ -85,6 +85,21 @@ def test_logprobs_of_output_and_prompt(oracle: Oracle) -> None:
             assert completion.cumulative_logprob == pytest.approx(total, abs=TOLERANCE)
 
 
+def test_prompt_logprobs_do_not_come_short_when_the_prompt_is_cached(oracle: Oracle) -> None:
+    """What the prefix cache gives has no logits, so such a prompt is computed in full, every time."""
+    (prompt,) = random_prompts(1, seed=4, longest=60)
+    prompt = prompt * 2
+    llm = LLM(oracle.folder, dtype="float32", num_blocks=64, block_size=4)
+    expected = oracle.logprobs(prompt)
+    for _ in range(2):
+        params = greedy_params(2, prompt_logprobs=2, ignore_eos=True)
+        (output,) = run(llm, [prompt], [params])
+        check_logprobs(output.prompt_logprobs[1:], prompt[1:], expected, num_top=2)
+    (plain,) = run(llm, [prompt], [greedy_params(2, ignore_eos=True)])
+    assert plain.metrics.num_cached_tokens > 0
+    assert plain.prompt_logprobs is None
+
+
 def check_logprobs(logprobs: list, token_ids: list[int], expected: torch.Tensor, num_top: int) -> None:
     assert len(logprobs) == len(token_ids)
     for row, token_id, reference in zip(logprobs, token_ids, expected, strict=False):
@@ -131,7 +146,7 @@ def test_whole_prompts_only(oracle: Oracle) -> None:
 
     def checked_schedule() -> object:
         batch = schedule()
-        assert all(entry.catches_up for entry in batch.entries)
+        assert all(seq.catches_up for seq in batch.sequences)
         return batch
 
     llm.engine.scheduler.schedule = checked_schedule

@@ -9,7 +9,7 @@ from conftest import Oracle
 from fake_runner import FakeRunner, next_token
 
 from nanopaged import EngineConfig, LLMEngine, SamplingParams
-from nanopaged.scheduler import ScheduledBatch
+from nanopaged.scheduler import ScheduledBatch, StepResult
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -21,8 +21,8 @@ class RecordingRunner(FakeRunner):
         super().__init__(num_blocks, block_size)
         self.steps: list[dict[str, int]] = []
 
-    def execute(self, batch: ScheduledBatch) -> list:
-        self.steps.append({e.request.request_id: e.num_new_tokens for e in batch.entries})
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        self.steps.append({seq.request.request_id: seq.num_new_tokens for seq in batch.sequences})
         return super().execute(batch)
 
 
@@ -142,21 +142,6 @@ def test_several_victims_resume_in_order_of_arrival(make: MakeEngine) -> None:
     assert engine.stats().num_preemptions_recompute >= 2
 
 
-def test_nobody_is_admitted_in_a_step_that_preempted(make: MakeEngine) -> None:
-    """What the victim gave back is for those who run; else the queue's head would undo the preemption."""
-    engine = make(num_blocks=6, block_size=2, enable_prefix_caching=False)
-    for i in range(3):
-        engine.add_request(str(i), tokens(10 * i + 1, 4), params(6))
-    while engine.has_unfinished_requests():
-        before = engine.stats().num_preemptions_recompute
-        waiting = engine.stats().num_waiting
-        engine.step()
-        victims = engine.stats().num_preemptions_recompute - before
-        if victims:
-            assert engine.stats().num_waiting == waiting + victims
-    assert engine.stats().num_preemptions_recompute > 0
-
-
 def test_a_preempted_prompt_finds_its_blocks_again(make: MakeEngine) -> None:
     """With the prefix cache a victim's blocks often survive; coming back then costs only the rest.
 
@@ -229,6 +214,17 @@ def test_a_failed_step_loses_nothing(make: MakeEngine) -> None:
     outputs = run(engine)
     assert outputs["a"] == outputs["b"]
     assert len(outputs["old"]) == 6
+
+
+def test_a_failed_step_keeps_the_order_of_arrival(make: MakeEngine) -> None:
+    engine = make()
+    for i in range(4):
+        engine.add_request(str(i), tokens(10 * i, 6), params(2))
+    engine.runner.fail_next = True
+    with pytest.raises(RuntimeError, match="on fire"):
+        engine.step()
+    assert list(engine.scheduler.waiting) == ["0", "1", "2", "3"]
+    assert list(run(engine)) == ["0", "1", "2", "3"]
 
 
 def test_abort_gives_the_blocks_back_at_once(make: MakeEngine) -> None:

@@ -127,34 +127,37 @@ def test_chat_ends_by_itself(llm: LLM) -> None:
     assert all("<|" not in output.outputs[0].text for output in outputs)
     ended = [output.outputs[0] for output in outputs if output.outputs[0].finish_reason == "stop"]
     assert ended
-    assert all(
-        completion.token_ids[-1] in llm.engine.scheduler.stop_rules.eos_token_ids for completion in ended
-    )
+    assert all(completion.token_ids[-1] in llm.engine.eos_token_ids for completion in ended)
     assert all(completion.stop_reason is None for completion in ended)
 
 
 def test_min_tokens_holds_back_every_way_to_stop(llm: LLM) -> None:
-    """End-of-sequence comes at once (top_k leaves only it) unless min_tokens forbids it."""
+    """Of 16 seeded answers some end by themselves; told to go on for ten tokens more, they do."""
     prompt = llm.chat_prompt([{"role": "user", "content": "Peace!"}])
-    (natural,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)
-    length = len(natural.outputs[0].token_ids)
-    assert natural.outputs[0].finish_reason == "stop"
-    params = SamplingParams(temperature=0, max_tokens=length + 30, min_tokens=length + 10)
-    (forced,) = llm.generate(prompt, params, use_tqdm=False)
-    assert len(forced.outputs[0].token_ids) >= length + 10
-    eos = llm.engine.scheduler.stop_rules.eos_token_ids
-    assert not eos & set(forced.outputs[0].token_ids[: length + 9])
+    natural = [SamplingParams(seed=i, max_tokens=150) for i in range(16)]
+    outputs = llm.generate([prompt] * 16, natural, use_tqdm=False)
+    completions = [output.outputs[0] for output in outputs]
+    ended = [(i, len(c.token_ids)) for i, c in enumerate(completions) if c.finish_reason == "stop"]
+    assert ended
+    longer = [SamplingParams(seed=i, max_tokens=n + 30, min_tokens=n + 10) for i, n in ended]
+    for (_, n), output in zip(
+        ended, llm.generate([prompt] * len(ended), longer, use_tqdm=False), strict=True
+    ):
+        token_ids = output.outputs[0].token_ids
+        assert len(token_ids) >= n + 10
+        assert not llm.engine.eos_token_ids & set(token_ids[: n + 9])
 
 
 def test_stop_strings_are_not_looked_for_before_min_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    rules = StopRules(frozenset(), max_model_len=100)
     token_ids = tokenizer.encode("abab")
     seq = Sequence([1], 1, detokenizer=Detokenizer(tokenizer.backend_tokenizer, ("ab",)))
     params = SamplingParams(min_tokens=len(token_ids), max_tokens=50, stop="ab")
+    rules = StopRules.of(params, 1, frozenset(), max_model_len=100)
     verdicts = []
     for token_id in token_ids:
-        seq.append(token_id, 0.0, None)
-        verdicts.append(rules.check(seq, params))
+        seq.token_ids.append(token_id)
+        seq.num_tokens += 1
+        verdicts.append(rules.check(seq))
     assert verdicts[:-1] == [None] * (len(token_ids) - 1)
     assert verdicts[-1] == ("stop", "ab")
     assert seq.detokenizer.text == "ab", "the earlier one stays in the text"

@@ -1,0 +1,112 @@
+"""A few prompts that begin alike, answered in one continuous batch, and what the pages did meanwhile.
+
+python example.py                             the tiny model in the box: no GPU, no network
+python example.py --model Qwen/Qwen3-0.6B     a real one: a folder or a hub id, with its chat template
+"""
+
+import argparse
+from textwrap import indent
+
+from tqdm import tqdm
+
+from nanopaged import LLM, EngineStats, RequestOutput, SamplingParams
+
+# The tiny model continues plays. All prompts share the beginning, so its K/V is computed once.
+OPENING = """\
+HERALD:
+The king comes here to-night; and all the court
+Attend upon his pleasure in the hall.
+Let every man that hath a word to say
+Speak now, and plainly, as he loves the king.
+
+"""
+SPEAKERS = ["KING HENRY", "QUEEN MARGARET", "First Murderer", "Clown", "JULIET", "FALSTAFF"]
+
+# A real model answers questions.
+SYSTEM = "You are a patient teacher. Answer in two or three plain sentences."
+QUESTIONS = [
+    "What is virtual memory?",
+    "Why is a page table useful?",
+    "What does an operating system do when memory runs out?",
+    "What is copy-on-write?",
+]
+
+
+def make_prompts(llm: LLM, is_tiny: bool) -> dict[str, str | list[int]]:
+    """Name → prompt: text for the tiny model, a conversation as token ids for a real one."""
+    if is_tiny:
+        return {f"{speaker}:": f"{OPENING}{speaker}:\n" for speaker in SPEAKERS}
+    system = {"role": "system", "content": SYSTEM}
+    return {q: llm.chat_prompt([system, {"role": "user", "content": q}]) for q in QUESTIONS}
+
+
+def run(
+    llm: LLM, prompts: dict[str, str | list[int]], params: SamplingParams
+) -> tuple[dict[str, RequestOutput], EngineStats]:
+    """What `llm.generate` does, written out: the outputs, and the accounts at the busiest moment."""
+    engine = llm.engine
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, params)
+    outputs: dict[str, RequestOutput] = {}
+    busiest = engine.stats()
+    with tqdm(total=len(prompts) * params.max_tokens, unit=" tokens", leave=False) as bar:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                outputs[output.request_id] = output
+                bar.update()
+            stats = engine.stats()
+            if stats.num_used_blocks > busiest.num_used_blocks:
+                busiest = stats
+    return outputs, busiest
+
+
+def report(llm: LLM, outputs: dict[str, RequestOutput], busiest: EngineStats) -> str:
+    """The engine's own account of the run."""
+    engine, end = llm.engine, llm.engine.stats()
+    size, num_requests = engine.config.block_size, len(outputs)
+    arrival = min(output.metrics.arrival_time for output in outputs.values())
+    seconds = max(output.metrics.finish_time for output in outputs.values()) - arrival
+    hits, queries = end.prefix_cache_hits, end.prefix_cache_queries
+    slots = busiest.num_used_blocks * size
+    contiguous = num_requests * engine.max_model_len
+    return "\n  ".join(
+        [
+            "What the pages did",
+            f"steps           {end.num_steps}, with up to {num_requests} requests in each",
+            f"tokens          {end.num_prompt_tokens} of prompts, {end.num_generated_tokens} generated, "
+            f"in {seconds:.1f} s",
+            f"prefix cache    {hits} of {queries} prompt tokens reused ({hits / queries:.0%})",
+            f"blocks          {busiest.num_used_blocks} of {size} slots in use at the busiest step",
+            f"slots           {slots}, {busiest.slot_utilization:.1%} of them filled; without paging "
+            f"{contiguous}: {engine.max_model_len} for each request",
+            f"afterwards      {end.num_used_blocks} blocks in use, {end.num_cached_blocks} kept in the "
+            "prefix cache",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", help="a model folder or a hub id; default: the tiny one in the box")
+    parser.add_argument("--max-tokens", type=int, help="per answer; default: 70, or 200 with --model")
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    is_tiny = args.model is None
+    llm = LLM(args.model, seed=args.seed)
+    params = SamplingParams(
+        temperature=args.temperature,
+        max_tokens=args.max_tokens or (70 if is_tiny else 200),
+        stop="\n\n" if is_tiny else (),
+    )
+    outputs, busiest = run(llm, make_prompts(llm, is_tiny), params)
+    if is_tiny:
+        print(OPENING.rstrip() + "\n")
+    for name, output in outputs.items():
+        print(f"{name}\n{indent(output.outputs[0].text.strip(), '  ')}\n")
+    print(report(llm, outputs, busiest))
+
+
+if __name__ == "__main__":
+    main()
