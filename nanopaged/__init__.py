@@ -1,12 +1,13 @@
 """nanopaged: PagedAttention you can read in an evening, on whatever machine you have."""
 
-from nanopaged.config import EngineConfig, SamplingParams
+from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.engine import EngineStats, LLMEngine
 from nanopaged.llm import LLM
 from nanopaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "EngineStats",

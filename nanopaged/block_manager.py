@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from nanopaged.block_pool import Block, BlockPool
 from nanopaged.sequence import Sequence
@@ -24,6 +25,16 @@ class OutOfBlocks(Exception):
 def blocks_needed(num_tokens: int, block_size: int) -> int:
     """Blocks that hold `num_tokens` tokens: ceil division, e.g. 17 tokens in blocks of 16 need 2."""
     return -(-num_tokens // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """K/V to be copied before the next forward pass: the i-th block of `seq` was src and is now dst."""
+
+    seq: Sequence
+    i: int
+    src: int
+    dst: int
 
 
 class BlockManager:
@@ -63,35 +74,115 @@ class BlockManager:
             parent = block
         return prefix
 
-    def allocate(self, seq: Sequence, prefix: list[Block]) -> None:
-        """Give a sequence without blocks a table for all its tokens, beginning with the shared `prefix`.
+    def allocate(self, sequences: list[Sequence], prefixes: list[list[Block]]) -> None:
+        """Give the sequences of one request, none of which has blocks, tables for all their tokens.
 
-        Raises OutOfBlocks, and changes nothing, if the pool cannot hold the sequence now.
+        Each begins with the blocks found for it in the prefix cache. Siblings that come back from a
+        preemption also share among themselves, whether or not there is a prefix cache: every full
+        block that several of them begin with is taken once. It counts as computed for all but the
+        first, which is right because siblings are always served in order.
+
+            block_size = 2    a b c d e │ a b c d f │ a b x y z      tables [0 1 2] [0 1 3] [0 4 5]
+
+        Raises OutOfBlocks, and changes nothing, if the pool cannot hold them all now.
         """
-        assert not seq.block_table, "allocate is for a sequence without blocks"
-        num_new = blocks_needed(seq.num_tokens, self.block_size) - len(prefix)
-        num_revived = sum(1 for block in prefix if block.ref_count == 0)  # cached, so free until now
-        if num_new + num_revived > self.pool.num_free:
+        if self._num_blocks_to_take(sequences, prefixes) > self.pool.num_free:
             raise OutOfBlocks
-        for block in prefix:
-            self.pool.share(block)
-        seq.block_table = [block.block_id for block in prefix]
-        self._extend(seq, num_new)
-        seq.num_computed_tokens = seq.num_closed_tokens = len(prefix) * self.block_size
+        taken: dict[tuple[int, bytes], Block] = {}  # (block before it, tokens) → a sibling's block
+        for seq, prefix in zip(sequences, prefixes, strict=True):
+            assert not seq.block_table, "allocate is for sequences without blocks"
+            for block in prefix:
+                self.pool.share(block)
+            seq.block_table = [block.block_id for block in prefix]
+            if len(sequences) > 1:
+                self._share_with_siblings(seq, taken)
+            seq.num_computed_tokens = seq.num_closed_tokens = len(seq.block_table) * self.block_size
+            self._extend(seq, blocks_needed(seq.num_tokens, self.block_size) - len(seq.block_table))
+            if len(sequences) > 1:
+                for i in range((seq.num_tokens - 1) // self.block_size):
+                    taken[self._place(seq, i)] = self.pool.blocks[seq.block_table[i]]
 
-    def append_slots(self, seq: Sequence) -> None:
+    def _share_with_siblings(self, seq: Sequence, taken: dict[tuple[int, bytes], Block]) -> None:
+        for i in range(len(seq.block_table), (seq.num_tokens - 1) // self.block_size):
+            block = taken.get(self._place(seq, i))
+            if block is None:
+                break
+            self.pool.share(block)
+            seq.block_table.append(block.block_id)
+
+    def _place(self, seq: Sequence, i: int) -> tuple[int, bytes]:
+        """Where the i-th block of `seq` stands among its siblings': after which block, with which tokens."""
+        before = seq.block_table[i - 1] if i else -1
+        return before, seq.block_key(i, self.block_size)[1]
+
+    def _num_blocks_to_take(self, sequences: list[Sequence], prefixes: list[list[Block]]) -> int:
+        """Free blocks that `allocate` would use up, cached ones that are hit included."""
+        revived = {block.block_id for prefix in prefixes for block in prefix if block.ref_count == 0}
+        if len(sequences) == 1:
+            num_needed = blocks_needed(sequences[0].num_tokens, self.block_size)
+            return num_needed - len(prefixes[0]) + len(revived)
+        nodes: dict[tuple[int, bytes], int] = {}  # a tree of the siblings' full blocks, each node numbered
+        num_cached: set[int] = set()
+        num_last = 0
+        for seq, prefix in zip(sequences, prefixes, strict=True):
+            node, num_full = -1, (seq.num_tokens - 1) // self.block_size
+            for i in range(num_full):
+                place = (node, seq.block_key(i, self.block_size)[1])
+                node = nodes.setdefault(place, len(nodes))
+                if i < len(prefix):
+                    num_cached.add(node)
+            num_last += blocks_needed(seq.num_tokens, self.block_size) - num_full
+        return len(nodes) - len(num_cached) + num_last + len(revived)
+
+    def append_slots(self, seq: Sequence) -> BlockCopy | None:
         """Make room for all tokens of `seq` that are not computed yet.
 
-            block_size = 4, table [7, 2], 8 tokens computed, a ninth just sampled:
+            block_size = 4, table [7, 2], 6 tokens computed, a seventh just sampled:
 
-            block 7: a b c d   block 2: e f g h          token 8 needs a new block: table [7, 2, 5]
+            block 7: a b c d   block 2: e f . .    the seventh goes to block 2, if nobody shares it.
+                                        └ shared?  copy 2 → 9 and write there: table [7, 9]
+
+        Returns the copy to make before the slots are written, if one is needed (copy-on-write, §4.4).
+        Of several owners the last to come writes in place, for by then it is the only one.
 
         Raises OutOfBlocks, and changes nothing, if the pool cannot give what is needed.
         """
-        num_new = blocks_needed(seq.num_tokens - seq.num_slots, self.block_size)
-        if num_new > self.pool.num_free:
+        copies = self.writes_into_shared_block(seq)
+        num_new = max(0, blocks_needed(seq.num_tokens - seq.num_slots, self.block_size))
+        if num_new + copies > self.pool.num_free:
             raise OutOfBlocks
+        copy = self._copy_last_block(seq) if copies else None
         self._extend(seq, num_new)
+        return copy
+
+    def writes_into_shared_block(self, seq: Sequence) -> bool:
+        """Whether the next token of `seq` would go into a block that has other owners."""
+        i = (seq.num_tokens - 1) // self.block_size
+        return i < len(seq.block_table) and self.pool.blocks[seq.block_table[i]].ref_count > 1
+
+    def _copy_last_block(self, seq: Sequence) -> BlockCopy:
+        i = len(seq.block_table) - 1
+        src = self.pool.blocks[seq.block_table[i]]
+        self.pool.release(src)
+        dst = self.pool.take()
+        seq.block_table[i] = dst.block_id
+        return BlockCopy(seq, i, src.block_id, dst.block_id)
+
+    def undo_copies(self, copies: list[BlockCopy]) -> None:
+        """The step failed, perhaps before it copied anything: let the tables name the sources again."""
+        for copy in reversed(copies):
+            self.pool.share(self.pool.blocks[copy.src])
+            self.pool.release(self.pool.blocks[copy.dst])
+            copy.seq.block_table[copy.i] = copy.src
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child`, which has the parent's tokens, share all its blocks. Takes no memory (§4.4)."""
+        for block_id in parent.block_table:
+            self.pool.share(self.pool.blocks[block_id])
+        child.block_table = list(parent.block_table)
+        child.num_slots = parent.num_slots
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_closed_tokens = parent.num_closed_tokens
 
     def _extend(self, seq: Sequence, num_blocks: int) -> None:
         seq.block_table += [self.pool.take().block_id for _ in range(num_blocks)]
@@ -114,7 +205,7 @@ class BlockManager:
     def close_blocks(self, seq: Sequence) -> None:
         """Make the blocks findable that have become full and whose K/V is there.
 
-        If a twin published the same block first, its copy is adopted and ours goes back to the pool:
+        If a twin published the same block first, its copy is adopted and our own goes back to the pool:
         the table then names the same block as the twin's. So whoever owns a published block owns the
         published block before it, and a chain in the cache never has a hole.
         """
@@ -126,7 +217,7 @@ class BlockManager:
             block = self.pool.blocks[seq.block_table[i]]
             if block.hash is None:  # a promised one is published already
                 published = self._publish(seq, i, block)
-                if published is not None and published is not block:
+                if published is not None and published is not block and block.ref_count == 1:
                     self.pool.share(published)
                     self.pool.release(block)
                     seq.block_table[i] = published.block_id
@@ -181,6 +272,15 @@ class BlockManager:
     def num_cached_blocks(self) -> int:
         return len(self.pool.cached)
 
+    def num_shared_blocks(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that have several owners."""
+        in_use = {block_id for seq in sequences for block_id in seq.block_table}
+        return sum(1 for block_id in in_use if self.pool.blocks[block_id].ref_count > 1)
+
+    def num_blocks_saved(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that would be needed without sharing, less those that are."""
+        return sum(len(seq.block_table) for seq in sequences) - (self.num_blocks - self.pool.num_free)
+
     def slot_utilization(self, sequences: Iterable[Sequence]) -> float:
         """Share of the slots in allocated blocks that hold K/V; a shared block counts once.
 
@@ -220,11 +320,16 @@ class BlockManager:
             assert parent is None or pool.index.get(parent.hash) is parent, "a hole in a chain"
             if parent is not None and block.block_id in ages and parent.block_id in ages:
                 assert ages[block.block_id] < ages[parent.block_id], "a chain would lose its head first"
+        places: dict[int, tuple[int, Sequence]] = {}  # block → where, and in whose table, it was seen first
         for seq in sequences:
             self._check_table(seq)
+            for i, block_id in enumerate(seq.block_table):
+                first_i, other = places.setdefault(block_id, (i, seq))
+                assert first_i == i, "a block stands at different places of two tables"
+                self._check_sharing(seq, other, i)
 
     def _check_table(self, seq: Sequence) -> None:
-        """A table holds what is computed, and no more than the tokens need; only closed blocks are shared."""
+        """A table holds what is computed, and no more than the tokens need."""
         num_blocks, size = len(seq.block_table), self.block_size
         assert len(set(seq.block_table)) == num_blocks, "a block stands twice in one table"
         assert seq.num_computed_tokens <= min(seq.num_tokens, num_blocks * size)
@@ -236,5 +341,11 @@ class BlockManager:
             block = self.pool.blocks[block_id]
             if block.tokens is not None:
                 assert block.tokens == seq.block_key(i, size)[1], "a block with other tokens in a table"
-            if (i + 1) * size > seq.num_computed_tokens:
-                assert block.ref_count == 1, "a block being written is shared"
+
+    def _check_sharing(self, seq: Sequence, other: Sequence, i: int) -> None:
+        """Strangers share published blocks only; siblings whatever they have in common."""
+        if self.pool.blocks[seq.block_table[i]].hash is None:
+            assert seq.request is other.request, "strangers share a block that is not published"
+        start = i * self.block_size
+        end = min(start + self.block_size, seq.num_computed_tokens, other.num_computed_tokens)
+        assert seq.token_ids[start:end] == other.token_ids[start:end], "a shared block with different tokens"

@@ -178,7 +178,6 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1)
-        _require(self.n == 1, f"n is {self.n}: only n=1 works so far; send the prompt {self.n} times")
         _check_number("temperature", self.temperature, 0.0, 1e6, ": 0 is greedy")
         _check_int("top_k", self.top_k, -1, ": 0 or -1 keeps all tokens")
         _check_number("top_p", self.top_p, 0.0, 1.0)
@@ -186,31 +185,77 @@ class SamplingParams:
         _check_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _check_int("seed", self.seed, 0)
-        _check_int("max_tokens", self.max_tokens, 1)
-        _check_int("min_tokens", self.min_tokens, 0)
-        _require(
-            self.min_tokens <= self.max_tokens,
-            f"min_tokens is {self.min_tokens}, but max_tokens is only {self.max_tokens}",
-        )
-        _check_bool("ignore_eos", self.ignore_eos)
+        _check_lengths(self)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0)
-        self._normalise_stops()
-
-    def _normalise_stops(self) -> None:
-        """`stop` and `stop_token_ids` become tuples, so that the params stay hashable."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         for text in stop:
             if not isinstance(text, str):
                 raise TypeError(f"stop must be a string or a list of strings, got {text!r} in it")
             _require(text != "", "stop has an empty string in it, which would stop at once")
-        ids = tuple(self.stop_token_ids or ())
-        for token_id in ids:
-            _check_int("stop_token_ids", token_id, 0)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(int(token_id) for token_id in ids))
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def num_sequences(self) -> int:
+        return self.n
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """Beam search for one request: the same hypotheses and scores as transformers' `generate(num_beams=…)`.
+
+    The request's outputs are the `beam_width` best texts, best first. A text's score is the sum of its
+    tokens' log-probabilities over (number of tokens ** length_penalty), end-of-sequence included.
+
+    Fields:
+        beam_width: beginnings kept at each step; 1 is greedy decoding.
+        max_tokens: tokens to generate at most.
+        min_tokens: before so many tokens no text ends.
+        length_penalty: above 0 favours long texts, below 0 short ones.
+        early_stopping: when to stop once `beam_width` texts have ended. True: at once. False: when the best
+            beam, ended now, would not beat the worst of them. "never": when no beam ever could.
+        ignore_eos: do not end at end-of-sequence.
+        stop_token_ids: token ids that end a text, beside the model's own end-of-sequence ids.
+
+    Raises:
+        TypeError, ValueError: as for `EngineConfig`.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    min_tokens: int = 0
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    ignore_eos: bool = False
+    stop_token_ids: SequenceOf[int] = ()
+
+    def __post_init__(self) -> None:
+        _check_int("beam_width", self.beam_width, 1)
+        _check_number("length_penalty", self.length_penalty, -1e3, 1e3)
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(f"early_stopping is {self.early_stopping!r}, but must be True, False or 'never'")
+        _check_lengths(self)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.beam_width
+
+
+def _check_lengths(params: SamplingParams | BeamSearchParams) -> None:
+    """Check what decides where a text ends; `stop_token_ids` becomes a tuple, so that params are hashable."""
+    _check_int("max_tokens", params.max_tokens, 1)
+    _check_int("min_tokens", params.min_tokens, 0)
+    _require(
+        params.min_tokens <= params.max_tokens,
+        f"min_tokens is {params.min_tokens}, but max_tokens is only {params.max_tokens}",
+    )
+    _check_bool("ignore_eos", params.ignore_eos)
+    ids = tuple(params.stop_token_ids or ())
+    for token_id in ids:
+        _check_int("stop_token_ids", token_id, 0)
+    object.__setattr__(params, "stop_token_ids", tuple(int(token_id) for token_id in ids))

@@ -7,6 +7,8 @@ out when it is whole.
 
 from __future__ import annotations
 
+from copy import copy
+
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -19,6 +21,19 @@ class Detokenizer:
         self.stop = stop
         self.text = ""  # whole characters only; ends before the stop string once one was found
         self._stream = DecodeStream(skip_special_tokens=True)
+
+    def fork(self) -> Detokenizer:
+        """One that goes on from the same text, independently."""
+        fork = copy(self)
+        fork._stream = copy(self._stream)
+        return fork
+
+    def replay(self, token_ids: list[int]) -> Detokenizer:
+        """A new one with the text of these tokens, stop strings or not."""
+        replayed = Detokenizer(self.tokenizer)
+        for token_id in token_ids:
+            replayed.push(token_id)
+        return replayed
 
     def push(self, token_id: int, look_for_stop: bool = True) -> str | None:
         """Add a token. Return the stop string that its text completed, if any."""

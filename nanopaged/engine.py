@@ -14,8 +14,9 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from nanopaged.beam_search import BeamSearch
 from nanopaged.block_manager import BlockManager, blocks_needed
-from nanopaged.config import EngineConfig, SamplingParams
+from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.detokenizer import Detokenizer
 from nanopaged.model_config import read_model_config
 from nanopaged.model_runner import ModelRunner
@@ -26,6 +27,7 @@ from nanopaged.stopping import StopRules
 from nanopaged.weights import find_model, load_tokenizer, read_eos_token_ids
 
 Prompt = str | SequenceOf[int]
+Params = SamplingParams | BeamSearchParams
 
 
 class Runner(Protocol):
@@ -41,19 +43,25 @@ class EngineStats:
     """The engine's accounts, now (blocks, queues) and since it was made (the rest).
 
     `num_free_blocks` includes the cached ones, which can be had at once. `slot_utilization` is the share
-    of the slots in used blocks that hold K/V. `prefix_cache_queries` and `_hits` count prompt tokens.
+    of the slots in used blocks that hold K/V. `num_shared_blocks` have several owners; `num_blocks_saved` is
+    what sharing saves: all entries of the block tables, less the blocks in use. `num_running` and
+    `num_waiting` count requests, `prefix_cache_queries` and `_hits` prompt tokens, `num_blocks_copied` copies
+    on write.
     """
 
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
     num_used_blocks: int
+    num_shared_blocks: int
+    num_blocks_saved: int
     slot_utilization: float
     num_running: int
     num_waiting: int
     prefix_cache_queries: int
     prefix_cache_hits: int
     num_preemptions_recompute: int
+    num_blocks_copied: int
     num_steps: int
     num_prompt_tokens: int
     num_generated_tokens: int
@@ -119,7 +127,7 @@ class LLMEngine:
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
+    def add_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> None:
         """Queue a prompt (text, or token ids) for generation.
 
         Raises:
@@ -128,30 +136,38 @@ class LLMEngine:
         """
         self.queue(self.make_request(request_id, prompt, params))
 
-    def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+    def make_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> Request:
         """Check a request against this engine and build it, without queueing it."""
         params = params if params is not None else SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+        if not isinstance(params, Params):
+            raise TypeError(f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}")
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {request_id!r}")
         if request_id in self.requests:
             raise ValueError(f"request_id {request_id!r} is taken by an unfinished request")
         token_ids = self._tokenize(prompt)
         self._check_fits(len(token_ids), params)
-        self._check_params(params)
+        is_beam_search = isinstance(params, BeamSearchParams)
+        self._check_token_ids(params)
+        if not is_beam_search:
+            self._check_sampling(params)
         detokenizer = None
         if self.tokenizer is not None:
-            detokenizer = Detokenizer(self.tokenizer.backend_tokenizer, params.stop)
+            stop = () if is_beam_search else params.stop
+            detokenizer = Detokenizer(self.tokenizer.backend_tokenizer, stop)
+        rules = StopRules.of(params, len(token_ids), self.eos_token_ids, self.max_model_len)
+        seed = None if is_beam_search else params.seed
+        wants_prompt_logprobs = not is_beam_search and params.prompt_logprobs is not None
         return Request(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
             params=params,
-            stop_rules=StopRules.of(params, len(token_ids), self.eos_token_ids, self.max_model_len),
-            seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
+            stop_rules=rules,
+            seed=seed if seed is not None else self._seeds.getrandbits(63),
             sequences=[Sequence(list(token_ids), len(token_ids), detokenizer=detokenizer)],
-            prompt_logprobs=[None] if params.prompt_logprobs is not None else None,
+            beam_search=BeamSearch(params, rules, len(token_ids)) if is_beam_search else None,
+            prompt_logprobs=[None] if wants_prompt_logprobs else None,
         )
 
     def queue(self, request: Request) -> None:
@@ -191,30 +207,42 @@ class LLMEngine:
                 raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")
         return [int(token_id) for token_id in token_ids]
 
-    def _check_fits(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+    def _check_fits(self, num_prompt_tokens: int, params: Params) -> None:
         if num_prompt_tokens >= self.max_model_len:
             raise ValueError(
                 f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self.max_model_len} "
                 "with at least one token to generate: shorten it, or raise max_model_len if the model "
                 "allows more"
             )
-        # The last token generated is never read back, so it needs no slot.
-        longest = min(num_prompt_tokens + params.max_tokens, self.max_model_len) - 1
-        needed = blocks_needed(longest, self.config.block_size)
-        if needed > self.block_manager.num_blocks:
+        num_seqs = params.num_sequences
+        if num_seqs > self.config.max_num_seqs:
             raise ValueError(
-                f"a prompt of {num_prompt_tokens} tokens with max_tokens={params.max_tokens} may need "
-                f"{needed} blocks of {self.config.block_size} slots, but the whole pool has "
-                f"{self.block_manager.num_blocks}: shorten it, lower max_tokens, or raise num_blocks"
+                f"the request is for {num_seqs} sequences, but max_num_seqs is {self.config.max_num_seqs}: "
+                "ask for fewer, or raise max_num_seqs"
+            )
+        # The last token generated is never read back, so it needs no slot. Full blocks of the prompt are
+        # shared by all of the request's sequences.
+        block_size, num_blocks = self.config.block_size, self.block_manager.num_blocks
+        longest = min(num_prompt_tokens + params.max_tokens, self.max_model_len) - 1
+        shared = num_prompt_tokens // block_size if num_seqs > 1 else 0
+        needed = shared + num_seqs * (blocks_needed(longest, block_size) - shared)
+        if needed > num_blocks:
+            what = f"a prompt of {num_prompt_tokens} tokens with max_tokens={params.max_tokens}"
+            what += f" and {num_seqs} sequences" if num_seqs > 1 else ""
+            raise ValueError(
+                f"{what} may need {needed} blocks of {block_size} slots, but the whole pool has "
+                f"{num_blocks}: shorten it, lower max_tokens, or raise num_blocks"
             )
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _check_sampling(self, params: SamplingParams) -> None:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name)
             if wanted is not None and wanted > self.vocab_size:
                 raise ValueError(f"{name} is {wanted}, but the vocabulary has {self.vocab_size} tokens")
+
+    def _check_token_ids(self, params: Params) -> None:
         for token_id in params.stop_token_ids:
             if token_id >= self.vocab_size:
                 raise ValueError(
@@ -231,12 +259,15 @@ class LLMEngine:
             num_free_blocks=blocks.num_free_blocks,
             num_cached_blocks=blocks.num_cached_blocks,
             num_used_blocks=blocks.num_blocks - blocks.num_free_blocks,
+            num_shared_blocks=blocks.num_shared_blocks(scheduler.sequences),
+            num_blocks_saved=blocks.num_blocks_saved(scheduler.sequences),
             slot_utilization=blocks.slot_utilization(scheduler.sequences),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
             num_preemptions_recompute=scheduler.num_preemptions,
+            num_blocks_copied=scheduler.num_blocks_copied,
             num_steps=self.num_steps,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_generated_tokens=scheduler.num_generated_tokens,

@@ -54,6 +54,12 @@ class KVCache:
         """Views of one layer's K and V, each [num_blocks, num_kv_heads, block_size, head_dim]."""
         return self.data[:, layer, 0], self.data[:, layer, 1]
 
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, all layers at once: dst gets what src holds, for each (src, dst)."""
+        if pairs:
+            src, dst = torch.tensor(pairs, device=self.data.device).T
+            self.data[dst] = self.data[src]
+
 
 def blocks_that_fit(free_bytes: int, block_bytes: int, max_useful: int, needed: int) -> int:
     """Blocks for a pool in `free_bytes` of memory: as many as fit, and no more than could be used.

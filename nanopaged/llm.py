@@ -12,8 +12,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanopaged.config import EngineConfig, SamplingParams
-from nanopaged.engine import LLMEngine, Prompt
+from nanopaged.config import BeamSearchParams, EngineConfig
+from nanopaged.engine import LLMEngine, Params, Prompt
 from nanopaged.outputs import RequestOutput
 from nanopaged.sequence import Request
 
@@ -54,7 +54,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
-        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        params: Params | SequenceOf[Params] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many, all in one continuous batch; results in the prompts' order.
@@ -66,7 +66,7 @@ class LLM:
             TypeError, ValueError: a prompt or its params cannot be served; then nothing has been run.
         """
         prompts = _as_list(prompts)
-        if params is None or isinstance(params, SamplingParams):
+        if params is None or isinstance(params, Params):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(
@@ -81,6 +81,21 @@ class LLM:
         with _aborting(self.engine, requests):
             self._run(requests, use_tqdm)
         return [RequestOutput.of(request) for request in requests]
+
+    def beam_search(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: BeamSearchParams | SequenceOf[BeamSearchParams],
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The `beam_width` best continuations of each prompt, best first; see `BeamSearchParams`.
+
+        Raises: as `generate`.
+        """
+        for each in [params] if isinstance(params, Params) else params:
+            if not isinstance(each, BeamSearchParams):
+                raise TypeError(f"params must be BeamSearchParams, got {type(each).__name__}")
+        return self.generate(prompts, params, use_tqdm)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
         """Step until all `requests` are done, with a bar that tells the tokens per second."""
@@ -97,7 +112,7 @@ class LLM:
                 tokens = self.engine.scheduler.num_generated_tokens - tokens_before
                 bar.set_postfix_str(f"{tokens / max(seconds, 1e-6):.0f} tokens/s", refresh=False)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt, yielding its state after every step that gave it a token.
 
         The text grows from one to the next; a character spread over several tokens appears when it is
@@ -121,7 +136,7 @@ class LLM:
     def chat(
         self,
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
-        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        params: Params | SequenceOf[Params] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, put into the model's own chat template.

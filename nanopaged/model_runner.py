@@ -18,7 +18,7 @@ from nanopaged.config import EngineConfig
 from nanopaged.kv_cache import KVCache, KVShape, available_memory, blocks_that_fit
 from nanopaged.model_config import ModelConfig
 from nanopaged.outputs import Logprobs, Sample
-from nanopaged.sampler import SampleRow, sample, top_logprobs
+from nanopaged.sampler import SampleRow, most_likely, sample, top_logprobs
 from nanopaged.scheduler import ScheduledBatch, StepResult
 from nanopaged.sequence import Request, Sequence
 from nanopaged.weights import load_model
@@ -83,6 +83,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Run one step."""
+        self.kv_cache.copy_blocks([(copy.src, copy.dst) for copy in batch.copies])
         input_ids, positions, paged = prepare(batch, self.block_size)
         attend = self.attention.plan(paged)
         hidden = self.model(self._send(input_ids), self._send(positions), attend)
@@ -92,21 +93,32 @@ class ModelRunner:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def _sample(self, batch: ScheduledBatch, hidden: Tensor) -> list[list[Sample]]:
-        """Next tokens of the sequences that catch up; their last rows alone are projected."""
+        """What may follow the sequences that catch up; their last rows alone are projected."""
         samples: list[list[Sample]] = [[] for _ in batch.sequences]
         last_rows = np.cumsum([seq.num_new_tokens for seq in batch.sequences]) - 1
         ready = [i for i, seq in enumerate(batch.sequences) if seq.catches_up]
         if not ready:
             return samples
         logits = self.model.logits(hidden[self._send(last_rows[ready])])
-        rows = [self._sample_row(batch.sequences[i]) for i in ready]
-        for i, drawn in zip(ready, sample(logits, rows), strict=True):
-            samples[i].append(drawn)
+        owners: list[int] = []  # of each row to draw, its row of the logits
+        rows: list[SampleRow] = []
+        for owner, i in enumerate(ready):
+            seq = batch.sequences[i]
+            if seq.request.beam_search is not None:
+                samples[i] = self._propose(seq, logits[owner])
+            else:
+                drawn = _sample_rows(seq)
+                rows += drawn
+                owners += [owner] * len(drawn)
+        if len(owners) != len(ready):  # some row is drawn from several times, or by beam search
+            logits = logits[owners]
+        for owner, drawn in zip(owners, sample(logits, rows) if rows else (), strict=True):
+            samples[ready[owner]].append(drawn)
         return samples
 
-    def _sample_row(self, seq: Sequence) -> SampleRow:
-        request, banned = seq.request, seq.request.stop_rules.banned_token_ids(seq)
-        return SampleRow(request.params, request.seed, seq.index, seq.num_tokens, banned)
+    def _propose(self, beam: Sequence, logits: Tensor) -> list[Sample]:
+        banned = beam.request.stop_rules.banned_token_ids(beam)
+        return most_likely(logits, beam.request.beam_search.num_candidates, banned)
 
     def _score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> dict[Request, list[Logprobs]]:
         """Log-probabilities of prompt tokens, for the requests that are still owed some."""
@@ -133,6 +145,13 @@ class ModelRunner:
             actual = torch.tensor(request.prompt_token_ids[lo + 1 : hi + 1], device=self.device)
             scored += top_logprobs(logits, actual, [request.params.prompt_logprobs] * (hi - lo))
         return scored
+
+
+def _sample_rows(seq: Sequence) -> list[SampleRow]:
+    """The draws to make after `seq`: one, or one for each output if the request is about to fork."""
+    request, banned = seq.request, seq.request.stop_rules.banned_token_ids(seq)
+    indices = range(request.params.num_sequences) if request.unforked else (seq.index,)
+    return [SampleRow(request.params, request.seed, i, seq.num_tokens, banned) for i in indices]
 
 
 def prepare(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, PagedBatch]:

@@ -54,6 +54,7 @@ class CompletionOutput:
         logprobs: one dict for each generated token, if asked for.
         finish_reason: "stop", "length" (max_tokens or max_model_len), "abort", or None while it grows.
         stop_reason: the stop string or stop token id that ended it; None for end-of-sequence.
+        score: of a finished beam: cumulative_logprob / (len(token_ids) ** length_penalty).
     """
 
     index: int
@@ -63,6 +64,7 @@ class CompletionOutput:
     logprobs: list[Logprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    score: float | None = None
 
     @classmethod
     def of(cls, seq: Sequence, wants_logprobs: bool) -> CompletionOutput:
@@ -74,6 +76,7 @@ class CompletionOutput:
             logprobs=list(seq.logprobs) if wants_logprobs else None,
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
+            score=seq.score,
         )
 
 
@@ -101,7 +104,9 @@ class RequestOutput:
     Fields:
         prompt: the text, if the prompt came as text.
         prompt_logprobs: one dict for each prompt token, None for the first, if asked for.
-        outputs: one `CompletionOutput` for each sequence, in order of index.
+        outputs: one `CompletionOutput` for each sequence, in order of index. Of a request
+            for several outputs there is one until its prompt is computed; of a beam search, the beams
+            while it runs and the best texts at its end.
     """
 
     request_id: str
@@ -114,7 +119,7 @@ class RequestOutput:
 
     @classmethod
     def of(cls, request: Request) -> RequestOutput:
-        wants_logprobs = request.params.logprobs is not None
+        wants_logprobs = request.beam_search is None and request.params.logprobs is not None
         recorded = request.prompt_logprobs
         return cls(
             request_id=request.request_id,

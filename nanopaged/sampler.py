@@ -115,6 +115,15 @@ def _column(values: list[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
 
+def most_likely(logits: Tensor, k: int, banned_token_ids: Collection[int]) -> list[Sample]:
+    """The k most likely tokens after one row of `logits` [vocab_size], in falling order."""
+    logprobs = logits.log_softmax(-1)
+    if banned_token_ids:
+        logprobs[list(banned_token_ids)] = -math.inf
+    values, ids = logprobs.topk(min(k, len(logprobs)))
+    return [Sample(*pair) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+
+
 def top_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: list[int | None]) -> list[Logprobs | None]:
     """For each row that asks: the chosen token's log-probability and those of the most likely ones.
 

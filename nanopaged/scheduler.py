@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from nanopaged.block_manager import BlockManager, OutOfBlocks
+from nanopaged.block_manager import BlockCopy, BlockManager, OutOfBlocks
+from nanopaged.branching import advance_beams, fork_samples
 from nanopaged.outputs import Logprobs, Sample
 from nanopaged.sequence import Request, Sequence
 
@@ -23,11 +24,13 @@ from nanopaged.sequence import Request, Sequence
 class ScheduledBatch:
     """One step's work; `num_new_tokens` of each sequence says how much of it.
 
-    Those with a single new token stand first: `sequences[:num_decodes]`.
+    Those with a single new token stand first: `sequences[:num_decodes]`. The copies are to be made before
+    anything is computed; no block is the destination of two, or both a source and a destination.
     """
 
     sequences: list[Sequence]
     num_decodes: int
+    copies: list[BlockCopy]
     admitted: list[Request]  # those that left the waiting queue for this step
 
 
@@ -37,7 +40,8 @@ class StepResult:
 
     Fields:
         samples: for each sequence of the batch the tokens drawn to follow it: none if it has not
-            caught up, else one.
+            caught up; else one; or, when the prompt of a request for n outputs has just been computed,
+            n, one for each; or a beam's proposals.
         prompt_logprobs: by request, of the prompt tokens whose turn it was, where asked for.
     """
 
@@ -67,6 +71,7 @@ class Scheduler:
         self.running: list[Request] = []
 
         self.num_preemptions = 0
+        self.num_blocks_copied = 0
         self.prefix_cache_queries = 0  # tokens of admitted prompts …
         self.prefix_cache_hits = 0  # … and those of them found in the cache
         self.num_prompt_tokens = 0
@@ -98,13 +103,14 @@ class Scheduler:
         """Choose the next step's work: those already running first, then new ones while there is room."""
         decodes: list[Sequence] = []
         chunks: list[Sequence] = []
+        copies: list[BlockCopy] = []
         admitted: list[Request] = []
         budget = self.max_num_batched_tokens
 
         i = 0
         while i < len(self.running) and budget > 0:
             request = self.running[i]
-            if self._make_room(request):
+            if self._make_room(request, copies):
                 budget = self._give_tokens(request, budget, decodes, chunks)
                 i += 1
 
@@ -118,7 +124,7 @@ class Scheduler:
             budget = self._give_tokens(request, budget, decodes, chunks)
 
         assert decodes or chunks or not self.has_unfinished, "there is work, but none was scheduled"
-        return ScheduledBatch(decodes + chunks, len(decodes), admitted)
+        return ScheduledBatch(decodes + chunks, len(decodes), copies, admitted)
 
     def _give_tokens(
         self, request: Request, budget: int, decodes: list[Sequence], chunks: list[Sequence]
@@ -137,19 +143,29 @@ class Scheduler:
                 self.block_manager.promise(seq)
         return budget
 
-    def _make_room(self, request: Request) -> bool:
+    def _make_room(self, request: Request, copies: list[BlockCopy]) -> bool:
         """Get the slots for the new tokens of a running request, preempting the latest as long as need be.
 
-        False if the latest was `request` itself: then it no longer runs.
+        Copies that its sequences need before they write are added to `copies`.
+
+        False if the latest was `request` itself: then it no longer runs, and needs no copies. (A victim
+        that is not `request` comes after it and has not had its turn in this step.)
         """
+        num_copies = len(copies)
+        may_share = len(request.live) > 1  # a block that is written is shared by siblings, if at all
         for seq in request.live:
-            while seq.num_tokens > seq.num_slots:
+            while seq.num_tokens > seq.num_slots or (
+                may_share and self.block_manager.writes_into_shared_block(seq)
+            ):
                 try:
-                    self.block_manager.append_slots(seq)
+                    copy = self.block_manager.append_slots(seq)
+                    if copy is not None:
+                        copies.append(copy)
                 except OutOfBlocks:
                     victim = self.running.pop()
                     self._preempt(victim)
                     if victim is request:
+                        del copies[num_copies:]
                         return False
         return True
 
@@ -161,6 +177,7 @@ class Scheduler:
         """
         for seq in request.live:
             self.block_manager.free(seq)
+            seq.candidates = None  # a beam that had made its proposals will make them again
         self._wait_first(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -171,16 +188,18 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: int) -> bool:
         """Move the head of the waiting queue to the running ones if it may run and its blocks can be had."""
-        if len(self.running) + 1 > self.max_num_seqs:
+        num_running = sum(other.num_seqs for other in self.running)
+        if num_running + request.num_seqs > self.max_num_seqs:
             return False
-        (seq,) = request.live
         # A prompt token found in the cache has no logits, so it cannot be given a log-probability.
-        prefix = [] if request.wants_prompt_logprobs else self.block_manager.find_prefix(seq)
-        num_new_tokens = seq.num_tokens - len(prefix) * self.block_manager.block_size
-        if num_new_tokens > budget and not self.enable_chunked_prefill:
-            return False
+        look_up = not request.wants_prompt_logprobs
+        prefixes = [self.block_manager.find_prefix(seq) if look_up else [] for seq in request.live]
+        if not self.enable_chunked_prefill:
+            num_cached = sum(map(len, prefixes)) * self.block_manager.block_size
+            if sum(seq.num_tokens for seq in request.live) - num_cached > budget:
+                return False
         try:
-            self.block_manager.allocate(seq, prefix)
+            self.block_manager.allocate(request.live, prefixes)
         except OutOfBlocks:
             return False
         del self.waiting[request.request_id]
@@ -192,29 +211,46 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
         """Book what the step computed; return the requests that have something new to show."""
         self.block_manager.keep_promises()
+        self.num_blocks_copied += len(batch.copies)
         self._count_admissions(batch.admitted)
         for request, logprobs in result.prompt_logprobs.items():
             request.prompt_logprobs.extend(logprobs)
         block_size = self.block_manager.block_size
         progressed: dict[Request, None] = {}  # a set that keeps the order
-        some_finished = False
+        num_finished = 0
         for seq, samples in zip(batch.sequences, result.samples, strict=True):
             seq.num_computed_tokens += seq.num_new_tokens
             if seq.num_computed_tokens - seq.num_closed_tokens >= block_size:
                 self.block_manager.close_blocks(seq)
-            for sample in samples:
-                request = seq.request
-                progressed[request] = None
-                seq.append(sample)
-                stop = request.stop_rules.check(seq)
-                if stop is not None:
-                    request.finish(seq, *stop)
-                    self.block_manager.free(seq)
-                    some_finished = True
+            if not samples:
+                continue
+            progressed[seq.request] = None
+            if len(samples) > 1:
+                num_finished += self._branch(seq, samples)
+            elif seq.append(samples[0]):
+                self.block_manager.free(seq)
+                num_finished += 1
         self.num_generated_tokens += sum(map(len, result.samples))
-        if some_finished:
+        if num_finished:
             self.running = [request for request in self.running if request.live]
         return list(progressed)
+
+    def _branch(self, seq: Sequence, samples: list[Sample]) -> int:
+        """Several tokens follow `seq`: one for each output asked for, or the proposals of a beam.
+
+        Returns how many sequences have ended.
+        """
+        request = seq.request
+        if request.beam_search is None:
+            siblings = fork_samples(seq, self.block_manager)
+            ended = [sib for sib, sample in zip(siblings, samples, strict=True) if sib.append(sample)]
+            for sibling in ended:
+                self.block_manager.free(sibling)
+            return len(ended)
+        seq.candidates = samples
+        if all(beam.candidates is not None for beam in request.live):
+            advance_beams(request, self.block_manager)
+        return int(request.finished)
 
     def _count_admissions(self, admitted: list[Request]) -> None:
         for request in admitted:
@@ -231,6 +267,7 @@ class Scheduler:
         step may share blocks that were never filled, so it goes back to wait without blocks.
         """
         self.block_manager.break_promises()
+        self.block_manager.undo_copies(batch.copies)
         for request in reversed(batch.admitted):
             self.running.remove(request)
             for seq in request.live:

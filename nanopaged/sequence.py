@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 if TYPE_CHECKING:
-    from nanopaged.config import SamplingParams
+    from nanopaged.beam_search import BeamSearch
+    from nanopaged.config import BeamSearchParams, SamplingParams
     from nanopaged.detokenizer import Detokenizer
     from nanopaged.outputs import Logprobs, Sample
     from nanopaged.stopping import StopRules
@@ -54,6 +55,8 @@ class Sequence:
 
     logprobs: list[Logprobs] = field(default_factory=list)  # one for each generated token, if asked
     cumulative_logprob: float = 0.0
+    candidates: list[Sample] | None = None  # of a beam that waits for the others of its request
+    score: float | None = None  # of a finished beam
     finish_reason: str | None = None  # "stop" | "length" | "abort"
     stop_reason: int | str | None = None  # the stop token or string, if that was it
 
@@ -77,15 +80,34 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def append(self, sample: Sample) -> None:
-        """Add a generated token. Its K/V is not computed yet: that is the next step's gap."""
-        if self.request.first_token_time is None:
-            self.request.first_token_time = time.monotonic()
+    def fork(self, index: int) -> Sequence:
+        """A sibling with the same past, but without blocks: sharing those is the block manager's business."""
+        return Sequence(
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            index=index,
+            detokenizer=self.detokenizer.fork() if self.detokenizer is not None else None,
+            request=self.request,
+            block_keys=list(self.block_keys),
+            logprobs=list(self.logprobs),
+            cumulative_logprob=self.cumulative_logprob,
+        )
+
+    def append(self, sample: Sample) -> bool:
+        """Add a generated token; True if it ends the sequence. Its K/V is the next step's gap."""
+        request = self.request
+        if request.first_token_time is None:
+            request.first_token_time = time.monotonic()
         self.token_ids.append(sample.token_id)
         self.num_tokens += 1
         self.cumulative_logprob += sample.logprob
         if sample.logprobs is not None:
             self.logprobs.append(sample.logprobs)
+        stop = request.stop_rules.check(self)
+        if stop is None:
+            return False
+        request.finish(self, *stop)
+        return True
 
     def block_key(self, i: int, block_size: int) -> tuple[int, bytes]:
         """(hash, packed tokens) of the i-th block, which must be full. Worked out once, in order.
@@ -110,10 +132,11 @@ class Request:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     stop_rules: StopRules
     seed: int  # the params' own, or one drawn for it: no request is without
-    sequences: list[Sequence]
+    sequences: list[Sequence]  # one until the prompt is computed, then all that were asked for
+    beam_search: BeamSearch | None = None
     prompt_logprobs: list[Logprobs | None] | None = None  # filled as the prompt is computed
 
     live: list[Sequence] = field(init=False)  # the sequences that still grow
@@ -133,6 +156,16 @@ class Request:
         return not self.live
 
     @property
+    def unforked(self) -> bool:
+        """Whether its prompt is still being computed, for several sequences at once."""
+        return len(self.sequences) < self.params.num_sequences
+
+    @property
+    def num_seqs(self) -> int:
+        """How many sequences it counts for: those it will have, as long as it has one for all."""
+        return self.params.num_sequences if self.unforked else len(self.live)
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are still owed (the first token has none)."""
         recorded = self.prompt_logprobs
@@ -143,3 +176,5 @@ class Request:
         self.live.remove(seq)
         if self.finished:
             self.finish_time = time.monotonic()
+            if seq.num_output_tokens and self.first_token_time is None:  # a beam search of one step
+                self.first_token_time = self.finish_time

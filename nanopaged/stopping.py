@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanopaged.config import SamplingParams
+    from nanopaged.config import BeamSearchParams, SamplingParams
     from nanopaged.sequence import Sequence
 
 
@@ -29,7 +29,7 @@ class StopRules:
     @classmethod
     def of(
         cls,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         num_prompt_tokens: int,
         eos_token_ids: frozenset[int],
         max_model_len: int,
@@ -53,9 +53,15 @@ class StopRules:
         """
         token_id = seq.token_ids[-1]
         if token_id in self.token_ids:
-            return "stop", None if token_id in self.eos_token_ids else token_id
+            return self.check_token(token_id)
         if seq.detokenizer is not None:
             stop = seq.detokenizer.push(token_id, look_for_stop=seq.num_tokens >= self.min_length)
             if stop is not None:
                 return "stop", stop
         return ("length", None) if seq.num_tokens >= self.max_length else None
+
+    def check_token(self, token_id: int) -> tuple[str, int | None] | None:
+        """The same for a token alone; the stop_reason is None for the model's own end-of-sequence."""
+        if token_id not in self.token_ids:
+            return None
+        return "stop", None if token_id in self.eos_token_ids else token_id

@@ -149,7 +149,7 @@ def test_bad_request_params(llm: LLM) -> None:
         llm.generate([1], SamplingParams(logprobs=98), use_tqdm=False)
     with pytest.raises(ValueError, match="stop token id 97"):
         llm.generate([1], SamplingParams(stop_token_ids=[97]), use_tqdm=False)
-    with pytest.raises(TypeError, match="must be SamplingParams, got dict"):
+    with pytest.raises(TypeError, match="must be SamplingParams or BeamSearchParams, got dict"):
         llm.engine.add_request("x", [1], {"max_tokens": 3})
     with pytest.raises(TypeError, match="request_id must be a str"):
         llm.engine.add_request(7, [1])

@@ -21,7 +21,7 @@ def sequence(*token_ids: int) -> Sequence:
 def admit(manager: BlockManager, *token_ids: int, computed: bool = True) -> Sequence:
     """A sequence with its blocks, its K/V computed unless said otherwise."""
     seq = sequence(*token_ids)
-    manager.allocate(seq, manager.find_prefix(seq))
+    manager.allocate([seq], [manager.find_prefix(seq)])
     if computed:
         compute(manager, seq)
     return seq
@@ -148,7 +148,7 @@ def test_refused_admission_changes_nothing() -> None:
     before = (manager.num_free_blocks, list(manager.pool.cached), dict(manager.pool.index))
     seq = sequence(1, 2, 3, 4, 5, 6, 7, 8)
     with pytest.raises(OutOfBlocks):
-        manager.allocate(seq, manager.find_prefix(seq))
+        manager.allocate([seq], [manager.find_prefix(seq)])
     assert seq.block_table == []
     assert seq.num_computed_tokens == 0
     assert before == (manager.num_free_blocks, list(manager.pool.cached), dict(manager.pool.index))
@@ -161,7 +161,7 @@ def test_cached_blocks_that_are_hit_do_not_count_as_free_for_the_rest() -> None:
     manager.free(admit(manager, 1, 2, 3))
     seq = sequence(1, 2, 8, 9)
     with pytest.raises(OutOfBlocks):
-        manager.allocate(seq, manager.find_prefix(seq))
+        manager.allocate([seq], [manager.find_prefix(seq)])
     shorter = admit(manager, 1, 2, 8)
     manager.check_invariants([shorter])
 
