@@ -88,12 +88,13 @@ class BlockManager:
         """
         if self._num_blocks_to_take(sequences, prefixes) > self.pool.num_free:
             raise OutOfBlocks
-        taken: dict[tuple[int, bytes], Block] = {}  # (block before it, tokens) → a sibling's block
         for seq, prefix in zip(sequences, prefixes, strict=True):
             assert not seq.block_table, "allocate is for sequences without blocks"
-            for block in prefix:
+            for block in prefix:  # of all, before the first new block is taken: that may evict a cached one
                 self.pool.share(block)
             seq.block_table = [block.block_id for block in prefix]
+        taken: dict[tuple[int, bytes], Block] = {}  # (block before it, tokens) → a sibling's block
+        for seq in sequences:
             if len(sequences) > 1:
                 self._share_with_siblings(seq, taken)
             seq.num_computed_tokens = seq.num_closed_tokens = len(seq.block_table) * self.block_size

@@ -110,7 +110,7 @@ class ModelRunner:
                 drawn = _sample_rows(seq)
                 rows += drawn
                 owners += [owner] * len(drawn)
-        if len(owners) != len(ready):  # some row is drawn from several times, or by beam search
+        if owners != list(range(len(ready))):  # some row is drawn from several times, or by beam search
             logits = logits[owners]
         for owner, drawn in zip(owners, sample(logits, rows) if rows else (), strict=True):
             samples[ready[owner]].append(drawn)

@@ -24,9 +24,16 @@ def fingerprints(token_ids: list[int]) -> list[int]:
     return out
 
 
-def next_token(token_ids: list[int]) -> int:
+def next_token(token_ids: list[int], index: int = 0) -> int:
     """What the fake model says after `token_ids`; few values, so that texts meet and share blocks."""
-    return fingerprints(token_ids)[-1] % 3
+    return hash((fingerprints(token_ids)[-1], index)) % 3
+
+
+def proposals(token_ids: list[int], k: int) -> list[Sample]:
+    """The k most likely tokens after `token_ids`, by made-up log-probabilities."""
+    chain = fingerprints(token_ids)[-1]
+    scored = [Sample(t, -1.0 - hash((chain, t)) % 1000 / 500) for t in range(VOCAB_SIZE)]
+    return sorted(scored, key=lambda sample: sample.logprob, reverse=True)[:k]
 
 
 class FakeRunner:
@@ -48,6 +55,12 @@ class FakeRunner:
             for seq in batch.sequences:
                 self._store(seq, [-1] * seq.num_tokens)
             raise RuntimeError("the device is on fire")
+        for copy in batch.copies:
+            for offset in range(self.block_size):
+                self.slots[copy.dst, offset] = self.slots.get((copy.src, offset), -1)
+        destinations = [copy.dst for copy in batch.copies]
+        assert len(set(destinations)) == len(destinations), "a block is copied to twice"
+        assert not set(destinations) & {copy.src for copy in batch.copies}, "a copy of a copy"
         for seq in batch.sequences:  # every layer stores the whole batch, …
             self._store(seq, fingerprints(seq.token_ids))
         return StepResult([self._read(seq) for seq in batch.sequences])  # … and then reads
@@ -64,4 +77,10 @@ class FakeRunner:
         for position, expected in enumerate(fingerprints(seq.token_ids)[:end]):
             slot = self._slot(seq, position)
             assert self.slots.get(slot) == expected, f"position {position} reads a wrong slot {slot}"
-        return [Sample(next_token(seq.token_ids), -1.0)] if seq.catches_up else []
+        request = seq.request
+        if not seq.catches_up:
+            return []
+        if request.beam_search is not None:
+            return proposals(seq.token_ids, request.beam_search.num_candidates)
+        indices = range(request.params.n) if request.unforked else (seq.index,)
+        return [Sample(next_token(seq.token_ids, i), -1.0) for i in indices]

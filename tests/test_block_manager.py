@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from nanopaged.block_manager import BlockManager, OutOfBlocks, blocks_needed
+from nanopaged.beam_search import Heir
+from nanopaged.block_manager import BlockCopy, BlockManager, OutOfBlocks, blocks_needed
+from nanopaged.branching import advance_beams
 from nanopaged.config import SamplingParams
 from nanopaged.outputs import Sample
 from nanopaged.sequence import Request, Sequence
@@ -254,3 +258,205 @@ def test_the_invariants_notice_a_wrong_reference_count() -> None:
     manager.check_invariants([seq])
     with pytest.raises(AssertionError):
         manager.check_invariants([])
+
+
+# ── forks and copy-on-write ───────────────────────────────────────────────────────────────────────
+
+
+def fork(manager: BlockManager, parent: Sequence, index: int = 1) -> Sequence:
+    child = parent.fork(index)
+    manager.fork(parent, child)
+    return child
+
+
+def refs(manager: BlockManager, *block_ids: int) -> list[int]:
+    return [manager.pool.blocks[block_id].ref_count for block_id in block_ids]
+
+
+def draw(seq: Sequence, token_id: int) -> None:
+    """A token is drawn; its slot and its K/V are still to come."""
+    seq.append(Sample(token_id, 0.0))
+
+
+def test_a_fork_takes_no_memory() -> None:
+    manager = BlockManager(8, 4)
+    parent = admit(manager, 1, 2, 3, 4, 5, 6)
+    free = manager.num_free_blocks
+    child = fork(manager, parent)
+    assert manager.num_free_blocks == free
+    assert child.block_table == parent.block_table
+    assert refs(manager, *parent.block_table) == [2, 2]
+    assert manager.num_blocks_saved([parent, child]) == 2
+    assert manager.num_shared_blocks([parent, child]) == 2
+    manager.check_invariants([parent, child])
+
+
+def test_parallel_sampling_as_in_figure_8_of_the_paper() -> None:
+    """'Four score and seven years ago our', blocks of 4: samples A1 and A2 share both blocks of the prompt.
+
+    The paper's physical blocks are 7 and 1, and A1's copy is block 3. Both owners want to write logical
+    block 1; its reference count is 2, so A1 gets a copy and the count falls to 1; then A2 writes in place.
+    """
+    manager = BlockManager(9, 4)
+    manager.pool.empty = [
+        manager.pool.blocks[i] for i in (0, 2, 4, 5, 6, 8, 3, 1, 7)
+    ]  # the last is taken first
+    four, score, and_, seven, years, ago, our, fathers, mothers = range(9)
+    a1 = admit(manager, four, score, and_, seven, years, ago, our)
+    a2 = fork(manager, a1)
+    assert a1.block_table == a2.block_table == [7, 1]
+    assert refs(manager, 7, 1) == [2, 2]
+    draw(a1, fathers)
+    draw(a2, mothers)
+    assert manager.append_slots(a1) == BlockCopy(a1, 1, src=1, dst=3)
+    assert manager.append_slots(a2) is None, "the last owner writes in place"
+    assert (a1.block_table, a2.block_table) == ([7, 3], [7, 1])
+    assert refs(manager, 7, 1, 3) == [2, 1, 1]
+    for seq in (a1, a2):
+        compute(manager, seq)
+    manager.check_invariants([a1, a2])
+
+
+def test_beam_search_as_in_figure_9_of_the_paper() -> None:
+    """Four beams of four full blocks. All share block 0; beams 0 to 2 also 1 and 3, and end in 5, 6 and 7.
+
+        beam 0: 0 1 3 5    beam 1: 0 1 3 6    beam 2: 0 1 3 7    beam 3: 0 2 4 8
+
+    The next four all come from beams 1 and 2, two from each. Beams 0 and 3 go, and with them the blocks that
+    nobody else has: 2, 4, 5 and 8. The heirs' new tokens go to four new blocks, 9 to 12.
+    """
+    manager = BlockManager(13, 1)
+    manager.pool.empty = manager.pool.blocks[12:8:-1]  # blocks 0 to 8 are in tables, 9 is taken first
+    tables = [[0, 1, 3, 5], [0, 1, 3, 6], [0, 1, 3, 7], [0, 2, 4, 8]]
+    beams = [sequence(*table) for table in tables]  # (a token is called like the block it is in)
+    request = beams[0].request
+    request.sequences = request.live = beams
+    for index, (beam, table) in enumerate(zip(beams, tables, strict=True)):
+        beam.request, beam.index, beam.block_table = request, index, list(table)
+        beam.num_slots = beam.num_computed_tokens = beam.num_closed_tokens = 4
+        for block_id in table:
+            manager.pool.blocks[block_id].ref_count += 1
+    assert refs(manager, *range(9)) == [4, 3, 1, 3, 1, 1, 1, 1, 1]
+    manager.check_invariants(beams)
+
+    heirs = [Heir(parent, Sample(50 + i, 0.0), 0.0) for i, parent in enumerate([1, 1, 2, 2])]
+    request.beam_search = SimpleNamespace(advance=lambda *_: heirs)
+    advance_beams(request, manager)
+    assert refs(manager, 0, 1, 3, 6, 7) == [4, 4, 4, 2, 2]
+    freed = [manager.pool.empty.pop().block_id for _ in range(4)]
+    assert sorted(freed) == [2, 4, 5, 8]  # set aside here, so that the heirs take those of the figure
+    for beam in request.live:
+        assert manager.append_slots(beam) is None, "the last blocks are full: nothing is copied"
+    assert [beam.block_table for beam in request.live] == [
+        [0, 1, 3, 6, 9],
+        [0, 1, 3, 6, 10],
+        [0, 1, 3, 7, 11],
+        [0, 1, 3, 7, 12],
+    ]
+
+
+def test_the_last_owner_writes_in_place() -> None:
+    """Four siblings share a half-full block: three copies, and the fourth keeps the original."""
+    manager = BlockManager(8, 4)
+    siblings = [admit(manager, 1, 2, 3, 4, 5, 6)]
+    siblings += [fork(manager, siblings[0], i) for i in (1, 2, 3)]
+    original = siblings[0].block_table[1]
+    for i, seq in enumerate(siblings):
+        draw(seq, 10 + i)
+    copies = [manager.append_slots(seq) for seq in siblings]
+    assert [copy.src for copy in copies[:3]] == [original] * 3
+    assert copies[3] is None
+    assert siblings[3].block_table[1] == original
+    assert len({seq.block_table[1] for seq in siblings}) == 4
+    assert manager.num_blocks_saved(siblings) == 3
+    for seq in siblings:
+        compute(manager, seq)
+    manager.check_invariants(siblings)
+
+
+def test_a_full_last_block_is_not_copied() -> None:
+    """Nobody writes into a full block, so siblings that branch at its end copy nothing."""
+    manager = BlockManager(8, 4)
+    parent = admit(manager, 1, 2, 3, 4)
+    child = fork(manager, parent)
+    for seq in (parent, child):
+        draw(seq, 9)
+        assert manager.append_slots(seq) is None
+    assert parent.block_table[0] == child.block_table[0]
+    assert parent.block_table[1] != child.block_table[1]
+
+
+def test_out_of_blocks_for_a_copy_changes_nothing() -> None:
+    manager = BlockManager(2, 4)
+    parent = admit(manager, 1, 2, 3, 4, 5, 6)
+    child = fork(manager, parent)
+    draw(parent, 7)
+    with pytest.raises(OutOfBlocks):
+        manager.append_slots(parent)
+    assert parent.block_table == child.block_table
+    assert refs(manager, *parent.block_table) == [2, 2]
+
+
+def test_undone_copies_leave_the_tables_as_they_were() -> None:
+    """The step failed before it copied: nobody may read the blocks that were to be filled."""
+    manager = BlockManager(8, 4)
+    siblings = [admit(manager, 1, 2, 3, 4, 5, 6)]
+    siblings += [fork(manager, siblings[0], i) for i in (1, 2)]
+    table, free = list(siblings[0].block_table), manager.num_free_blocks
+    for seq in siblings:
+        draw(seq, 7)
+    copies = [copy for seq in siblings if (copy := manager.append_slots(seq)) is not None]
+    assert len(copies) == 2
+    manager.undo_copies(copies)
+    assert all(seq.block_table == table for seq in siblings)
+    assert refs(manager, *table) == [3, 3]
+    assert manager.num_free_blocks == free
+    manager.check_invariants(siblings)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_siblings_that_come_back_share_their_common_past(prefix_caching: bool) -> None:
+    """Three siblings, blocks of 2: `1 2` is common to all, `3 4` to two, so five blocks do for eight.
+
+    Without a prefix cache, too: else a request that fitted before its preemption might not fit after it.
+    """
+    manager = BlockManager(7, 2, enable_prefix_caching=prefix_caching)
+    siblings = [sequence(1, 2, 3, 4, 5), sequence(1, 2, 3, 4, 6), sequence(1, 2, 8, 9)]
+    for seq in siblings:
+        seq.request = siblings[0].request
+    manager.allocate(siblings, [manager.find_prefix(seq) for seq in siblings])
+    first, second, third = (seq.block_table for seq in siblings)
+    assert first[:2] == second[:2]
+    assert third[0] == first[0]
+    assert len({*first, *second, *third}) == 5
+    assert [seq.num_computed_tokens for seq in siblings] == [0, 4, 2]
+    manager.check_invariants(siblings)
+
+
+def test_a_sibling_does_not_evict_what_another_was_promised() -> None:
+    """Past bug: the first sibling's new block was the cached block that the second one had just found.
+
+    Three blocks are cached: 1, 2, 3 of an old text. The first sibling needs two new blocks, the second hits
+    all of the old text. Taking before sharing would evict it.
+    """
+    manager = BlockManager(5, 1)
+    manager.free(admit(manager, 1, 2, 3))
+    siblings = [sequence(1, 8), sequence(1, 2, 3, 9)]
+    siblings[1].request = siblings[0].request
+    manager.allocate(siblings, [manager.find_prefix(seq) for seq in siblings])
+    assert not {*siblings[0].block_table[1:]} & {*siblings[1].block_table}
+    manager.check_invariants(siblings)
+
+
+def test_siblings_that_do_not_fit_together_change_nothing() -> None:
+    manager = BlockManager(4, 2)
+    siblings = [sequence(1, 2, 3, 4, 5), sequence(1, 2, 3, 4, 6), sequence(1, 2, 8, 9)]
+    for seq in siblings:
+        seq.request = siblings[0].request
+    with pytest.raises(OutOfBlocks):
+        manager.allocate(siblings, [[], [], []])
+    assert all(seq.block_table == [] for seq in siblings)
+    manager.check_invariants([])
+    roomier = BlockManager(5, 2)
+    roomier.allocate(siblings, [[], [], []])
+    assert roomier.num_free_blocks == 0

@@ -8,7 +8,7 @@ from fake_runner import FakeRunner, next_token
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from nanopaged import EngineConfig, LLMEngine, SamplingParams
+from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopaged.block_manager import blocks_needed
 
 
@@ -27,14 +27,15 @@ def workloads(draw: st.DrawFn) -> dict:
                 "prompt": prompt,
                 "max_tokens": draw(st.integers(1, 14)),
                 "aborted_after": draw(st.none() | st.integers(1, 12)),
+                "kind": draw(st.sampled_from(["one", "one", "several", "beams"])),
+                "width": draw(st.integers(2, 4)),
                 "scored": draw(st.integers(0, 4)) == 4,  # such a prompt must not use the cache
             }
         )
-    longest = max(len(r["prompt"]) + r["max_tokens"] - 1 for r in requests)
     return {
         "block_size": block_size,
-        "num_blocks": blocks_needed(longest, block_size) + draw(st.integers(0, 8)),
-        "max_num_seqs": draw(st.integers(1, 8)),
+        "num_blocks": max(most_blocks(r, block_size) for r in requests) + draw(st.integers(0, 8)),
+        "max_num_seqs": draw(st.integers(4, 10)),
         "chunked": draw(st.booleans()),
         "budget": draw(st.integers(1, 40)),
         "caching": draw(st.booleans()),
@@ -43,11 +44,42 @@ def workloads(draw: st.DrawFn) -> dict:
     }
 
 
-def expected_output(prompt: list[int], max_tokens: int) -> list[int]:
-    token_ids = list(prompt)
-    while len(token_ids) < len(prompt) + max_tokens:
-        token_ids.append(next_token(token_ids))
-    return token_ids[len(prompt) :]
+def width(asked: dict) -> int:
+    return 1 if asked["kind"] == "one" else asked["width"]
+
+
+def most_blocks(asked: dict, block_size: int) -> int:
+    """What the request needs at the most: full blocks of the prompt are shared, the rest is not."""
+    shared = len(asked["prompt"]) // block_size if width(asked) > 1 else 0
+    longest = blocks_needed(len(asked["prompt"]) + asked["max_tokens"] - 1, block_size)
+    return shared + width(asked) * (longest - shared)
+
+
+def make_params(asked: dict) -> SamplingParams | BeamSearchParams:
+    lengths = {"max_tokens": asked["max_tokens"], "ignore_eos": True}
+    if asked["kind"] == "beams":
+        return BeamSearchParams(beam_width=asked["width"], **lengths)
+    scored = 0 if asked["scored"] else None
+    return SamplingParams(n=width(asked), prompt_logprobs=scored, **lengths)
+
+
+def expected_outputs(asked: dict, folder: object) -> list[list[int]]:
+    """Each output by itself; beams from an engine that has the pool to itself and computes nothing twice."""
+    prompt, max_tokens = asked["prompt"], asked["max_tokens"]
+    if asked["kind"] == "beams":
+        config = EngineConfig(model=folder, block_size=64, enable_prefix_caching=False)
+        engine = LLMEngine(config, FakeRunner(64, 64))
+        engine.add_request("alone", prompt, make_params(asked))
+        while engine.has_unfinished_requests():
+            (output,) = engine.step()
+        return [completion.token_ids for completion in output.outputs]
+    outputs = []
+    for index in range(width(asked)):
+        token_ids = list(prompt)
+        while len(token_ids) < len(prompt) + max_tokens:
+            token_ids.append(next_token(token_ids, index))
+        outputs.append(token_ids[len(prompt) :])
+    return outputs
 
 
 def build(workload: dict, folder: object) -> tuple[LLMEngine, FakeRunner]:
@@ -72,38 +104,36 @@ def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
     engine, runner = build(workload, qwen3.folder)
     pending = dict(enumerate(workload["requests"]))
     aborts: dict[int, list[str]] = {}
-    outputs: dict[str, list[int]] = {}
+    outputs: dict[str, list[list[int]]] = {}
     step = 0
     while pending or engine.has_unfinished_requests():
         for i in [i for i, r in pending.items() if r["arrival"] <= step]:
             asked = pending.pop(i)
-            params = SamplingParams(
-                max_tokens=asked["max_tokens"],
-                ignore_eos=True,
-                prompt_logprobs=0 if asked["scored"] else None,
-            )
-            engine.add_request(str(i), asked["prompt"], params)
+            engine.add_request(str(i), asked["prompt"], make_params(asked))
             if asked["aborted_after"] is not None:
                 aborts.setdefault(step + asked["aborted_after"], []).append(str(i))
         for request_id in aborts.pop(step, []):
             if request_id in engine.requests:
                 partial = engine.abort_request(request_id)
-                outputs[request_id] = partial.outputs[0].token_ids
+                outputs[request_id] = [completion.token_ids for completion in partial.outputs]
                 assert partial.finished
-                assert partial.outputs[0].finish_reason == "abort"
+                assert any(completion.finish_reason == "abort" for completion in partial.outputs)
         take_step(engine, runner, fails=step in workload["failing_steps"], outputs=outputs)
         stats = engine.stats()
-        assert stats.num_running <= workload["max_num_seqs"]
+        assert sum(r.num_seqs for r in engine.scheduler.running) <= workload["max_num_seqs"]
         assert stats.num_free_blocks + stats.num_used_blocks == workload["num_blocks"]
         step += 1
         assert step < 3000, "the engine makes no progress"
-    check_outputs(workload, outputs)
+    check_outputs(workload, outputs, qwen3.folder)
     check_drained(engine, runner)
     event(f"preempted: {engine.stats().num_preemptions_recompute > 0}")
     event(f"prefix hits: {engine.stats().prefix_cache_hits > 0}")
+    event(f"copies: {engine.stats().num_blocks_copied > 0}")
 
 
-def take_step(engine: LLMEngine, runner: FakeRunner, fails: bool, outputs: dict[str, list[int]]) -> None:
+def take_step(
+    engine: LLMEngine, runner: FakeRunner, fails: bool, outputs: dict[str, list[list[int]]]
+) -> None:
     """One step, which may break; either way the books are in order after it."""
     if fails and engine.has_unfinished_requests():
         runner.fail_next = True
@@ -114,19 +144,20 @@ def take_step(engine: LLMEngine, runner: FakeRunner, fails: bool, outputs: dict[
     else:
         for output in engine.step():
             if output.finished:
-                outputs[output.request_id] = output.outputs[0].token_ids
-                assert output.outputs[0].finish_reason == "length"
+                outputs[output.request_id] = [completion.token_ids for completion in output.outputs]
+                assert all(completion.finish_reason == "length" for completion in output.outputs)
     engine.check_invariants()
 
 
-def check_outputs(workload: dict, outputs: dict[str, list[int]]) -> None:
-    """Whole outputs, or beginnings of them where a request was aborted."""
+def check_outputs(workload: dict, outputs: dict[str, list[list[int]]], folder: object) -> None:
+    """Whole outputs, or beginnings of them where a request was aborted (of beams, those change yet)."""
     assert outputs.keys() == {str(i) for i in range(len(workload["requests"]))}
     for i, asked in enumerate(workload["requests"]):
-        expected = expected_output(asked["prompt"], asked["max_tokens"])
-        got = outputs[str(i)]
-        whole = len(expected) if asked["aborted_after"] is None else len(got)
-        assert got == expected[:whole]
+        got, expected = outputs[str(i)], expected_outputs(asked, folder)
+        if asked["aborted_after"] is None:
+            assert got == expected
+        elif asked["kind"] != "beams":
+            assert got == [whole[: len(part)] for whole, part in zip(expected, got, strict=False)]
 
 
 def check_drained(engine: LLMEngine, runner: FakeRunner) -> None:
