@@ -1,5 +1,7 @@
 """A few prompts that begin alike, answered in one continuous batch, and what the pages did meanwhile.
 
+Then one prompt answered several times over, by sampling and by beam search: sequences that share their past.
+
 python example.py                             the tiny model in the box: no GPU, no network
 python example.py --model Qwen/Qwen3-0.6B     a real one: a folder or a hub id, with its chat template
 """
@@ -9,7 +11,9 @@ from textwrap import indent
 
 from tqdm import tqdm
 
-from nanopaged import LLM, EngineStats, RequestOutput, SamplingParams
+from nanopaged import LLM, BeamSearchParams, EngineStats, RequestOutput, SamplingParams
+
+Prompt = str | list[int]
 
 # The tiny model continues plays. All prompts share the beginning, so its K/V is computed once.
 OPENING = """\
@@ -32,7 +36,7 @@ QUESTIONS = [
 ]
 
 
-def make_prompts(llm: LLM, is_tiny: bool) -> dict[str, str | list[int]]:
+def make_prompts(llm: LLM, is_tiny: bool) -> dict[str, Prompt]:
     """Name → prompt: text for the tiny model, a conversation as token ids for a real one."""
     if is_tiny:
         return {f"{speaker}:": f"{OPENING}{speaker}:\n" for speaker in SPEAKERS}
@@ -41,7 +45,7 @@ def make_prompts(llm: LLM, is_tiny: bool) -> dict[str, str | list[int]]:
 
 
 def run(
-    llm: LLM, prompts: dict[str, str | list[int]], params: SamplingParams
+    llm: LLM, prompts: dict[str, Prompt], params: SamplingParams | BeamSearchParams
 ) -> tuple[dict[str, RequestOutput], EngineStats]:
     """What `llm.generate` does, written out: the outputs, and the accounts at the busiest moment."""
     engine = llm.engine
@@ -49,13 +53,13 @@ def run(
         engine.add_request(name, prompt, params)
     outputs: dict[str, RequestOutput] = {}
     busiest = engine.stats()
-    with tqdm(total=len(prompts) * params.max_tokens, unit=" tokens", leave=False) as bar:
+    with tqdm(total=params.max_tokens, unit=" steps", leave=False) as bar:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 outputs[output.request_id] = output
-                bar.update()
+            bar.update()
             stats = engine.stats()
-            if stats.num_used_blocks > busiest.num_used_blocks:
+            if stats.num_used_blocks >= busiest.num_used_blocks:
                 busiest = stats
     return outputs, busiest
 
@@ -76,13 +80,31 @@ def report(llm: LLM, outputs: dict[str, RequestOutput], busiest: EngineStats) ->
             f"tokens          {end.num_prompt_tokens} of prompts, {end.num_generated_tokens} generated, "
             f"in {seconds:.1f} s",
             f"prefix cache    {hits} of {queries} prompt tokens reused ({hits / queries:.0%})",
-            f"blocks          {busiest.num_used_blocks} of {size} slots in use at the busiest step",
+            f"blocks          {busiest.num_used_blocks}, of {size} slots each, in use at the busiest step",
             f"slots           {slots}, {busiest.slot_utilization:.1%} of them filled; without paging "
             f"{contiguous}: {engine.max_model_len} for each request",
             f"afterwards      {end.num_used_blocks} blocks in use, {end.num_cached_blocks} kept in the "
             "prefix cache",
         ]
     )
+
+
+def show_sharing(llm: LLM, name: str, prompt: Prompt, max_tokens: int, seed: int) -> None:
+    """Four samples and four beams of one prompt: what they say, and the blocks they save by sharing."""
+    sampling = SamplingParams(n=4, temperature=0.8, max_tokens=max_tokens, seed=seed)
+    beams = BeamSearchParams(beam_width=4, max_tokens=max_tokens)
+    for what, params in (("four samples", sampling), ("a beam search of width four", beams)):
+        copied = llm.engine.stats().num_blocks_copied
+        outputs, busiest = run(llm, {name: prompt}, params)
+        copied = llm.engine.stats().num_blocks_copied - copied
+        print(f"\n{name} {what}")
+        for completion in outputs[name].outputs:
+            print(f"  {' / '.join(completion.text.split(chr(10)))[:96]}")
+        used, saved = busiest.num_used_blocks, busiest.num_blocks_saved
+        print(
+            f"  {used} blocks in use where {used + saved} would be without sharing "
+            f"({saved / (used + saved):.0%} saved), {copied} copied on write"
+        )
 
 
 def main() -> None:
@@ -100,12 +122,15 @@ def main() -> None:
         max_tokens=args.max_tokens or (70 if is_tiny else 200),
         stop="\n\n" if is_tiny else (),
     )
-    outputs, busiest = run(llm, make_prompts(llm, is_tiny), params)
+    prompts = make_prompts(llm, is_tiny)
+    outputs, busiest = run(llm, prompts, params)
     if is_tiny:
         print(OPENING.rstrip() + "\n")
     for name, output in outputs.items():
         print(f"{name}\n{indent(output.outputs[0].text.strip(), '  ')}\n")
     print(report(llm, outputs, busiest))
+    name, prompt = list(prompts.items())[-1]
+    show_sharing(llm, name, prompt, max_tokens=40, seed=args.seed)
 
 
 if __name__ == "__main__":
