@@ -238,6 +238,15 @@ class BlockManager:
             if self._publish(seq, i, block) is block:
                 self._promised.append(block)
 
+    def promise_closed(self, seq: Sequence) -> None:
+        """The same for the closed blocks of a sequence that returns from host memory in this step."""
+        if not self.enable_prefix_caching:
+            return
+        for i in range(seq.num_closed_tokens // self.block_size):
+            block = self.pool.blocks[seq.block_table[i]]
+            if block.hash is None and self._publish(seq, i, block) is block:
+                self._promised.append(block)
+
     def keep_promises(self) -> None:
         self._promised.clear()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "torch", "reference")
 LOAD_FORMATS = ("auto", "dummy")
+PREEMPTIONS = ("auto", "swap", "recompute")
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
@@ -60,6 +61,8 @@ class EngineConfig:
         block_size: token slots in a block. Any size from 1; 16 is the paper's default (§7.2).
         num_blocks: blocks in the K/V pool. None measures the memory and takes what
             `memory_utilization` allows, but never more than every sequence could use.
+        num_host_blocks: blocks in host memory, to which requests can be swapped out. None is as many as the
+            pool has, but at most 4 GiB; 0 allows no swapping.
         memory_utilization: share of the device's memory that weights, activations and K/V may take
             together on a GPU; on a CPU, the share of the memory now free that the K/V pool may take.
             None is 0.9 on a GPU and 0.5 on a CPU, where other programs want to live too.
@@ -70,6 +73,9 @@ class EngineConfig:
         enable_prefix_caching: find full blocks of earlier prompts and outputs again by their hash.
         enable_chunked_prefill: a prompt may be computed in pieces over several steps, so that a long
             one does not hold up the sequences that are already decoding.
+        preemption: how a request gives its blocks back when they run out. "swap" moves its K/V to host
+            memory (and falls back to the other way when that is full), "recompute" drops it and
+            computes it again, "auto" takes what is cheaper, by numbers measured at start-up.
         attention_backend: "torch" runs everywhere; "reference" is the slow, obvious loop over blocks
             that the documentation explains; "auto" picks the fastest that runs here.
         load_format: "auto" reads the weights; "dummy" draws random ones (config.json is enough).
@@ -85,12 +91,14 @@ class EngineConfig:
     device: str = "auto"
     block_size: int = 16
     num_blocks: int | None = None
+    num_host_blocks: int | None = None
     memory_utilization: float | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    preemption: str = "auto"
     attention_backend: str = "auto"
     load_format: str = "auto"
     seed: int = 0
@@ -102,6 +110,7 @@ class EngineConfig:
             raise TypeError(f"device must be a name such as 'cpu' or 'cuda:0', got {self.device!r}")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        _check_choice("preemption", self.preemption, PREEMPTIONS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_int("block_size", self.block_size, 1)
         _check_int("max_num_seqs", self.max_num_seqs, 1)
@@ -109,6 +118,8 @@ class EngineConfig:
         for name in ("num_blocks", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1, " (None chooses it for you)")
+        if self.num_host_blocks is not None:
+            _check_int("num_host_blocks", self.num_host_blocks, 0)
         if self.memory_utilization is not None:
             _check_number("memory_utilization", self.memory_utilization, 0.01, 1.0)
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)

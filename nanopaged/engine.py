@@ -24,6 +24,7 @@ from nanopaged.outputs import RequestOutput
 from nanopaged.scheduler import ScheduledBatch, Scheduler, StepResult
 from nanopaged.sequence import Request, Sequence
 from nanopaged.stopping import StopRules
+from nanopaged.swap import SwapCosts
 from nanopaged.weights import find_model, load_tokenizer, read_eos_token_ids
 
 Prompt = str | SequenceOf[int]
@@ -34,6 +35,8 @@ class Runner(Protocol):
     """What the engine needs of a model runner. `ModelRunner` is one; an experiment may bring its own."""
 
     num_blocks: int
+    num_host_blocks: int
+    swap_costs: SwapCosts | None
 
     def execute(self, batch: ScheduledBatch) -> StepResult: ...
 
@@ -42,11 +45,11 @@ class Runner(Protocol):
 class EngineStats:
     """The engine's accounts, now (blocks, queues) and since it was made (the rest).
 
-    `num_free_blocks` includes the cached ones, which can be had at once. `slot_utilization` is the share
-    of the slots in used blocks that hold K/V. `num_shared_blocks` have several owners; `num_blocks_saved` is
-    what sharing saves: all entries of the block tables, less the blocks in use. `num_running` and
-    `num_waiting` count requests, `prefix_cache_queries` and `_hits` prompt tokens, `num_blocks_copied` copies
-    on write.
+    `num_free_blocks` includes the cached ones, which can be had at once. `num_shared_blocks` have several
+    owners; `num_blocks_saved` is what sharing saves: all entries of the block tables, less the blocks in use.
+    `slot_utilization` is the share of the slots in used blocks that hold K/V. `num_running`, `num_waiting`
+    and `num_swapped` count requests, `prefix_cache_queries` and `_hits` prompt tokens, `num_blocks_copied`
+    copies on write.
     """
 
     num_blocks: int
@@ -55,12 +58,18 @@ class EngineStats:
     num_used_blocks: int
     num_shared_blocks: int
     num_blocks_saved: int
+    num_host_blocks: int
+    num_free_host_blocks: int
     slot_utilization: float
     num_running: int
     num_waiting: int
+    num_swapped: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    num_preemptions_swap: int
     num_preemptions_recompute: int
+    num_blocks_swapped_out: int
+    num_blocks_swapped_in: int
     num_blocks_copied: int
     num_steps: int
     num_prompt_tokens: int
@@ -98,7 +107,13 @@ class LLMEngine:
             self.runner.num_blocks, config.block_size, config.enable_prefix_caching
         )
         self.scheduler = Scheduler(
-            self.block_manager, config.max_num_seqs, budget, config.enable_chunked_prefill
+            self.block_manager,
+            config.max_num_seqs,
+            budget,
+            config.enable_chunked_prefill,
+            config.preemption,
+            self.runner.num_host_blocks,
+            self.runner.swap_costs,
         )
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.num_steps = 0
@@ -254,6 +269,7 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """The accounts as they stand between two steps."""
         scheduler, blocks = self.scheduler, self.block_manager
+        num_swapped = len(scheduler.swapped)
         return EngineStats(
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,
@@ -261,12 +277,18 @@ class LLMEngine:
             num_used_blocks=blocks.num_blocks - blocks.num_free_blocks,
             num_shared_blocks=blocks.num_shared_blocks(scheduler.sequences),
             num_blocks_saved=blocks.num_blocks_saved(scheduler.sequences),
+            num_host_blocks=scheduler.swapper.num_host_blocks,
+            num_free_host_blocks=len(scheduler.swapper.free_host_blocks),
             slot_utilization=blocks.slot_utilization(scheduler.sequences),
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) - num_swapped,
+            num_swapped=num_swapped,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
-            num_preemptions_recompute=scheduler.num_preemptions,
+            num_preemptions_swap=scheduler.num_preemptions_swap,
+            num_preemptions_recompute=scheduler.num_preemptions_recompute,
+            num_blocks_swapped_out=scheduler.num_blocks_swapped_out,
+            num_blocks_swapped_in=scheduler.num_blocks_swapped_in,
             num_blocks_copied=scheduler.num_blocks_copied,
             num_steps=self.num_steps,
             num_prompt_tokens=scheduler.num_prompt_tokens,
@@ -276,3 +298,4 @@ class LLMEngine:
     def check_invariants(self) -> None:
         """Raise AssertionError if the block manager's books and the tables disagree (for tests)."""
         self.block_manager.check_invariants(self.scheduler.sequences)
+        self.scheduler.swapper.check_invariants(self.scheduler.swapped)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,17 +39,38 @@ class KVShape:
 
 
 class KVCache:
-    """K/V slots of `num_blocks` blocks. A slot has a number: block · block_size + offset in it."""
+    """K/V slots of `num_blocks` blocks. A slot has a number: block · block_size + offset in it.
 
-    def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+    Args:
+        num_host_blocks: blocks in host memory, to which requests can be swapped out (pinned on CUDA).
+        block_major: False lays the layers out one after another instead, each with all its blocks. It is
+            there to be measured against: a block then is 2 · num_layers separate runs of memory.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        num_host_blocks: int = 0,
+        block_major: bool = True,
+    ) -> None:
         self.shape = shape
         self.block_size = block_size
+        self.block_major = block_major
         # Not initialised: what was never stored is never read, or is masked where it is.
-        self.data = torch.empty(
-            (num_blocks, shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim),
-            dtype=shape.dtype,
-            device=device,
-        )
+        self.data = self._allocate(num_blocks, device=device)
+        pinned = device.type == "cuda" and num_host_blocks > 0
+        self.host = self._allocate(num_host_blocks, device=torch.device("cpu"), pin_memory=pinned)
+
+    def _allocate(self, num_blocks: int, **options: Any) -> torch.Tensor:
+        """[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], however it lies in memory."""
+        inner = (self.shape.num_kv_heads, self.block_size, self.shape.head_dim)
+        layers = (self.shape.num_layers, 2)
+        order = (num_blocks, *layers) if self.block_major else (*layers, num_blocks)
+        data = torch.empty((*order, *inner), dtype=self.shape.dtype, **options)
+        return data if self.block_major else data.permute(2, 0, 1, 3, 4, 5)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of one layer's K and V, each [num_blocks, num_kv_heads, block_size, head_dim]."""
@@ -59,6 +81,16 @@ class KVCache:
         if pairs:
             src, dst = torch.tensor(pairs, device=self.data.device).T
             self.data[dst] = self.data[src]
+
+    def swap_out(self, moves: list[tuple[int, int]]) -> None:
+        """Copy (device block, host block) pairs to the host. Ordered with the kernels on the same stream."""
+        for device_block, host_block in moves:
+            self.host[host_block].copy_(self.data[device_block], non_blocking=True)
+
+    def swap_in(self, moves: list[tuple[int, int]]) -> None:
+        """Copy (host block, device block) pairs back to the device."""
+        for host_block, device_block in moves:
+            self.data[device_block].copy_(self.host[host_block], non_blocking=True)
 
 
 def blocks_that_fit(free_bytes: int, block_bytes: int, max_useful: int, needed: int) -> int:

@@ -6,6 +6,8 @@ its own.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +23,10 @@ from nanopaged.outputs import Logprobs, Sample
 from nanopaged.sampler import SampleRow, most_likely, sample, top_logprobs
 from nanopaged.scheduler import ScheduledBatch, StepResult
 from nanopaged.sequence import Request, Sequence
+from nanopaged.swap import SwapCosts
 from nanopaged.weights import load_model
 
+HOST_BYTES = 4 << 30  # of host memory for swapped requests, if the config leaves it open
 LOGITS_TILE = 256  # prompt positions projected to the vocabulary at once
 
 
@@ -31,6 +35,8 @@ class ModelRunner:
 
     Attributes:
         num_blocks: blocks in the K/V pool, measured if the config left it open.
+        num_host_blocks: blocks in host memory.
+        swap_costs: what swapping and recomputing take here, if the config wants the cheaper.
     """
 
     def __init__(
@@ -50,8 +56,14 @@ class ModelRunner:
         )
         shape = KVShape(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, self.dtype)
         self.num_blocks = config.num_blocks or self._size_pool(config, shape, max_model_len, step_budget)
-        self.kv_cache = KVCache(shape, self.num_blocks, config.block_size, self.device)
-        self.attention = make_attention(config.attention_backend, self.kv_cache, model_config.head_dim**-0.5)
+        self.num_host_blocks = config.num_host_blocks
+        if self.num_host_blocks is None:
+            most = HOST_BYTES // shape.block_bytes(config.block_size)
+            self.num_host_blocks = 0 if config.preemption == "recompute" else min(self.num_blocks, most)
+        self.kv_cache = KVCache(shape, self.num_blocks, config.block_size, self.device, self.num_host_blocks)
+        scale = model_config.head_dim**-0.5
+        self.attention = make_attention(config.attention_backend, self.kv_cache, scale)
+        self.swap_costs = self._measure_costs() if config.preemption == "auto" else None
 
     def _size_pool(self, config: EngineConfig, shape: KVShape, max_model_len: int, step_budget: int) -> int:
         """Blocks for which there is memory, once the largest batch has had what it needs."""
@@ -81,8 +93,29 @@ class ModelRunner:
         return peak
 
     @torch.inference_mode()
+    def _measure_costs(self, num_tokens: int = 64) -> SwapCosts:
+        """Time a block's way to the host and a short prefill (without its attention), the best of three."""
+        ids = torch.arange(num_tokens, device=self.device) % self.model.config.vocab_size
+        moves = [(i, i) for i in range(min(8, self.num_blocks, self.num_host_blocks))]
+        copying = self._time(lambda: self.kv_cache.swap_out(moves)) / max(1, len(moves))
+        prefill = self._time(lambda: self.model(ids, ids * 0, lambda layer, q, k, v: q))
+        return SwapCosts(copying, num_tokens / prefill)
+
+    def _time(self, work: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            work()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            seconds.append(time.perf_counter() - began)
+        return min(seconds)
+
+    @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        """Run one step."""
+        """Run one step: move blocks, compute, sample."""
+        self.kv_cache.swap_out(batch.swap_out)
+        self.kv_cache.swap_in(batch.swap_in)
         self.kv_cache.copy_blocks([(copy.src, copy.dst) for copy in batch.copies])
         input_ids, positions, paged = prepare(batch, self.block_size)
         attend = self.attention.plan(paged)

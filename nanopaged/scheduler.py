@@ -18,20 +18,25 @@ from nanopaged.block_manager import BlockCopy, BlockManager, OutOfBlocks
 from nanopaged.branching import advance_beams, fork_samples
 from nanopaged.outputs import Logprobs, Sample
 from nanopaged.sequence import Request, Sequence
+from nanopaged.swap import Move, SwapCosts, Swapper
 
 
 @dataclass(slots=True)
 class ScheduledBatch:
     """One step's work; `num_new_tokens` of each sequence says how much of it.
 
-    Those with a single new token stand first: `sequences[:num_decodes]`. The copies are to be made before
-    anything is computed; no block is the destination of two, or both a source and a destination.
+    Those with a single new token stand first: `sequences[:num_decodes]`. Before anything is computed, blocks
+    are moved: out, then in, then the copies on write. No block is the destination of two copies, or both
+    a source and a destination.
     """
 
-    sequences: list[Sequence]
-    num_decodes: int
-    copies: list[BlockCopy]
-    admitted: list[Request]  # those that left the waiting queue for this step
+    sequences: list[Sequence] = field(default_factory=list)
+    num_decodes: int = 0
+    swap_out: list[Move] = field(default_factory=list)  # (device block, host block)
+    swap_in: list[Move] = field(default_factory=list)  # (host block, device block)
+    copies: list[BlockCopy] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)  # left the waiting queue for this step
+    swapped_out: list[Request] = field(default_factory=list)  # went to it, and to host memory
 
 
 @dataclass(slots=True)
@@ -62,15 +67,24 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_chunked_prefill: bool = True,
+        preemption: str = "recompute",
+        num_host_blocks: int = 0,
+        swap_costs: SwapCosts | None = None,
     ) -> None:
         self.block_manager = block_manager
+        self.swapper = Swapper(block_manager, num_host_blocks)
+        self.preemption = preemption
+        self.swap_costs = swap_costs  # for preemption = "auto"
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.running: list[Request] = []
 
-        self.num_preemptions = 0
+        self.num_preemptions_recompute = 0
+        self.num_preemptions_swap = 0
+        self.num_blocks_swapped_out = 0
+        self.num_blocks_swapped_in = 0
         self.num_blocks_copied = 0
         self.prefix_cache_queries = 0  # tokens of admitted prompts …
         self.prefix_cache_hits = 0  # … and those of them found in the cache
@@ -84,6 +98,7 @@ class Scheduler:
         """Drop a request wherever it is; its blocks return at once."""
         if self.waiting.pop(request.request_id, None) is None:
             self.running.remove(request)
+        self.swapper.forget(request)
         for seq in list(request.live):
             self.block_manager.free(seq)
             request.finish(seq, "abort", None)
@@ -94,23 +109,27 @@ class Scheduler:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that may hold blocks."""
+        """All that hold blocks of the device."""
         return [seq for request in self.running for seq in request.live]
+
+    @property
+    def swapped(self) -> list[Request]:
+        """Those waiting requests whose K/V is in host memory."""
+        return [request for request in self.waiting.values() if request.swapped]
 
     # ── before the forward pass ───────────────────────────────────────────────────────────────────
 
     def schedule(self) -> ScheduledBatch:
         """Choose the next step's work: those already running first, then new ones while there is room."""
+        batch = ScheduledBatch()
         decodes: list[Sequence] = []
         chunks: list[Sequence] = []
-        copies: list[BlockCopy] = []
-        admitted: list[Request] = []
         budget = self.max_num_batched_tokens
 
         i = 0
         while i < len(self.running) and budget > 0:
             request = self.running[i]
-            if self._make_room(request, copies):
+            if self._make_room(request, batch):
                 budget = self._give_tokens(request, budget, decodes, chunks)
                 i += 1
 
@@ -118,13 +137,13 @@ class Scheduler:
         # n blocks, at least one of them went to somebody else, and it needs n again.
         while self.waiting and budget > 0:
             request = next(iter(self.waiting.values()))
-            if not self._admit(request, budget):
+            if not self._admit(request, budget, batch):
                 break  # first come, first served: nobody overtakes the head of the queue
-            admitted.append(request)
             budget = self._give_tokens(request, budget, decodes, chunks)
 
         assert decodes or chunks or not self.has_unfinished, "there is work, but none was scheduled"
-        return ScheduledBatch(decodes + chunks, len(decodes), copies, admitted)
+        batch.sequences, batch.num_decodes = decodes + chunks, len(decodes)
+        return batch
 
     def _give_tokens(
         self, request: Request, budget: int, decodes: list[Sequence], chunks: list[Sequence]
@@ -143,54 +162,88 @@ class Scheduler:
                 self.block_manager.promise(seq)
         return budget
 
-    def _make_room(self, request: Request, copies: list[BlockCopy]) -> bool:
+    def _make_room(self, request: Request, batch: ScheduledBatch) -> bool:
         """Get the slots for the new tokens of a running request, preempting the latest as long as need be.
 
-        Copies that its sequences need before they write are added to `copies`.
-
-        False if the latest was `request` itself: then it no longer runs, and needs no copies. (A victim
-        that is not `request` comes after it and has not had its turn in this step.)
+        False if the latest was `request` itself: then it no longer runs, and its copies are taken back. (A
+        victim that is not `request` comes after it and has not had its turn in this step.)
         """
-        num_copies = len(copies)
+        num_copies = len(batch.copies)
         may_share = len(request.live) > 1  # a block that is written is shared by siblings, if at all
         for seq in request.live:
             while seq.num_tokens > seq.num_slots or (
                 may_share and self.block_manager.writes_into_shared_block(seq)
             ):
                 try:
-                    copy = self.block_manager.append_slots(seq)
-                    if copy is not None:
-                        copies.append(copy)
+                    self._append_slots(seq, batch)
                 except OutOfBlocks:
                     victim = self.running.pop()
-                    self._preempt(victim)
                     if victim is request:
-                        del copies[num_copies:]
+                        self.block_manager.undo_copies(batch.copies[num_copies:])
+                        del batch.copies[num_copies:]
+                    self._preempt(victim, batch)
+                    if victim is request:
                         return False
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def _append_slots(self, seq: Sequence, batch: ScheduledBatch) -> None:
+        copy = self.block_manager.append_slots(seq)
+        if copy is not None:
+            batch.copies.append(copy)
+
+    def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
         """Take a request's blocks away and put it back at the head of the queue.
 
-        Nothing that was generated is lost: the tokens stay, their K/V is computed again when the
-        request comes back, and whatever of it the prefix cache still has need not be.
+        Nothing that was generated is lost. Either its K/V goes to host memory, or the tokens stay and their
+        K/V is computed again when the request comes back (less what the prefix cache then still has).
         """
+        moves = self.swapper.swap_out(request) if self._prefers_swap(request) else None
+        if moves is not None:
+            batch.swap_out += moves
+            batch.swapped_out.append(request)
+            self.num_preemptions_swap += 1
+        else:
+            self._drop(request)
+            self.num_preemptions_recompute += 1
+        self._wait_first(request)
+        request.num_preemptions += 1
+
+    def _prefers_swap(self, request: Request) -> bool:
+        if self.preemption != "auto":
+            return self.preemption == "swap"
+        num_blocks = len(self.swapper.blocks_to_move(request))
+        return self.swap_costs.prefers_swap(num_blocks, self.swapper.tokens_to_recompute(request))
+
+    def _drop(self, request: Request) -> None:
         for seq in request.live:
             self.block_manager.free(seq)
             seq.candidates = None  # a beam that had made its proposals will make them again
-        self._wait_first(request)
-        request.num_preemptions += 1
-        self.num_preemptions += 1
 
     def _wait_first(self, request: Request) -> None:
         self.waiting[request.request_id] = request
         self.waiting.move_to_end(request.request_id, last=False)
 
-    def _admit(self, request: Request, budget: int) -> bool:
+    def _admit(self, request: Request, budget: int, batch: ScheduledBatch) -> bool:
         """Move the head of the waiting queue to the running ones if it may run and its blocks can be had."""
         num_running = sum(other.num_seqs for other in self.running)
         if num_running + request.num_seqs > self.max_num_seqs:
             return False
+        try:
+            if request.swapped:
+                batch.swap_in += self.swapper.swap_in(request)
+                for seq in request.live:
+                    self._append_slots(seq, batch)
+            elif not self._allocate(request, budget):
+                return False
+        except OutOfBlocks:
+            return False
+        del self.waiting[request.request_id]
+        self.running.append(request)
+        batch.admitted.append(request)
+        return True
+
+    def _allocate(self, request: Request, budget: int) -> bool:
+        """Get the blocks of a request that has none. False if it must fit in the step whole and does not."""
         # A prompt token found in the cache has no logits, so it cannot be given a log-probability.
         look_up = not request.wants_prompt_logprobs
         prefixes = [self.block_manager.find_prefix(seq) if look_up else [] for seq in request.live]
@@ -198,12 +251,7 @@ class Scheduler:
             num_cached = sum(map(len, prefixes)) * self.block_manager.block_size
             if sum(seq.num_tokens for seq in request.live) - num_cached > budget:
                 return False
-        try:
-            self.block_manager.allocate(request.live, prefixes)
-        except OutOfBlocks:
-            return False
-        del self.waiting[request.request_id]
-        self.running.append(request)
+        self.block_manager.allocate(request.live, prefixes)
         return True
 
     # ── after it ──────────────────────────────────────────────────────────────────────────────────
@@ -211,6 +259,9 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
         """Book what the step computed; return the requests that have something new to show."""
         self.block_manager.keep_promises()
+        self.swapper.settle()
+        self.num_blocks_swapped_out += len(batch.swap_out)
+        self.num_blocks_swapped_in += len(batch.swap_in)
         self.num_blocks_copied += len(batch.copies)
         self._count_admissions(batch.admitted)
         for request, logprobs in result.prompt_logprobs.items():
@@ -264,12 +315,17 @@ class Scheduler:
         """The step failed. Leave everything as if it had not been tried.
 
         Whoever was running before has made no progress and tries again. Whoever was admitted for this
-        step may share blocks that were never filled, so it goes back to wait without blocks.
+        step may share blocks that were never filled, so it goes back to wait, without blocks or in host
+        memory as before. Of what was to be swapped out we cannot know whether it got there: it is computed
+        again.
         """
         self.block_manager.break_promises()
         self.block_manager.undo_copies(batch.copies)
         for request in reversed(batch.admitted):
             self.running.remove(request)
-            for seq in request.live:
-                self.block_manager.free(seq)
+            if not self.swapper.undo_swap_in(request):
+                self._drop(request)
             self._wait_first(request)
+        for request in batch.swapped_out:
+            self.swapper.forget(request)
+            self._drop(request)

@@ -49,6 +49,7 @@ class Sequence:
     num_new_tokens: int = 0  # this step's share: tokens [num_computed, num_computed + num_new)
 
     block_table: list[int] = field(default_factory=list)  # i-th logical block → physical block
+    host_table: list[int] = field(default_factory=list)  # the same in host memory, while swapped out
     num_slots: int = 0  # of the blocks in the table
     num_closed_tokens: int = 0  # those in full blocks whose K/V is there
     block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # see `block_key`
@@ -154,6 +155,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return not self.live
+
+    @property
+    def swapped(self) -> bool:
+        """Whether its K/V is in host memory."""
+        return any(seq.host_table for seq in self.live)
 
     @property
     def unforked(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from nanopaged.outputs import Sample
 from nanopaged.scheduler import ScheduledBatch, StepResult
 from nanopaged.sequence import Sequence
+from nanopaged.swap import SwapCosts
 
 VOCAB_SIZE = 97
 SEED = 17
@@ -39,8 +40,11 @@ def proposals(token_ids: list[int], k: int) -> list[Sample]:
 class FakeRunner:
     """Set `fail_next` and the next step breaks half way, after it has scribbled on the blocks."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
+        self.swap_costs = SwapCosts(seconds_per_block=1.0, prefill_tokens_per_second=1.0)
+        self.host_slots: dict[tuple[int, int], int] = {}
         self.block_size = block_size
         self.slots: dict[tuple[int, int], int] = {}
         self.fail_next = False
@@ -55,6 +59,13 @@ class FakeRunner:
             for seq in batch.sequences:
                 self._store(seq, [-1] * seq.num_tokens)
             raise RuntimeError("the device is on fire")
+        for device_block, host_block in batch.swap_out:
+            for offset in range(self.block_size):
+                self.host_slots[host_block, offset] = self.slots.get((device_block, offset), -1)
+        for host_block, device_block in batch.swap_in:
+            for offset in range(self.block_size):
+                self.slots[device_block, offset] = self.host_slots[host_block, offset]
+        assert not batch.swap_out or not batch.swap_in, "in and out in one step"
         for copy in batch.copies:
             for offset in range(self.block_size):
                 self.slots[copy.dst, offset] = self.slots.get((copy.src, offset), -1)

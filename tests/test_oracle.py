@@ -47,8 +47,9 @@ def test_greedy_tokens_in_a_mixed_batch(oracle: Oracle, block_size: int, budget:
 
 @pytest.mark.parametrize("spare_blocks", [0, 1, 3, 10, 100])
 @pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
 def test_greedy_tokens_in_pools_from_barely_enough(
-    oracle: Oracle, spare_blocks: int, prefix_caching: bool
+    oracle: Oracle, spare_blocks: int, prefix_caching: bool, preemption: str
 ) -> None:
     """The smallest pool holds the longest request alone, so everything else is preempted again and again."""
     prompts = random_prompts(5, seed=spare_blocks, longest=40)
@@ -60,12 +61,15 @@ def test_greedy_tokens_in_pools_from_barely_enough(
         block_size=4,
         num_blocks=-(-longest // 4) + spare_blocks,
         enable_prefix_caching=prefix_caching,
+        preemption=preemption,
     )
     params = [greedy_params(max_tokens, ignore_eos=True)] * len(prompts)
     for prompt, output in zip(prompts, run(llm, prompts, params), strict=True):
         assert output.outputs[0].token_ids == oracle.greedy(prompt, max_tokens, ignore_eos=True)
-    preemptions = llm.engine.stats().num_preemptions_recompute
-    assert (preemptions > 0) == (spare_blocks < 100)
+    stats = llm.engine.stats()
+    counts = {"recompute": stats.num_preemptions_recompute, "swap": stats.num_preemptions_swap}
+    counts["auto"] = sum(counts.values())
+    assert (counts[preemption] > 0) == (spare_blocks < 100)
 
 
 def test_logprobs_of_output_and_prompt(oracle: Oracle) -> None:

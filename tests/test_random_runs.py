@@ -39,6 +39,8 @@ def workloads(draw: st.DrawFn) -> dict:
         "chunked": draw(st.booleans()),
         "budget": draw(st.integers(1, 40)),
         "caching": draw(st.booleans()),
+        "preemption": draw(st.sampled_from(["swap", "recompute", "auto"])),
+        "num_host_blocks": draw(st.sampled_from([0, 3, 8, 40])),
         "failing_steps": draw(st.sets(st.integers(0, 30), max_size=4)),
         "requests": requests,
     }
@@ -83,7 +85,7 @@ def expected_outputs(asked: dict, folder: object) -> list[list[int]]:
 
 
 def build(workload: dict, folder: object) -> tuple[LLMEngine, FakeRunner]:
-    runner = FakeRunner(workload["num_blocks"], workload["block_size"])
+    runner = FakeRunner(workload["num_blocks"], workload["block_size"], workload["num_host_blocks"])
     budget = workload["budget"] if workload["chunked"] else MAX_MODEL_LEN
     config = EngineConfig(
         model=folder,
@@ -92,6 +94,7 @@ def build(workload: dict, folder: object) -> tuple[LLMEngine, FakeRunner]:
         max_num_batched_tokens=budget,
         enable_chunked_prefill=workload["chunked"],
         enable_prefix_caching=workload["caching"],
+        preemption=workload["preemption"],
     )
     return LLMEngine(config, runner), runner
 
@@ -126,7 +129,8 @@ def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
         assert step < 3000, "the engine makes no progress"
     check_outputs(workload, outputs, qwen3.folder)
     check_drained(engine, runner)
-    event(f"preempted: {engine.stats().num_preemptions_recompute > 0}")
+    event(f"recomputed: {engine.stats().num_preemptions_recompute > 0}")
+    event(f"swapped: {engine.stats().num_preemptions_swap > 0}")
     event(f"prefix hits: {engine.stats().prefix_cache_hits > 0}")
     event(f"copies: {engine.stats().num_blocks_copied > 0}")
 
@@ -163,7 +167,8 @@ def check_outputs(workload: dict, outputs: dict[str, list[list[int]]], folder: o
 def check_drained(engine: LLMEngine, runner: FakeRunner) -> None:
     stats = engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
-    assert stats.num_running == stats.num_waiting == 0
+    assert stats.num_free_host_blocks == stats.num_host_blocks
+    assert stats.num_running == stats.num_waiting == stats.num_swapped == 0
     assert runner.most_tokens <= engine.scheduler.max_num_batched_tokens
     if not engine.config.enable_prefix_caching:
         assert stats.num_cached_blocks == stats.prefix_cache_hits == 0
@@ -172,7 +177,8 @@ def check_drained(engine: LLMEngine, runner: FakeRunner) -> None:
 def test_the_fake_model_can_catch_a_wrong_block(qwen3: Oracle) -> None:
     """The guard of all tests above: hand a sequence a wrong block, and the fake runner must notice."""
     workload = {"num_blocks": 20, "block_size": 2, "chunked": True, "budget": 8, "max_num_seqs": 4}
-    engine, _ = build(workload | {"caching": True}, qwen3.folder)
+    workload |= {"caching": True, "num_host_blocks": 0, "preemption": "recompute"}
+    engine, _ = build(workload, qwen3.folder)
     engine.add_request("a", [1, 2, 0, 1], SamplingParams(max_tokens=8, stop_token_ids=[EOS]))
     engine.step()
     table = engine.scheduler.running[0].sequences[0].block_table

@@ -157,9 +157,10 @@ def test_a_seed_gives_the_same_text_whatever_happens_around_it(qwen3: Oracle) ->
     assert texts(llm, prompts, params) == alone
     assert texts(llm, prompts[::-1], params[::-1]) == alone[::-1]
     assert texts(LLM(qwen3.folder, num_blocks=200, max_num_batched_tokens=2), prompts, params) == alone
-    tight = LLM(qwen3.folder, num_blocks=12, block_size=4)
-    assert texts(tight, prompts, params) == alone
-    assert tight.engine.stats().num_preemptions_recompute > 0
+    for preemption in ("recompute", "swap"):
+        tight = LLM(qwen3.folder, num_blocks=12, block_size=4, preemption=preemption)
+        assert texts(tight, prompts, params) == alone
+        assert getattr(tight.engine.stats(), f"num_preemptions_{preemption}") > 0
 
 
 def test_different_seeds_and_no_seeds_differ(qwen3: Oracle) -> None:

@@ -17,8 +17,8 @@ MakeEngine = Callable[..., LLMEngine]
 class RecordingRunner(FakeRunner):
     """Keeps what each step computed: {request_id: number of tokens}."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
         self.steps: list[dict[str, int]] = []
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
@@ -29,8 +29,9 @@ class RecordingRunner(FakeRunner):
 @pytest.fixture
 def make(qwen3: Oracle) -> MakeEngine:
     def make_engine(num_blocks: int = 64, block_size: int = 4, **config: object) -> LLMEngine:
-        runner = RecordingRunner(num_blocks, block_size)
-        return LLMEngine(EngineConfig(model=qwen3.folder, block_size=block_size, **config), runner)
+        options = {"preemption": "recompute"}
+        runner = RecordingRunner(num_blocks, block_size, config.pop("num_host_blocks", 0))
+        return LLMEngine(EngineConfig(model=qwen3.folder, block_size=block_size, **options | config), runner)
 
     return make_engine
 

@@ -290,9 +290,10 @@ def mixed_params(rng: random.Random) -> Params:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize(("num_blocks", "budget"), [(300, 2048), (300, 5), (46, 2048), (23, 7)])
 def test_all_kinds_mixed_give_what_each_gives_alone(
-    qwen3: Oracle, num_blocks: int, budget: int, prefix_caching: bool
+    qwen3: Oracle, num_blocks: int, budget: int, preemption: str, prefix_caching: bool
 ) -> None:
     """Greedy, sampled, n > 1 and beams in one batch, in pools that force preemption of whole families."""
     rng = random.Random(6)
@@ -308,6 +309,7 @@ def test_all_kinds_mixed_give_what_each_gives_alone(
         num_blocks=num_blocks,
         max_num_batched_tokens=budget,
         enable_prefix_caching=prefix_caching,
+        preemption=preemption,
     )
     together = run(llm, prompts, params)
     for one, other in zip(alone, together, strict=True):
@@ -316,7 +318,8 @@ def test_all_kinds_mixed_give_what_each_gives_alone(
             assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-4)
             assert a.finish_reason == b.finish_reason
     assert llm.engine.stats().num_blocks_copied > 0
-    assert (llm.engine.stats().num_preemptions_recompute > 0) == (num_blocks < 100)
+    num_preemptions = getattr(llm.engine.stats(), f"num_preemptions_{preemption}")
+    assert (num_preemptions > 0) == (num_blocks < 100)
 
 
 def test_beams_are_streamed_and_aborted(qwen3: Oracle) -> None:

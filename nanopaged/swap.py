@@ -1,0 +1,204 @@
+"""Moving a request's K/V to host memory and back (PagedAttention, §4.5).
+
+A request is moved whole, with all its sequences, and every distinct block once, however many share it. On
+the device its blocks are given back like those of a finished request: what was published stays in the
+prefix cache until somebody needs the room. When the request returns, whatever of it is still there need
+not be copied.
+
+Like the block manager, this file knows ids only. The copies it asks for are made when a step begins: first
+those to the host, then those from it, then copies on write, then the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from nanopaged.block_manager import BlockManager, OutOfBlocks, blocks_needed
+from nanopaged.block_pool import Block
+from nanopaged.sequence import Request, Sequence
+
+Move = tuple[int, int]
+"""(source block, destination block): device and host, or host and device."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapCosts:
+    """What was measured at start-up, to tell which way to preempt is cheaper."""
+
+    seconds_per_block: float  # to copy one block one way
+    prefill_tokens_per_second: float
+
+    def prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether moving `num_blocks` out and in again takes less time than computing `num_tokens` again.
+
+        2 · num_blocks · seconds_per_block  <  num_tokens / prefill_tokens_per_second
+        """
+        return 2 * num_blocks * self.seconds_per_block < num_tokens / self.prefill_tokens_per_second
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A request that is being swapped in: how its sequences stood, should the step fail."""
+
+    request: Request
+    states: list[tuple[Sequence, list[int], int, int]]  # host table, computed and closed tokens
+
+
+class Swapper:
+    """The blocks of host memory, and who is in them."""
+
+    def __init__(self, block_manager: BlockManager, num_host_blocks: int) -> None:
+        self.block_manager = block_manager
+        self.num_host_blocks = num_host_blocks
+        self.free_host_blocks = list(range(num_host_blocks))[::-1]  # a stack: 0 is handed out first
+        self._arriving: list[_Arrival] = []
+
+    # ── out ───────────────────────────────────────────────────────────────────────────────────────
+
+    def blocks_to_move(self, request: Request) -> list[int]:
+        """The distinct device blocks into which at least one of the request's sequences has computed."""
+        size = self.block_manager.block_size
+        return list(
+            dict.fromkeys(
+                block_id
+                for seq in request.live
+                for i, block_id in enumerate(seq.block_table)
+                if i * size < seq.num_computed_tokens
+            )
+        )
+
+    def tokens_to_recompute(self, request: Request) -> int:
+        """K/V that would have to be computed again, less what other requests keep in shared blocks."""
+        size, pool = self.block_manager.block_size, self.block_manager.pool
+        own = Counter(block_id for seq in request.live for block_id in seq.block_table)
+        tokens: dict[int, int] = {}
+        for seq in request.live:
+            for i, block_id in enumerate(seq.block_table):
+                if pool.blocks[block_id].ref_count == own[block_id]:
+                    here = min(size, seq.num_computed_tokens - i * size)
+                    tokens[block_id] = max(here, tokens.get(block_id, 0))
+        return sum(tokens.values())
+
+    def swap_out(self, request: Request) -> list[Move] | None:
+        """Give the request host blocks for its device blocks. None, and no change, if there are too few."""
+        device_blocks = self.blocks_to_move(request)
+        if len(device_blocks) > len(self.free_host_blocks):
+            return None
+        moves = {block_id: self.free_host_blocks.pop() for block_id in device_blocks}
+        for seq in request.live:
+            seq.host_table = [moves[block_id] for block_id in seq.block_table if block_id in moves]
+            num_computed_tokens, num_closed_tokens = seq.num_computed_tokens, seq.num_closed_tokens
+            self.block_manager.free(seq)
+            seq.num_computed_tokens, seq.num_closed_tokens = num_computed_tokens, num_closed_tokens
+        return list(moves.items())
+
+    def forget(self, request: Request) -> None:
+        """Give up what the request has in host memory (it is aborted, or will compute it again)."""
+        self._release({host_id for seq in request.live for host_id in seq.host_table})
+        for seq in request.live:
+            seq.host_table = []
+            seq.num_computed_tokens = seq.num_closed_tokens = 0
+
+    def _release(self, host_blocks: set[int]) -> None:
+        self.free_host_blocks += sorted(host_blocks, reverse=True)
+
+    # ── in ────────────────────────────────────────────────────────────────────────────────────────
+
+    def swap_in(self, request: Request) -> list[Move]:
+        """Give the request device blocks again, with the sharing it had, and room for its next tokens.
+
+        Raises OutOfBlocks, and changes nothing, if the pool cannot hold all of that now.
+        """
+        found = self._find_on_device(request)
+        host_blocks = list(dict.fromkeys(h for seq in request.live for h in seq.host_table))
+        num_revived = sum(1 for block in found.values() if block.ref_count == 0)
+        num_needed = len(host_blocks) - len(found) + num_revived + self._growth(request)
+        if num_needed > self.block_manager.num_free_blocks:
+            raise OutOfBlocks
+        self._arriving.append(
+            _Arrival(
+                request,
+                [(s, s.host_table, s.num_computed_tokens, s.num_closed_tokens) for s in request.live],
+            )
+        )
+        return self._map_to_device(request, host_blocks, found)
+
+    def _find_on_device(self, request: Request) -> dict[int, Block]:
+        """Host block → the device block in the prefix cache with the same contents, where there is one.
+
+        Not for siblings that are still catching up: they count blocks as computed that the first of them
+        is about to write, and a published block must not be written.
+        """
+        if len(request.live) > 1 and any(s.num_tokens - s.num_computed_tokens > 1 for s in request.live):
+            return {}
+        found: dict[int, Block] = {}
+        for seq in request.live:
+            num_closed = seq.num_closed_tokens // self.block_manager.block_size
+            prefix = self.block_manager.find_prefix(seq)
+            found.update(zip(seq.host_table[:num_closed], prefix, strict=False))
+        return found
+
+    def _growth(self, request: Request) -> int:
+        """Blocks that the request's next tokens need: new ones, and copies of last blocks that are shared."""
+        size, num_new, shared = self.block_manager.block_size, 0, Counter()
+        for seq in request.live:
+            num_new += blocks_needed(seq.num_tokens, size) - len(seq.host_table)
+            last = (seq.num_tokens - 1) // size
+            if last < len(seq.host_table):
+                shared[seq.host_table[last]] += 1
+        return num_new + sum(owners - 1 for owners in shared.values())
+
+    def _map_to_device(self, request: Request, host_blocks: list[int], found: dict[int, Block]) -> list[Move]:
+        pool = self.block_manager.pool
+        device = dict(found)
+        for block in dict.fromkeys(found.values()):  # before anything is taken, which may evict them
+            pool.share(block)
+        moves = []
+        for host_id in host_blocks:
+            if host_id not in device:
+                device[host_id] = pool.take()
+                moves.append((host_id, device[host_id].block_id))
+        owned: set[int] = set()  # the first owner's reference has been counted already
+        for seq in request.live:
+            for host_id in seq.host_table:
+                block = device[host_id]
+                if block.block_id in owned:
+                    pool.share(block)
+                owned.add(block.block_id)
+                seq.block_table.append(block.block_id)
+            seq.num_slots = len(seq.block_table) * self.block_manager.block_size
+            seq.host_table = []
+            self.block_manager.promise_closed(seq)
+        return moves
+
+    # ── after the step ────────────────────────────────────────────────────────────────────────────
+
+    def settle(self) -> None:
+        """The step has been run: what was swapped in no longer needs its host blocks."""
+        for arrival in self._arriving:
+            self._release({host_id for _, table, _, _ in arrival.states for host_id in table})
+        self._arriving.clear()
+
+    def undo_swap_in(self, request: Request) -> bool:
+        """The step failed: if it was to swap the request in, take that back. False if it was not."""
+        for arrival in self._arriving:
+            if arrival.request is request:
+                for seq, host_table, num_computed_tokens, num_closed_tokens in arrival.states:
+                    self.block_manager.free(seq)
+                    seq.host_table = host_table
+                    seq.num_computed_tokens, seq.num_closed_tokens = num_computed_tokens, num_closed_tokens
+                self._arriving.remove(arrival)
+                return True
+        return False
+
+    def check_invariants(self, swapped: list[Request]) -> None:
+        """Raise AssertionError unless every host block is free or in one swapped request's tables."""
+        assert not self._arriving, "an arrival outlived its step"
+        in_use = [{host_id for seq in request.live for host_id in seq.host_table} for request in swapped]
+        everything = [*self.free_host_blocks, *(host_id for blocks in in_use for host_id in blocks)]
+        assert sorted(everything) == list(range(self.num_host_blocks)), "a host block is lost or owned twice"
+        for request in swapped:
+            for seq in request.live:
+                assert not seq.block_table, "a swapped request has device blocks"
+                assert seq.num_computed_tokens <= len(seq.host_table) * self.block_manager.block_size
