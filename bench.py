@@ -3,6 +3,7 @@
 python bench.py                          throughput on random requests; ends in a minute or two on a CPU
 python bench.py --baseline hf            the same requests and weights in transformers, and the ratio
 python bench.py sharing                  blocks saved by parallel sampling and beam search, without a model
+python bench.py preemption               swapping against recomputing, over block sizes, in both layouts
 python bench.py overhead                 time to schedule a step, over pool sizes and numbers of sequences
 
 Lengths, counts, types and seeds are flags: `python bench.py throughput --help`.
@@ -25,11 +26,14 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged import LLM, BeamSearchParams, SamplingParams, audit
+from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.beam_search import BeamSearch
 from nanopaged.block_manager import BlockManager
+from nanopaged.kv_cache import KVCache, KVShape
+from nanopaged.model_runner import pick_device
 from nanopaged.outputs import Sample
-from nanopaged.scheduler import ScheduledBatch, Scheduler, StepResult
+from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, Sequence
 from nanopaged.stopping import StopRules
 
@@ -247,7 +251,7 @@ def replay(kind: str, width: int, means: tuple[int, int], args: argparse.Namespa
             batch = scheduler.schedule()
             for request in scheduler.update(batch, runner.execute(batch)):
                 bar.update(request.finished)
-            saved += manager.num_blocks_saved(scheduler.sequences)
+            saved += audit.num_blocks_saved(manager, scheduler.sequences)
             entries += sum(len(seq.block_table) for seq in scheduler.sequences)
     return saved / entries
 
@@ -282,11 +286,89 @@ def time_steps(num_blocks: int, num_seqs: int, args: argparse.Namespace) -> floa
     return statistics.median(seconds[1:-1])  # without the prefill and the end
 
 
+# ── swapping against recomputing ──────────────────────────────────────────────────────────────────
+
+
+def preemption(args: argparse.Namespace) -> None:
+    """Microseconds a token to swap K/V out and in again, and to compute it again (paper, §7.3, Fig. 19).
+
+    The paper's engine kept each layer's blocks apart, so a block was 2 · layers small copies, and small
+    blocks swapped badly. Here a block is one run of memory; the other layout is measured beside it.
+    """
+    layers, hidden, inner, heads, kv_heads, head_dim, vocab = SHAPES[args.shape]
+    device = pick_device("auto")
+    shape = KVShape(layers, kv_heads, head_dim, getattr(torch, args.dtype))
+    recompute = 1e6 * time_prefill(args)
+    print(f"shape {args.shape}, {args.dtype}: {shape.block_bytes(1):,} bytes a token; {machine()}")
+    print(f"{'block size':>10} {'block-major':>12} {'layer-major':>12} {'recompute':>10}   us a token")
+    rows = []
+    for block_size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        swaps = [1e6 * time_swap(shape, block_size, device, major, args.seed) for major in (True, False)]
+        rows.append((block_size, *swaps, recompute))
+        print(f"{block_size:10} {swaps[0]:12.2f} {swaps[1]:12.2f} {recompute:10.2f}")
+    if args.plot:
+        plot_preemption(rows, args.plot)
+
+
+def time_swap(
+    shape: KVShape,
+    block_size: int,
+    device: torch.device,
+    block_major: bool,
+    seed: int,
+    num_tokens: int = 2048,
+) -> float:
+    """Seconds a token for the way out and in of scattered blocks; the median of seven rounds."""
+    num_tokens = 2048
+    num_blocks = num_tokens // block_size
+    cache = KVCache(shape, 2 * num_blocks, block_size, device, num_blocks, block_major)
+    cache.data.normal_()
+    rng, rounds = random.Random(seed), []
+    for _ in range(7):
+        device_blocks = rng.sample(range(2 * num_blocks), num_blocks)
+        host_blocks = rng.sample(range(num_blocks), num_blocks)
+        began = time.perf_counter()
+        cache.swap_out(list(zip(device_blocks, host_blocks, strict=True)))
+        cache.swap_in(list(zip(host_blocks, device_blocks, strict=True)))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        rounds.append(time.perf_counter() - began)
+    return statistics.median(rounds) / num_tokens
+
+
+def time_prefill(args: argparse.Namespace, num_tokens: int = 512) -> float:
+    """Seconds a token to compute a prompt, attention included; the median of five."""
+    with checkpoint(args) as folder:
+        llm = LLM(folder, dtype=args.dtype, max_model_len=2048, enable_prefix_caching=False)
+    rng, rounds = random.Random(args.seed), []
+    for _ in range(5):
+        prompt = [rng.randrange(10000) for _ in range(num_tokens)]
+        began = time.perf_counter()
+        llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+        rounds.append(time.perf_counter() - began)
+    return statistics.median(rounds) / num_tokens
+
+
+def plot_preemption(rows: list[tuple[float, ...]], path: str) -> None:
+    import matplotlib.pyplot as plt
+
+    sizes, *columns = zip(*rows, strict=True)
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    for column, label in zip(columns, ("swap, block-major", "swap, layer-major", "recompute"), strict=True):
+        axes.plot(sizes, column, marker="o", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="block size (tokens)", ylabel="microseconds a token")
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
 # ── the command line ──────────────────────────────────────────────────────────────────────────────
 
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "throughput": throughput,
     "sharing": sharing,
+    "preemption": preemption,
     "overhead": overhead,
 }
 
@@ -306,6 +388,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--budget", type=int, default=2048, help="tokens a step")
     parser.add_argument("--steps", type=int, default=100, help="of overhead")
+    parser.add_argument("--plot", metavar="FILE", help="save preemption's picture, e.g. as .svg")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.requests is None:

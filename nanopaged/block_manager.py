@@ -10,21 +10,16 @@ drawn in `block_pool.py`; here are the tables.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nanopaged.block_pool import Block, BlockPool
+from nanopaged import audit
+from nanopaged.block_pool import Block, BlockPool, blocks_needed
 from nanopaged.sequence import Sequence
 
 
 class OutOfBlocks(Exception):
     """The pool cannot give what was asked for now. Nothing has been changed."""
-
-
-def blocks_needed(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` tokens: ceil division, e.g. 17 tokens in blocks of 16 need 2."""
-    return -(-num_tokens // block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,26 +218,17 @@ class BlockManager:
                     self.pool.release(block)
                     seq.block_table[i] = published.block_id
 
-    def promise(self, seq: Sequence) -> None:
-        """Make the blocks that this step will fill findable already, one forward pass early.
+    def promise(self, seq: Sequence, start: int, end: int) -> None:
+        """Make the full blocks of tokens [start, end) findable, one forward pass before they are filled.
 
         A twin admitted in the same step can then share them. That is sound because every layer
-        stores the K/V of the whole batch before any of its sequences attends. `keep_promises` or
-        `break_promises` must follow when the step has ended.
+        stores the K/V of the whole batch before any of its sequences attends, and what comes from
+        host memory comes even earlier. `keep_promises` or `break_promises` must follow when the
+        step has ended.
         """
         if not self.enable_prefix_caching:
             return
-        num_tokens = seq.num_computed_tokens + seq.num_new_tokens
-        for i in range(seq.num_closed_tokens // self.block_size, num_tokens // self.block_size):
-            block = self.pool.blocks[seq.block_table[i]]
-            if self._publish(seq, i, block) is block:
-                self._promised.append(block)
-
-    def promise_closed(self, seq: Sequence) -> None:
-        """The same for the closed blocks of a sequence that returns from host memory in this step."""
-        if not self.enable_prefix_caching:
-            return
-        for i in range(seq.num_closed_tokens // self.block_size):
+        for i in range(start // self.block_size, end // self.block_size):
             block = self.pool.blocks[seq.block_table[i]]
             if block.hash is None and self._publish(seq, i, block) is block:
                 self._promised.append(block)
@@ -282,80 +268,6 @@ class BlockManager:
     def num_cached_blocks(self) -> int:
         return len(self.pool.cached)
 
-    def num_shared_blocks(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that have several owners."""
-        in_use = {block_id for seq in sequences for block_id in seq.block_table}
-        return sum(1 for block_id in in_use if self.pool.blocks[block_id].ref_count > 1)
-
-    def num_blocks_saved(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that would be needed without sharing, less those that are."""
-        return sum(len(seq.block_table) for seq in sequences) - (self.num_blocks - self.pool.num_free)
-
-    def slot_utilization(self, sequences: Iterable[Sequence]) -> float:
-        """Share of the slots in allocated blocks that hold K/V; a shared block counts once.
-
-        Waste is the end of each last block and what is allocated ahead of a prompt being computed.
-        """
-        filled: dict[int, int] = {}
-        for seq in sequences:
-            for i, block_id in enumerate(seq.block_table):
-                here = min(self.block_size, max(0, seq.num_computed_tokens - i * self.block_size))
-                filled[block_id] = max(filled.get(block_id, 0), here)
-        return sum(filled.values()) / (len(filled) * self.block_size) if filled else 0.0
-
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless the books agree with the tables of all live `sequences`."""
-        pool = self.pool
-        sequences = list(sequences)
-        owners = Counter(block_id for seq in sequences for block_id in seq.block_table)
-        empty = {block.block_id for block in pool.empty}
-        assert len(empty) == len(pool.empty), "a block is in the empty list twice"
-        assert not empty & pool.cached.keys(), "a block is both empty and cached"
-        assert not owners.keys() & (empty | pool.cached.keys()), "a block in a table is free"
-        assert len(owners) + pool.num_free == self.num_blocks, (
-            f"{len(owners)} blocks in use + {pool.num_free} free != {self.num_blocks}"
-        )
-        for block in pool.blocks:
-            assert block.ref_count == owners[block.block_id], (
-                f"block {block.block_id} has {block.ref_count} references, "
-                f"but stands {owners[block.block_id]} times in tables"
-            )
-            assert (block.hash is None) == (block.tokens is None)
-            assert block.hash is None or pool.index[block.hash] is block, "a stale hash"
-        assert not self._promised, "a promise outlived its step"
-        ages = {block_id: age for age, block_id in enumerate(pool.cached)}
-        for key, block in pool.index.items():
-            assert block.hash == key, "the index names a block under a hash it does not carry"
-            parent = block.parent
-            assert parent is None or pool.index.get(parent.hash) is parent, "a hole in a chain"
-            if parent is not None and block.block_id in ages and parent.block_id in ages:
-                assert ages[block.block_id] < ages[parent.block_id], "a chain would lose its head first"
-        places: dict[int, tuple[int, Sequence]] = {}  # block → where, and in whose table, it was seen first
-        for seq in sequences:
-            self._check_table(seq)
-            for i, block_id in enumerate(seq.block_table):
-                first_i, other = places.setdefault(block_id, (i, seq))
-                assert first_i == i, "a block stands at different places of two tables"
-                self._check_sharing(seq, other, i)
-
-    def _check_table(self, seq: Sequence) -> None:
-        """A table holds what is computed, and no more than the tokens need."""
-        num_blocks, size = len(seq.block_table), self.block_size
-        assert len(set(seq.block_table)) == num_blocks, "a block stands twice in one table"
-        assert seq.num_computed_tokens <= min(seq.num_tokens, num_blocks * size)
-        assert num_blocks <= blocks_needed(seq.num_tokens, size)
-        assert seq.num_slots == num_blocks * size
-        assert seq.num_closed_tokens == seq.num_computed_tokens // size * size
-        assert seq.num_tokens == len(seq.token_ids)
-        for i, block_id in enumerate(seq.block_table):
-            block = self.pool.blocks[block_id]
-            if block.tokens is not None:
-                assert block.tokens == seq.block_key(i, size)[1], "a block with other tokens in a table"
-
-    def _check_sharing(self, seq: Sequence, other: Sequence, i: int) -> None:
-        """Strangers share published blocks only; siblings whatever they have in common."""
-        if self.pool.blocks[seq.block_table[i]].hash is None:
-            assert seq.request is other.request, "strangers share a block that is not published"
-        start = i * self.block_size
-        end = min(start + self.block_size, seq.num_computed_tokens, other.num_computed_tokens)
-        assert seq.token_ids[start:end] == other.token_ids[start:end], "a shared block with different tokens"
+        """Raise AssertionError unless the books agree with the tables of all running `sequences`."""
+        audit.check_invariants(self, sequences)

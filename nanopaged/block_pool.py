@@ -16,6 +16,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 
+def blocks_needed(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens: ceil division, e.g. 17 tokens in blocks of 16 need 2."""
+    return -(-num_tokens // block_size)
+
+
 @dataclass(slots=True, eq=False)
 class Block:
     """A physical block. `hash`, `parent` and `tokens` are set while the prefix index names it."""

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.beam_search import BeamSearch
-from nanopaged.block_manager import BlockManager, blocks_needed
+from nanopaged.block_manager import BlockManager
+from nanopaged.block_pool import blocks_needed
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.detokenizer import Detokenizer
 from nanopaged.model_config import read_model_config
 from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import RequestOutput
-from nanopaged.scheduler import ScheduledBatch, Scheduler, StepResult
+from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, Sequence
+from nanopaged.stats import EngineStats
 from nanopaged.stopping import StopRules
 from nanopaged.swap import SwapCosts
 from nanopaged.weights import find_model, load_tokenizer, read_eos_token_ids
@@ -39,41 +41,6 @@ class Runner(Protocol):
     swap_costs: SwapCosts | None
 
     def execute(self, batch: ScheduledBatch) -> StepResult: ...
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """The engine's accounts, now (blocks, queues) and since it was made (the rest).
-
-    `num_free_blocks` includes the cached ones, which can be had at once. `num_shared_blocks` have several
-    owners; `num_blocks_saved` is what sharing saves: all entries of the block tables, less the blocks in use.
-    `slot_utilization` is the share of the slots in used blocks that hold K/V. `num_running`, `num_waiting`
-    and `num_swapped` count requests, `prefix_cache_queries` and `_hits` prompt tokens, `num_blocks_copied`
-    copies on write.
-    """
-
-    num_blocks: int
-    num_free_blocks: int
-    num_cached_blocks: int
-    num_used_blocks: int
-    num_shared_blocks: int
-    num_blocks_saved: int
-    num_host_blocks: int
-    num_free_host_blocks: int
-    slot_utilization: float
-    num_running: int
-    num_waiting: int
-    num_swapped: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    num_preemptions_swap: int
-    num_preemptions_recompute: int
-    num_blocks_swapped_out: int
-    num_blocks_swapped_in: int
-    num_blocks_copied: int
-    num_steps: int
-    num_prompt_tokens: int
-    num_generated_tokens: int
 
 
 class LLMEngine:
@@ -268,32 +235,7 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """The accounts as they stand between two steps."""
-        scheduler, blocks = self.scheduler, self.block_manager
-        num_swapped = len(scheduler.swapped)
-        return EngineStats(
-            num_blocks=blocks.num_blocks,
-            num_free_blocks=blocks.num_free_blocks,
-            num_cached_blocks=blocks.num_cached_blocks,
-            num_used_blocks=blocks.num_blocks - blocks.num_free_blocks,
-            num_shared_blocks=blocks.num_shared_blocks(scheduler.sequences),
-            num_blocks_saved=blocks.num_blocks_saved(scheduler.sequences),
-            num_host_blocks=scheduler.swapper.num_host_blocks,
-            num_free_host_blocks=len(scheduler.swapper.free_host_blocks),
-            slot_utilization=blocks.slot_utilization(scheduler.sequences),
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) - num_swapped,
-            num_swapped=num_swapped,
-            prefix_cache_queries=scheduler.prefix_cache_queries,
-            prefix_cache_hits=scheduler.prefix_cache_hits,
-            num_preemptions_swap=scheduler.num_preemptions_swap,
-            num_preemptions_recompute=scheduler.num_preemptions_recompute,
-            num_blocks_swapped_out=scheduler.num_blocks_swapped_out,
-            num_blocks_swapped_in=scheduler.num_blocks_swapped_in,
-            num_blocks_copied=scheduler.num_blocks_copied,
-            num_steps=self.num_steps,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
-            num_generated_tokens=scheduler.num_generated_tokens,
-        )
+        return EngineStats.of(self.scheduler, self.num_steps)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the block manager's books and the tables disagree (for tests)."""

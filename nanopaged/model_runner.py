@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from nanopaged.attention import PagedBatch, make_attention
-from nanopaged.block_manager import blocks_needed
+from nanopaged.batch import ScheduledBatch, StepResult
+from nanopaged.block_pool import blocks_needed
 from nanopaged.config import EngineConfig
 from nanopaged.kv_cache import KVCache, KVShape, available_memory, blocks_that_fit
 from nanopaged.model_config import ModelConfig
 from nanopaged.outputs import Logprobs, Sample
 from nanopaged.sampler import SampleRow, most_likely, sample, top_logprobs
-from nanopaged.scheduler import ScheduledBatch, StepResult
 from nanopaged.sequence import Request, Sequence
 from nanopaged.swap import SwapCosts
 from nanopaged.weights import load_model

@@ -12,46 +12,13 @@ tensor: what a `ScheduledBatch` says is carried out by the model runner.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
 
-from nanopaged.block_manager import BlockCopy, BlockManager, OutOfBlocks
+from nanopaged.batch import ScheduledBatch, StepResult
+from nanopaged.block_manager import BlockManager, OutOfBlocks
 from nanopaged.branching import advance_beams, fork_samples
-from nanopaged.outputs import Logprobs, Sample
+from nanopaged.outputs import Sample
 from nanopaged.sequence import Request, Sequence
-from nanopaged.swap import Move, SwapCosts, Swapper
-
-
-@dataclass(slots=True)
-class ScheduledBatch:
-    """One step's work; `num_new_tokens` of each sequence says how much of it.
-
-    Those with a single new token stand first: `sequences[:num_decodes]`. Before anything is computed, blocks
-    are moved: out, then in, then the copies on write. No block is the destination of two copies, or both
-    a source and a destination.
-    """
-
-    sequences: list[Sequence] = field(default_factory=list)
-    num_decodes: int = 0
-    swap_out: list[Move] = field(default_factory=list)  # (device block, host block)
-    swap_in: list[Move] = field(default_factory=list)  # (host block, device block)
-    copies: list[BlockCopy] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)  # left the waiting queue for this step
-    swapped_out: list[Request] = field(default_factory=list)  # went to it, and to host memory
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What the runner found out.
-
-    Fields:
-        samples: for each sequence of the batch the tokens drawn to follow it: none if it has not
-            caught up; else one; or, when the prompt of a request for n outputs has just been computed,
-            n, one for each; or a beam's proposals.
-        prompt_logprobs: by request, of the prompt tokens whose turn it was, where asked for.
-    """
-
-    samples: list[list[Sample]]
-    prompt_logprobs: dict[Request, list[Logprobs]] = field(default_factory=dict)
+from nanopaged.swap import SwapCosts, Swapper
 
 
 class Scheduler:
@@ -159,7 +126,7 @@ class Scheduler:
                 decodes.append(seq)
             elif gap > 1:
                 chunks.append(seq)
-                self.block_manager.promise(seq)
+                self.block_manager.promise(seq, seq.num_closed_tokens, seq.num_computed_tokens + gap)
         return budget
 
     def _make_room(self, request: Request, batch: ScheduledBatch) -> bool:

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from nanopaged.block_manager import BlockManager, OutOfBlocks, blocks_needed
-from nanopaged.block_pool import Block
+from nanopaged.block_manager import BlockManager, OutOfBlocks
+from nanopaged.block_pool import Block, blocks_needed
 from nanopaged.sequence import Request, Sequence
 
 Move = tuple[int, int]
@@ -169,7 +169,7 @@ class Swapper:
                 seq.block_table.append(block.block_id)
             seq.num_slots = len(seq.block_table) * self.block_manager.block_size
             seq.host_table = []
-            self.block_manager.promise_closed(seq)
+            self.block_manager.promise(seq, 0, seq.num_closed_tokens)
         return moves
 
     # ── after the step ────────────────────────────────────────────────────────────────────────────

@@ -7,8 +7,8 @@ a block handed on too early is caught in the step in which it happens.
 
 from __future__ import annotations
 
+from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.outputs import Sample
-from nanopaged.scheduler import ScheduledBatch, StepResult
 from nanopaged.sequence import Sequence
 from nanopaged.swap import SwapCosts
 

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from nanopaged import audit
 from nanopaged.beam_search import Heir
-from nanopaged.block_manager import BlockCopy, BlockManager, OutOfBlocks, blocks_needed
+from nanopaged.block_manager import BlockCopy, BlockManager, OutOfBlocks
+from nanopaged.block_pool import blocks_needed
 from nanopaged.branching import advance_beams
 from nanopaged.config import SamplingParams
 from nanopaged.outputs import Sample
@@ -39,8 +41,7 @@ def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None)
 
 def promise(manager: BlockManager, seq: Sequence) -> None:
     """The whole sequence will be computed in this step."""
-    seq.num_new_tokens = seq.num_tokens - seq.num_computed_tokens
-    manager.promise(seq)
+    manager.promise(seq, seq.num_closed_tokens, seq.num_tokens)
 
 
 def append(manager: BlockManager, seq: Sequence, token_id: int) -> None:
@@ -66,7 +67,7 @@ def test_a_block_is_taken_only_when_a_token_needs_it() -> None:
     assert len(seq.block_table) == 2
     append(manager, seq, 9)
     assert len(seq.block_table) == 3
-    assert manager.slot_utilization([seq]) == 9 / 12
+    assert audit.slot_utilization(manager, [seq]) == 9 / 12
     manager.check_invariants([seq])
 
 
@@ -286,8 +287,8 @@ def test_a_fork_takes_no_memory() -> None:
     assert manager.num_free_blocks == free
     assert child.block_table == parent.block_table
     assert refs(manager, *parent.block_table) == [2, 2]
-    assert manager.num_blocks_saved([parent, child]) == 2
-    assert manager.num_shared_blocks([parent, child]) == 2
+    assert audit.num_blocks_saved(manager, [parent, child]) == 2
+    assert audit.num_shared_blocks(manager, [parent, child]) == 2
     manager.check_invariants([parent, child])
 
 
@@ -368,7 +369,7 @@ def test_the_last_owner_writes_in_place() -> None:
     assert copies[3] is None
     assert siblings[3].block_table[1] == original
     assert len({seq.block_table[1] for seq in siblings}) == 4
-    assert manager.num_blocks_saved(siblings) == 3
+    assert audit.num_blocks_saved(manager, siblings) == 3
     for seq in siblings:
         compute(manager, seq)
     manager.check_invariants(siblings)

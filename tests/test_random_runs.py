@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
-from nanopaged.block_manager import blocks_needed
+from nanopaged.block_pool import blocks_needed
 
 
 @st.composite

@@ -9,7 +9,7 @@ from conftest import Oracle
 from fake_runner import FakeRunner, next_token
 
 from nanopaged import EngineConfig, LLMEngine, SamplingParams
-from nanopaged.scheduler import ScheduledBatch, StepResult
+from nanopaged.batch import ScheduledBatch, StepResult
 
 MakeEngine = Callable[..., LLMEngine]
 

@@ -1,0 +1,75 @@
+"""The engine's accounts, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nanopaged import audit
+
+if TYPE_CHECKING:
+    from nanopaged.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The engine's accounts, now (blocks, queues) and since it was made (the rest).
+
+    `num_free_blocks` includes the cached ones, which can be had at once. `num_shared_blocks` have several
+    owners; `num_blocks_saved` is what sharing saves: all entries of the block tables, less the blocks in use.
+    `slot_utilization` is the share of the slots in used blocks that hold K/V. `num_running`, `num_waiting`
+    and `num_swapped` count requests, `prefix_cache_queries` and `_hits` prompt tokens, `num_blocks_copied`
+    copies on write.
+    """
+
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_used_blocks: int
+    num_shared_blocks: int
+    num_blocks_saved: int
+    num_host_blocks: int
+    num_free_host_blocks: int
+    slot_utilization: float
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_preemptions_swap: int
+    num_preemptions_recompute: int
+    num_blocks_swapped_out: int
+    num_blocks_swapped_in: int
+    num_blocks_copied: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, num_steps: int) -> EngineStats:
+        blocks, swapper, sequences = scheduler.block_manager, scheduler.swapper, scheduler.sequences
+        num_swapped = len(scheduler.swapped)
+        return cls(
+            num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_free_blocks,
+            num_cached_blocks=blocks.num_cached_blocks,
+            num_used_blocks=blocks.num_blocks - blocks.num_free_blocks,
+            num_shared_blocks=audit.num_shared_blocks(blocks, sequences),
+            num_blocks_saved=audit.num_blocks_saved(blocks, sequences),
+            num_host_blocks=swapper.num_host_blocks,
+            num_free_host_blocks=len(swapper.free_host_blocks),
+            slot_utilization=audit.slot_utilization(blocks, sequences),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) - num_swapped,
+            num_swapped=num_swapped,
+            prefix_cache_queries=scheduler.prefix_cache_queries,
+            prefix_cache_hits=scheduler.prefix_cache_hits,
+            num_preemptions_swap=scheduler.num_preemptions_swap,
+            num_preemptions_recompute=scheduler.num_preemptions_recompute,
+            num_blocks_swapped_out=scheduler.num_blocks_swapped_out,
+            num_blocks_swapped_in=scheduler.num_blocks_swapped_in,
+            num_blocks_copied=scheduler.num_blocks_copied,
+            num_steps=num_steps,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_generated_tokens=scheduler.num_generated_tokens,
+        )

@@ -1,0 +1,306 @@
+"""Preemption by swapping: host blocks, bytes, order, and which way is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import Oracle, random_prompts
+from fake_runner import FakeRunner
+
+from nanopaged import LLM, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from nanopaged.kv_cache import KVCache, KVShape
+from nanopaged.swap import SwapCosts
+
+MakeEngine = Callable[..., LLMEngine]
+
+
+@pytest.fixture
+def make(qwen3: Oracle) -> MakeEngine:
+    def make_engine(num_blocks: int = 8, num_host_blocks: int = 40, **config: object) -> LLMEngine:
+        options = {"block_size": 4, "preemption": "swap", "enable_prefix_caching": False} | config
+        runner = FakeRunner(num_blocks, options["block_size"], num_host_blocks)
+        return LLMEngine(EngineConfig(model=qwen3.folder, **options), runner)
+
+    return make_engine
+
+
+def params(max_tokens: int, **extra: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **extra)
+
+
+def tokens(first: int, num: int) -> list[int]:
+    """A prompt that shares nothing with those of another `first`."""
+    return [first] + [(first + i) % 90 for i in range(1, num)]
+
+
+def step_until(engine: LLMEngine, condition: Callable[[], bool]) -> None:
+    for _ in range(300):
+        if condition():
+            return
+        engine.step()
+        engine.check_invariants()
+    raise AssertionError("it never happened")
+
+
+def finish(engine: LLMEngine, done: dict[str, RequestOutput] | None = None) -> dict[str, RequestOutput]:
+    """To the end; the outputs in the order in which they finished, after those already in `done`."""
+    done = {} if done is None else done
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = output
+        engine.check_invariants()
+    stats = engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    assert stats.num_free_host_blocks == stats.num_host_blocks
+    return done
+
+
+def test_a_victim_is_moved_and_comes_back(make: MakeEngine) -> None:
+    """Two requests outgrow the pool: the later goes to host memory, and returns when the earlier is done."""
+    engine = make()
+    engine.add_request("early", tokens(1, 8), params(20))
+    engine.add_request("late", tokens(2, 8), params(20))
+    step_until(engine, lambda: engine.stats().num_swapped == 1)
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (1, 0)
+    moved = stats.num_host_blocks - stats.num_free_host_blocks
+    assert moved == stats.num_blocks_swapped_out > 0
+    done = finish(engine)
+    stats = engine.stats()
+    assert stats.num_blocks_swapped_in == stats.num_blocks_swapped_out == moved
+    assert (stats.num_preemptions_swap, stats.num_preemptions_recompute) == (1, 0)
+    assert done["early"].metrics.num_preemptions == 0
+    assert done["late"].metrics.num_preemptions == 1
+    assert list(done) == ["early", "late"]
+
+
+def test_nobody_new_is_admitted_while_a_swapped_request_waits(make: MakeEngine) -> None:
+    engine = make()
+    engine.add_request("early", tokens(1, 8), params(20))
+    engine.add_request("late", tokens(2, 8), params(20))
+    step_until(engine, lambda: engine.stats().num_swapped == 1)
+    engine.add_request("new", tokens(3, 1), params(1))  # would fit at once
+    late = engine.requests["late"]
+    while late not in engine.scheduler.running:
+        assert "new" not in [request.request_id for request in engine.scheduler.running]
+        engine.step()
+    finish(engine)
+
+
+def test_a_full_host_pool_falls_back_to_recompute(make: MakeEngine) -> None:
+    """The victim has 3 or more blocks, the host room for 2."""
+    engine = make(num_host_blocks=2)
+    engine.add_request("early", tokens(1, 8), params(20))
+    engine.add_request("late", tokens(2, 8), params(20))
+    done = finish(engine)
+    stats = engine.stats()
+    assert stats.num_preemptions_swap == 0
+    assert stats.num_preemptions_recompute > 0
+    assert len(done) == 2
+
+
+def test_shared_blocks_move_once_and_stay_shared(make: MakeEngine) -> None:
+    """A family of three with five full blocks of common prompt: they are moved, and return, as five."""
+    engine = make(num_blocks=17)
+    engine.add_request("early", tokens(1, 30), params(28))
+    engine.add_request("family", tokens(2, 21), params(8, n=3))
+    step_until(engine, lambda: engine.stats().num_swapped == 1)
+    family = engine.requests["family"]
+    host = [list(seq.host_table) for seq in family.live]
+    assert len(host) == 3
+    assert [table[:5] for table in host] == [host[0][:5]] * 3
+    assert engine.stats().num_blocks_swapped_out == len({*host[0], *host[1], *host[2]})
+    assert engine.stats().num_blocks_swapped_out == sum(map(len, host)) - 10
+    step_until(engine, lambda: family in engine.scheduler.running)
+    assert len({tuple(seq.block_table[:5]) for seq in family.live}) == 1
+    counts = [engine.block_manager.pool.blocks[b].ref_count for b in family.live[0].block_table]
+    assert counts[:5] == [3] * 5
+    finish(engine)
+
+
+def test_what_the_prefix_cache_still_has_is_not_copied_back(make: MakeEngine) -> None:
+    """The victim's prompt is shared with a request that goes on running: it never left the device."""
+    engine = make(num_blocks=12, enable_prefix_caching=True)
+    prompt = tokens(1, 17)
+    engine.add_request("early", prompt, params(24))
+    engine.add_request("late", prompt[:16] + [50, 51], params(24))
+    done = finish(engine)
+    stats = engine.stats()
+    assert stats.num_preemptions_swap > 0
+    assert stats.num_blocks_swapped_in < stats.num_blocks_swapped_out
+    assert len(done) == 2
+
+
+def test_a_half_prefilled_victim(make: MakeEngine) -> None:
+    """Only what is computed is moved; the rest of the prompt goes on from there, not from the start."""
+    engine = make(num_blocks=11, max_num_batched_tokens=5)
+    engine.add_request("early", tokens(1, 4), params(30))
+    engine.step()
+    engine.add_request("late", tokens(2, 33), params(2))
+    step_until(engine, lambda: engine.stats().num_swapped == 1)
+    late = engine.requests["late"].sequences[0]
+    assert 0 < late.num_computed_tokens < 33
+    assert len(late.host_table) == -(-late.num_computed_tokens // 4)
+    finish(engine)
+    assert engine.stats().num_preemptions_swap == 1
+
+
+def test_abort_while_swapped(make: MakeEngine) -> None:
+    engine = make()
+    engine.add_request("early", tokens(1, 8), params(20))
+    engine.add_request("late", tokens(2, 8), params(20))
+    step_until(engine, lambda: engine.stats().num_swapped == 1)
+    output = engine.abort_request("late")
+    assert output.outputs[0].finish_reason == "abort"
+    assert len(output.outputs[0].token_ids) > 0
+    assert engine.stats().num_free_host_blocks == 40
+    assert list(finish(engine)) == ["early"]
+
+
+@pytest.mark.parametrize("failing", ["out", "in"])
+def test_a_failed_step_with_a_swap_in_it(make: MakeEngine, failing: str) -> None:
+    """Out: the K/V may not have arrived, so it is computed again. In: it still is on the host."""
+    engine = make()
+    engine.add_request("early", tokens(1, 8), params(20))
+    engine.add_request("late", tokens(2, 8), params(20))
+    expected = finish(make_twin(engine, make))
+    runner = engine.runner
+    execute = runner.execute
+
+    def fail_once(batch: object) -> object:
+        if batch.swap_out if failing == "out" else batch.swap_in:
+            runner.execute = execute
+            runner.fail_next = True
+        return execute(batch)
+
+    runner.execute = fail_once
+    done: dict[str, RequestOutput] = {}
+    with pytest.raises(RuntimeError, match="on fire"):
+        finish(engine, done)
+    engine.check_invariants()
+    finish(engine, done)
+    for name in ("early", "late"):
+        assert done[name].outputs[0].token_ids == expected[name].outputs[0].token_ids
+
+
+def make_twin(engine: LLMEngine, make: MakeEngine) -> LLMEngine:
+    """An engine with the same requests and an ample pool."""
+    twin = make(num_blocks=100)
+    for name, request in engine.requests.items():
+        twin.add_request(name, request.prompt_token_ids, request.params)
+    return twin
+
+
+def test_auto_takes_the_cheaper_way(make: MakeEngine) -> None:
+    """Copying at a second a block against computing at many tokens a second, and the other way round."""
+    for costs, way in ((SwapCosts(1.0, 100.0), "recompute"), (SwapCosts(0.001, 100.0), "swap")):
+        engine = make(preemption="auto")
+        engine.scheduler.swap_costs = costs
+        engine.add_request("early", tokens(1, 8), params(20))
+        engine.add_request("late", tokens(2, 8), params(20))
+        finish(engine)
+        stats = engine.stats()
+        assert (stats.num_preemptions_swap > 0) == (way == "swap")
+        assert (stats.num_preemptions_recompute > 0) == (way == "recompute")
+
+
+def test_what_others_keep_need_not_be_recomputed(make: MakeEngine) -> None:
+    """Of 18 tokens computed, 16 are in blocks that another request shares: 2 would be computed again."""
+    engine = make(num_blocks=40, enable_prefix_caching=True)
+    prompt = tokens(1, 17)
+    engine.add_request("early", prompt, params(5))
+    engine.add_request("late", prompt[:16] + [50, 51], params(5))
+    engine.step()
+    late = engine.requests["late"]
+    assert engine.scheduler.swapper.tokens_to_recompute(late) == 2
+    assert len(engine.scheduler.swapper.blocks_to_move(late)) == 5
+
+
+# ── the bytes ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("block_major", [True, False])
+def test_a_round_trip_through_host_memory_keeps_every_bit(block_major: bool) -> None:
+    """Out of blocks 3 and 0, into 1 and 2, which then hold the same; the rest is untouched."""
+    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=5, dtype=torch.float32)
+    cache = KVCache(shape, 5, 4, torch.device("cpu"), num_host_blocks=3, block_major=block_major)
+    cache.data.normal_()
+    before = cache.data.clone()
+    cache.swap_out([(3, 2), (0, 1)])
+    cache.data[[3, 0]] = 0.0
+    cache.swap_in([(2, 1), (1, 2)])
+    assert torch.equal(cache.data[1], before[3])
+    assert torch.equal(cache.data[2], before[0])
+    assert torch.equal(cache.data[4], before[4])
+    cache.copy_blocks([(4, 0), (1, 3)])
+    assert torch.equal(cache.data[0], before[4])
+    assert torch.equal(cache.data[3], before[3])
+
+
+def test_block_major_blocks_are_contiguous() -> None:
+    """One run of memory a block is the point of the layout; per layer it would be 2 · num_layers runs."""
+    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=5, dtype=torch.bfloat16)
+    assert KVCache(shape, 4, 8, torch.device("cpu")).data[1].is_contiguous()
+    other = KVCache(shape, 4, 8, torch.device("cpu"), block_major=False).data
+    assert not other[1].is_contiguous()
+    assert other[:, 1, 0].is_contiguous()
+    assert shape.block_bytes(8) == 3 * 2 * 2 * 5 * 2 * 8
+
+
+def test_kv_is_the_same_after_the_round_trip_in_other_blocks(qwen3: Oracle) -> None:
+    """The real model: what the victim's table names afterwards is bit for bit what it named before."""
+    llm = LLM(qwen3.folder, block_size=4, num_blocks=10, preemption="swap", enable_prefix_caching=False)
+    engine, cache = llm.engine, llm.engine.runner.kv_cache
+    prompts = random_prompts(2, seed=2, longest=10)
+    engine.add_request("early", prompts[0], params(24))
+    engine.add_request("late", prompts[1], params(24))
+    late = engine.requests["late"].sequences[0]
+    snapshot, table = None, None
+    while not late.host_table:
+        table, computed = list(late.block_table), late.num_computed_tokens
+        snapshot = cache.data[table].clone()
+        engine.step()
+    assert late.num_computed_tokens == computed
+    while not late.block_table:
+        engine.step()
+    back = late.block_table[: len(table)]
+    assert back != table
+    full, rest = divmod(computed, 4)
+    assert torch.equal(cache.data[back[:full]], snapshot[:full])
+    if rest:
+        assert torch.equal(cache.data[back[full]][..., :rest, :], snapshot[full][..., :rest, :])
+    while engine.has_unfinished_requests():
+        engine.step()
+        engine.check_invariants()
+
+
+def test_prompt_logprobs_survive_a_preemption_half_way(qwen3: Oracle) -> None:
+    """Past bug elsewhere: chunks scored before the preemption were lost, or scored twice after it."""
+    prompt = random_prompts(1, seed=3, longest=60)[0] * 3
+    prompt = prompt[:45]
+    for preemption in ("swap", "recompute"):
+        llm = LLM(
+            qwen3.folder,
+            dtype="float32",
+            block_size=4,
+            num_blocks=14,
+            max_num_batched_tokens=6,
+            preemption=preemption,
+        )
+        engine = llm.engine
+        engine.add_request("early", [1, 2, 3], params(40))
+        engine.step()
+        engine.add_request("late", prompt, params(2, prompt_logprobs=1))
+        outputs = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                outputs[output.request_id] = output
+        late = outputs["late"]
+        assert late.metrics.num_preemptions > 0
+        expected = qwen3.logprobs(prompt)
+        assert len(late.prompt_logprobs) == len(prompt)
+        for p, row in enumerate(late.prompt_logprobs[1:]):
+            assert row[prompt[p + 1]] == pytest.approx(expected[p, prompt[p + 1]].item(), abs=1e-4)
