@@ -39,6 +39,7 @@ from nanopaged.stopping import StopRules
 
 # name → (layers, hidden, inner, query heads, KV heads, head dim, vocabulary)
 SHAPES = {
+    "test": (2, 64, 96, 4, 2, 16, 12000),
     "28m": (6, 384, 1024, 6, 2, 64, 32000),
     "100m": (12, 768, 2048, 12, 4, 64, 32000),
     "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128, 151936),

@@ -78,6 +78,8 @@ class EngineConfig:
             computes it again, "auto" takes what is cheaper, by numbers measured at start-up.
         attention_backend: "torch" runs everywhere; "reference" is the slow, obvious loop over blocks
             that the documentation explains; "auto" picks the fastest that runs here.
+        enforce_eager: never replay a step from a CUDA graph. Only True so far: there are no graphs yet.
+        tensor_parallel_size: devices to spread each layer over. Only 1 so far.
         load_format: "auto" reads the weights; "dummy" draws random ones (config.json is enough).
         seed: seeds the requests that bring no seed of their own, and the dummy weights.
 
@@ -100,6 +102,8 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     preemption: str = "auto"
     attention_backend: str = "auto"
+    enforce_eager: bool = True
+    tensor_parallel_size: int = 1
     load_format: str = "auto"
     seed: int = 0
 
@@ -122,6 +126,15 @@ class EngineConfig:
             _check_int("num_host_blocks", self.num_host_blocks, 0)
         if self.memory_utilization is not None:
             _check_number("memory_utilization", self.memory_utilization, 0.01, 1.0)
+        _check_bool("enforce_eager", self.enforce_eager)
+        _require(
+            self.enforce_eager, "enforce_eager is False, but there are no CUDA graphs yet: leave it True"
+        )
+        _check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
+        _require(
+            self.tensor_parallel_size == 1,
+            f"tensor_parallel_size is {self.tensor_parallel_size}, but only 1 is possible so far",
+        )
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         _check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
 

@@ -1,0 +1,65 @@
+"""The scripts a newcomer runs, small: they must end well and print what they promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command: str) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_example() -> None:
+    """Six speakers answer, the pages are accounted for, and samples and beams save blocks."""
+    printed = run("example.py", "--max-tokens", "12")
+    assert printed.count(":\n  ") >= 6
+    reused, asked = map(int, re.search(r"(\d+) of (\d+) prompt tokens reused", printed).groups())
+    assert 0 < reused < asked
+    assert "0 blocks in use" in printed
+    saved = [int(share) for share in re.findall(r"\((\d+)% saved\)", printed)]
+    assert len(saved) == 2
+    assert min(saved) > 0
+
+
+def test_example_with_another_model() -> None:
+    """Any folder will do; the tiny one has a chat template, so it can stand for a real one."""
+    printed = run("example.py", "--model", str(ROOT / "nanopaged" / "tiny"), "--max-tokens", "5")
+    assert "What is virtual memory?" in printed
+    assert "prompt tokens reused" in printed
+
+
+def test_bench_throughput_beside_transformers() -> None:
+    lengths = ["--min-input", "4", "--max-input", "20", "--min-output", "2", "--max-output", "9"]
+    printed = run(
+        "bench.py", "--shape", "test", "--requests", "5", "--budget", "64", "--baseline", "hf", *lengths
+    )
+    assert re.search(r"nanopaged is \d+\.\d\d times the best of them \(transformers, ", printed)
+    assert len(re.findall(r"[\d.]+ output tokens/s", printed)) >= 4
+
+
+def test_bench_sharing_saves_more_with_more_sequences() -> None:
+    printed = run("bench.py", "sharing", "--requests", "30")
+    rows = re.findall(r"-like +(parallel|beam) +([\d.]+)% +([\d.]+)% +([\d.]+)%", printed)
+    assert len(rows) == 4
+    for _, *shares in rows:
+        assert 0 < float(shares[0]) < float(shares[1]) < float(shares[2]) < 100
+
+
+def test_bench_preemption_and_overhead(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    printed = run("bench.py", "preemption", "--shape", "test", "--plot", str(picture))
+    assert len(re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ +[\d.]+$", printed, flags=re.MULTILINE)) == 9
+    assert "<svg" in picture.read_text()
+    printed = run("bench.py", "overhead", "--steps", "5")
+    assert "1,000,000" in printed
