@@ -240,4 +240,4 @@ class LLMEngine:
     def check_invariants(self) -> None:
         """Raise AssertionError if the block manager's books and the tables disagree (for tests)."""
         self.block_manager.check_invariants(self.scheduler.sequences)
-        self.scheduler.swapper.check_invariants(self.scheduler.swapped)
+        self.scheduler.swapper.check_invariants()

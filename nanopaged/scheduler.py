@@ -79,11 +79,6 @@ class Scheduler:
         """All that hold blocks of the device."""
         return [seq for request in self.running for seq in request.live]
 
-    @property
-    def swapped(self) -> list[Request]:
-        """Those waiting requests whose K/V is in host memory."""
-        return [request for request in self.waiting.values() if request.swapped]
-
     # ── before the forward pass ───────────────────────────────────────────────────────────────────
 
     def schedule(self) -> ScheduledBatch:
@@ -102,9 +97,11 @@ class Scheduler:
 
         # After a preemption the head of the queue is the victim. It cannot slip in again here: it gave back
         # n blocks, at least one of them went to somebody else, and it needs n again.
+        num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
         while self.waiting and budget > 0:
             request = next(iter(self.waiting.values()))
-            if not self._admit(request, budget, batch):
+            num_seqs += request.num_seqs
+            if num_seqs > self.max_num_seqs or not self._admit(request, budget, batch):
                 break  # first come, first served: nobody overtakes the head of the queue
             budget = self._give_tokens(request, budget, decodes, chunks)
 
@@ -119,6 +116,8 @@ class Scheduler:
         for seq in request.live:
             gap = seq.num_tokens - seq.num_computed_tokens
             if gap > budget:
+                if not self.enable_chunked_prefill or budget == 0:
+                    break  # its siblings wait as well: they may count on what it computes
                 gap = budget
             seq.num_new_tokens = gap
             budget -= gap
@@ -191,19 +190,18 @@ class Scheduler:
         self.waiting.move_to_end(request.request_id, last=False)
 
     def _admit(self, request: Request, budget: int, batch: ScheduledBatch) -> bool:
-        """Move the head of the waiting queue to the running ones if it may run and its blocks can be had."""
-        num_running = sum(other.num_seqs for other in self.running)
-        if num_running + request.num_seqs > self.max_num_seqs:
-            return False
+        """Move the head of the waiting queue to the running ones if its blocks can be had."""
+        is_swapped = request in self.swapper.requests
         try:
-            if request.swapped:
+            if is_swapped:
                 batch.swap_in += self.swapper.swap_in(request)
-                for seq in request.live:
-                    self._append_slots(seq, batch)
             elif not self._allocate(request, budget):
                 return False
         except OutOfBlocks:
             return False
+        if is_swapped:
+            for seq in request.live:  # there is room: `swap_in` has seen to that
+                self._append_slots(seq, batch)
         del self.waiting[request.request_id]
         self.running.append(request)
         batch.admitted.append(request)
@@ -214,10 +212,9 @@ class Scheduler:
         # A prompt token found in the cache has no logits, so it cannot be given a log-probability.
         look_up = not request.wants_prompt_logprobs
         prefixes = [self.block_manager.find_prefix(seq) if look_up else [] for seq in request.live]
-        if not self.enable_chunked_prefill:
-            num_cached = sum(map(len, prefixes)) * self.block_manager.block_size
-            if sum(seq.num_tokens for seq in request.live) - num_cached > budget:
-                return False
+        num_cached_tokens = len(prefixes[0]) * self.block_manager.block_size
+        if not self.enable_chunked_prefill and request.live[0].num_tokens - num_cached_tokens > budget:
+            return False
         self.block_manager.allocate(request.live, prefixes)
         return True
 
@@ -235,7 +232,7 @@ class Scheduler:
             request.prompt_logprobs.extend(logprobs)
         block_size = self.block_manager.block_size
         progressed: dict[Request, None] = {}  # a set that keeps the order
-        num_finished = 0
+        some_ended = False
         for seq, samples in zip(batch.sequences, result.samples, strict=True):
             seq.num_computed_tokens += seq.num_new_tokens
             if seq.num_computed_tokens - seq.num_closed_tokens >= block_size:
@@ -243,32 +240,33 @@ class Scheduler:
             if not samples:
                 continue
             progressed[seq.request] = None
+            self.num_generated_tokens += 1
             if len(samples) > 1:
-                num_finished += self._branch(seq, samples)
+                some_ended |= self._branch(seq, samples)
             elif seq.append(samples[0]):
                 self.block_manager.free(seq)
-                num_finished += 1
-        self.num_generated_tokens += sum(map(len, result.samples))
-        if num_finished:
+                some_ended = True
+        if some_ended:
             self.running = [request for request in self.running if request.live]
         return list(progressed)
 
-    def _branch(self, seq: Sequence, samples: list[Sample]) -> int:
+    def _branch(self, seq: Sequence, samples: list[Sample]) -> bool:
         """Several tokens follow `seq`: one for each output asked for, or the proposals of a beam.
 
-        Returns how many sequences have ended.
+        True if a sequence has ended.
         """
         request = seq.request
         if request.beam_search is None:
+            self.num_generated_tokens += len(samples) - 1
             siblings = fork_samples(seq, self.block_manager)
             ended = [sib for sib, sample in zip(siblings, samples, strict=True) if sib.append(sample)]
             for sibling in ended:
                 self.block_manager.free(sibling)
-            return len(ended)
+            return len(ended) > 0
         seq.candidates = samples
         if all(beam.candidates is not None for beam in request.live):
             advance_beams(request, self.block_manager)
-        return int(request.finished)
+        return request.finished
 
     def _count_admissions(self, admitted: list[Request]) -> None:
         for request in admitted:

@@ -157,11 +157,6 @@ class Request:
         return not self.live
 
     @property
-    def swapped(self) -> bool:
-        """Whether its K/V is in host memory."""
-        return any(seq.host_table for seq in self.live)
-
-    @property
     def unforked(self) -> bool:
         """Whether its prompt is still being computed, for several sequences at once."""
         return len(self.sequences) < self.params.num_sequences

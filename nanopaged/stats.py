@@ -48,7 +48,7 @@ class EngineStats:
     @classmethod
     def of(cls, scheduler: Scheduler, num_steps: int) -> EngineStats:
         blocks, swapper, sequences = scheduler.block_manager, scheduler.swapper, scheduler.sequences
-        num_swapped = len(scheduler.swapped)
+        num_swapped = len(swapper.requests)
         return cls(
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,

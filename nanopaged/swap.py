@@ -52,6 +52,7 @@ class Swapper:
         self.block_manager = block_manager
         self.num_host_blocks = num_host_blocks
         self.free_host_blocks = list(range(num_host_blocks))[::-1]  # a stack: 0 is handed out first
+        self.requests: dict[Request, None] = {}  # those in host memory, in no particular order
         self._arriving: list[_Arrival] = []
 
     # ── out ───────────────────────────────────────────────────────────────────────────────────────
@@ -91,10 +92,14 @@ class Swapper:
             num_computed_tokens, num_closed_tokens = seq.num_computed_tokens, seq.num_closed_tokens
             self.block_manager.free(seq)
             seq.num_computed_tokens, seq.num_closed_tokens = num_computed_tokens, num_closed_tokens
+        self.requests[request] = None
         return list(moves.items())
 
     def forget(self, request: Request) -> None:
         """Give up what the request has in host memory (it is aborted, or will compute it again)."""
+        if request not in self.requests:
+            return
+        del self.requests[request]
         self._release({host_id for seq in request.live for host_id in seq.host_table})
         for seq in request.live:
             seq.host_table = []
@@ -122,6 +127,7 @@ class Swapper:
                 [(s, s.host_table, s.num_computed_tokens, s.num_closed_tokens) for s in request.live],
             )
         )
+        del self.requests[request]
         return self._map_to_device(request, host_blocks, found)
 
     def _find_on_device(self, request: Request) -> dict[int, Block]:
@@ -189,16 +195,19 @@ class Swapper:
                     seq.host_table = host_table
                     seq.num_computed_tokens, seq.num_closed_tokens = num_computed_tokens, num_closed_tokens
                 self._arriving.remove(arrival)
+                self.requests[request] = None
                 return True
         return False
 
-    def check_invariants(self, swapped: list[Request]) -> None:
+    def check_invariants(self) -> None:
         """Raise AssertionError unless every host block is free or in one swapped request's tables."""
         assert not self._arriving, "an arrival outlived its step"
-        in_use = [{host_id for seq in request.live for host_id in seq.host_table} for request in swapped]
+        in_use = [
+            {host_id for seq in request.live for host_id in seq.host_table} for request in self.requests
+        ]
         everything = [*self.free_host_blocks, *(host_id for blocks in in_use for host_id in blocks)]
         assert sorted(everything) == list(range(self.num_host_blocks)), "a host block is lost or owned twice"
-        for request in swapped:
+        for request in self.requests:
             for seq in request.live:
                 assert not seq.block_table, "a swapped request has device blocks"
                 assert seq.num_computed_tokens <= len(seq.host_table) * self.block_manager.block_size

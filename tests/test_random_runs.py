@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import EOS, MAX_MODEL_LEN, Oracle
+from conftest import EOS, Oracle
 from fake_runner import FakeRunner, next_token
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -34,13 +34,13 @@ def workloads(draw: st.DrawFn) -> dict:
         )
     return {
         "block_size": block_size,
-        "num_blocks": max(most_blocks(r, block_size) for r in requests) + draw(st.integers(0, 8)),
+        "num_blocks": max(most_blocks(r, block_size) for r in requests) + draw(st.integers(0, 4)),
         "max_num_seqs": draw(st.integers(4, 10)),
         "chunked": draw(st.booleans()),
         "budget": draw(st.integers(1, 40)),
         "caching": draw(st.booleans()),
         "preemption": draw(st.sampled_from(["swap", "recompute", "auto"])),
-        "num_host_blocks": draw(st.sampled_from([0, 3, 8, 40])),
+        "num_host_blocks": draw(st.sampled_from([40, 40, 8, 3, 0])),
         "failing_steps": draw(st.sets(st.integers(0, 30), max_size=4)),
         "requests": requests,
     }
@@ -86,9 +86,11 @@ def expected_outputs(asked: dict, folder: object) -> list[list[int]]:
 
 def build(workload: dict, folder: object) -> tuple[LLMEngine, FakeRunner]:
     runner = FakeRunner(workload["num_blocks"], workload["block_size"], workload["num_host_blocks"])
-    budget = workload["budget"] if workload["chunked"] else MAX_MODEL_LEN
+    longest = max(len(r["prompt"]) + r["max_tokens"] for r in workload["requests"])
+    budget = workload["budget"] if workload["chunked"] else max(workload["budget"], longest)
     config = EngineConfig(
         model=folder,
+        max_model_len=longest,
         block_size=workload["block_size"],
         max_num_seqs=workload["max_num_seqs"],
         max_num_batched_tokens=budget,
@@ -177,6 +179,7 @@ def check_drained(engine: LLMEngine, runner: FakeRunner) -> None:
 def test_the_fake_model_can_catch_a_wrong_block(qwen3: Oracle) -> None:
     """The guard of all tests above: hand a sequence a wrong block, and the fake runner must notice."""
     workload = {"num_blocks": 20, "block_size": 2, "chunked": True, "budget": 8, "max_num_seqs": 4}
+    workload |= {"requests": [{"prompt": [0] * 20, "max_tokens": 20}]}
     workload |= {"caching": True, "num_host_blocks": 0, "preemption": "recompute"}
     engine, _ = build(workload, qwen3.folder)
     engine.add_request("a", [1, 2, 0, 1], SamplingParams(max_tokens=8, stop_token_ids=[EOS]))
