@@ -65,13 +65,14 @@ def _add_child(request: Request, parent: Sequence, index: int, block_manager: Bl
 
 def _finish(request: Request, beams: list[Sequence], block_manager: BlockManager) -> None:
     """The hypotheses, best first, become the request's outputs."""
+    prompt = beams[0].token_ids[: beams[0].num_prompt_tokens]
     for beam in beams:
         block_manager.free(beam)
     request.sequences, request.live = [], []
     for index, hypothesis in enumerate(request.beam_search.hypotheses):
         seq = Sequence(
-            token_ids=request.prompt_token_ids + hypothesis.token_ids,
-            num_prompt_tokens=len(request.prompt_token_ids),
+            token_ids=prompt + hypothesis.token_ids,
+            num_prompt_tokens=len(prompt),
             index=index,
             request=request,
             cumulative_logprob=hypothesis.cumulative_logprob,

@@ -8,10 +8,12 @@ This module knows no tensors: `dtype` and `device` are names here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
+from typing import ClassVar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "torch", "reference")
@@ -26,11 +28,18 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _check_int(name: str, value: object, minimum: int, hint: str = "") -> None:
-    """Raise unless `value` is a whole number (numpy's count, bools do not) of at least `minimum`."""
+def _check_int(params: object, name: str, minimum: int, hint: str = "") -> None:
+    """Raise unless the field is a whole number of at least `minimum`; numpy's ints become Python's."""
+    value = getattr(params, name)
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
     _require(value >= minimum, f"{name} is {value}, but must be at least {minimum}{hint}")
+    object.__setattr__(params, name, int(value))
+
+
+def _check_optional_int(params: object, name: str, minimum: int, hint: str = "") -> None:
+    if getattr(params, name) is not None:
+        _check_int(params, name, minimum, hint)
 
 
 def _check_number(name: str, value: object, low: float, high: float, why: str = "") -> None:
@@ -116,21 +125,19 @@ class EngineConfig:
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _check_choice("preemption", self.preemption, PREEMPTIONS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
-        _check_int("block_size", self.block_size, 1)
-        _check_int("max_num_seqs", self.max_num_seqs, 1)
-        _check_int("seed", self.seed, 0)
+        _check_int(self, "block_size", 1)
+        _check_int(self, "max_num_seqs", 1)
+        _check_int(self, "seed", 0)
         for name in ("num_blocks", "max_num_batched_tokens", "max_model_len"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 1, " (None chooses it for you)")
-        if self.num_host_blocks is not None:
-            _check_int("num_host_blocks", self.num_host_blocks, 0)
+            _check_optional_int(self, name, 1, " (None chooses it for you)")
+        _check_optional_int(self, "num_host_blocks", 0)
         if self.memory_utilization is not None:
             _check_number("memory_utilization", self.memory_utilization, 0.01, 1.0)
         _check_bool("enforce_eager", self.enforce_eager)
         _require(
             self.enforce_eager, "enforce_eager is False, but there are no CUDA graphs yet: leave it True"
         )
-        _check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
+        _check_int(self, "tensor_parallel_size", 1)
         _require(
             self.tensor_parallel_size == 1,
             f"tensor_parallel_size is {self.tensor_parallel_size}, but only 1 is possible so far",
@@ -201,19 +208,17 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1)
+        _check_int(self, "n", 1)
         _check_number("temperature", self.temperature, 0.0, 1e6, ": 0 is greedy")
-        _check_int("top_k", self.top_k, -1, ": 0 or -1 keeps all tokens")
+        _check_int(self, "top_k", -1, ": 0 or -1 keeps all tokens")
         _check_number("top_p", self.top_p, 0.0, 1.0)
         _require(self.top_p > 0, "top_p is 0, but must be above 0: 1 keeps all tokens")
         _check_number("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0)
+        _check_optional_int(self, "seed", 0)
         _check_lengths(self)
         for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+            _check_optional_int(self, name, 0)
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         for text in stop:
             if not isinstance(text, str):
                 raise TypeError(f"stop must be a string or a list of strings, got {text!r} in it")
@@ -258,10 +263,16 @@ class BeamSearchParams:
     ignore_eos: bool = False
     stop_token_ids: SequenceOf[int] = ()
 
+    # What sampling has and a beam search does without.
+    seed: ClassVar[None] = None
+    stop: ClassVar[tuple[str, ...]] = ()
+    logprobs: ClassVar[None] = None
+    prompt_logprobs: ClassVar[None] = None
+
     def __post_init__(self) -> None:
-        _check_int("beam_width", self.beam_width, 1)
+        _check_int(self, "beam_width", 1)
         _check_number("length_penalty", self.length_penalty, -1e3, 1e3)
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f"early_stopping is {self.early_stopping!r}, but must be True, False or 'never'")
         _check_lengths(self)
 
@@ -272,14 +283,24 @@ class BeamSearchParams:
 
 def _check_lengths(params: SamplingParams | BeamSearchParams) -> None:
     """Check what decides where a text ends; `stop_token_ids` becomes a tuple, so that params are hashable."""
-    _check_int("max_tokens", params.max_tokens, 1)
-    _check_int("min_tokens", params.min_tokens, 0)
+    _check_int(params, "max_tokens", 1)
+    _check_int(params, "min_tokens", 0)
     _require(
         params.min_tokens <= params.max_tokens,
         f"min_tokens is {params.min_tokens}, but max_tokens is only {params.max_tokens}",
     )
     _check_bool("ignore_eos", params.ignore_eos)
-    ids = tuple(params.stop_token_ids or ())
+    ids = _as_tuple("stop_token_ids", params.stop_token_ids)
     for token_id in ids:
-        _check_int("stop_token_ids", token_id, 0)
+        if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+            raise TypeError(f"stop_token_ids must be ints, got {token_id!r} among them")
+        _require(token_id >= 0, f"stop_token_ids has {token_id}, but token ids are at least 0")
     object.__setattr__(params, "stop_token_ids", tuple(int(token_id) for token_id in ids))
+
+
+def _as_tuple(name: str, value: object) -> tuple:
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list, got {value!r} ({type(value).__name__})")
+    return tuple(value)

@@ -7,8 +7,6 @@ out when it is whole.
 
 from __future__ import annotations
 
-from copy import copy
-
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -21,11 +19,18 @@ class Detokenizer:
         self.stop = stop
         self.text = ""  # whole characters only; ends before the stop string once one was found
         self._stream = DecodeStream(skip_special_tokens=True)
+        self._shown: list[int] = []  # the tokens of the last piece of text …
+        self._pending: list[int] = []  # … and those since
 
     def fork(self) -> Detokenizer:
-        """One that goes on from the same text, independently."""
-        fork = copy(self)
-        fork._stream = copy(self._stream)
+        """One that goes on from the same text, independently.
+
+        A stream cannot be copied, but what it will say next depends on its last few tokens only.
+        """
+        fork = Detokenizer(self.tokenizer, self.stop)
+        fork.text, fork._shown, fork._pending = self.text, list(self._shown), list(self._pending)
+        for token_id in self._shown + self._pending:
+            fork._stream.step(self.tokenizer, token_id)
         return fork
 
     def replay(self, token_ids: list[int]) -> Detokenizer:
@@ -38,8 +43,10 @@ class Detokenizer:
     def push(self, token_id: int, look_for_stop: bool = True) -> str | None:
         """Add a token. Return the stop string that its text completed, if any."""
         piece = self._stream.step(self.tokenizer, token_id)
+        self._pending.append(token_id)
         if not piece:
             return None  # nothing to show, or not yet a whole character
+        self._shown, self._pending = self._pending, []
         old_length = len(self.text)
         self.text += piece
         return self._cut_at_stop(old_length) if look_for_stop else None

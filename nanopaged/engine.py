@@ -7,6 +7,7 @@ tells what happened. For prompts in and texts out there is `llm.py`.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence as SequenceOf
 from numbers import Integral
 from typing import Protocol
@@ -84,6 +85,7 @@ class LLMEngine:
         )
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.num_steps = 0
+        self._held: list[RequestOutput] = []
         self._seeds = random.Random(config.seed)
 
     def step(self) -> list[RequestOutput]:
@@ -92,20 +94,30 @@ class LLMEngine:
         If the model fails, the exception passes through, no request has made progress, and the next step
         tries again: abort the request that is to blame, or go on.
         """
+        held, self._held = self._held, []
         if not self.scheduler.has_unfinished:
-            return []
+            return held
         batch = self.scheduler.schedule()
         try:
             result = self.runner.execute(batch)
         except BaseException:
             self.scheduler.roll_back(batch)
             raise
-        progressed = self.scheduler.update(batch, result)
+        try:
+            progressed = self.scheduler.update(batch, result)
+        finally:
+            self._forget_finished(batch)
         self.num_steps += 1
-        for request in progressed:
-            if request.finished:
-                del self.requests[request.request_id]
-        return [RequestOutput.of(request) for request in progressed]
+        return held + [RequestOutput.of(request) for request in progressed]
+
+    def _forget_finished(self, batch: ScheduledBatch) -> None:
+        for seq in batch.sequences:
+            if not seq.request.live:
+                self.requests.pop(seq.request.request_id, None)
+
+    def hold(self, output: RequestOutput) -> None:
+        """Hand `output` out again at the next step: whoever ran this one was not the one to get it."""
+        self._held.append(output)
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────
 
@@ -123,38 +135,40 @@ class LLMEngine:
         params = params if params is not None else SamplingParams()
         if not isinstance(params, Params):
             raise TypeError(f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}")
+        self._check_id(request_id)
+        token_ids = self._tokenize(prompt)
+        self._check_fits(len(token_ids), params)
+        self._check_params(params)
+        rules = StopRules.of(params, len(token_ids), self.eos_token_ids, self.max_model_len)
+        detokenizer, beam_search = None, None
+        if self.tokenizer is not None:
+            detokenizer = Detokenizer(self.tokenizer.backend_tokenizer, params.stop)
+        if isinstance(params, BeamSearchParams):
+            beam_search = BeamSearch(params, rules, len(token_ids))
+        return Request(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=list(token_ids),
+            params=params,
+            stop_rules=rules,
+            seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
+            sequences=[Sequence(token_ids, len(token_ids), detokenizer=detokenizer)],
+            beam_search=beam_search,
+            prompt_logprobs=[None] if params.prompt_logprobs is not None else None,
+        )
+
+    def queue(self, request: Request) -> None:
+        """Put a request that was made into the waiting queue. Raises ValueError if its id is taken now."""
+        self._check_id(request.request_id)
+        request.arrival_time = time.monotonic()
+        self.requests[request.request_id] = request
+        self.scheduler.add(request)
+
+    def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {request_id!r}")
         if request_id in self.requests:
             raise ValueError(f"request_id {request_id!r} is taken by an unfinished request")
-        token_ids = self._tokenize(prompt)
-        self._check_fits(len(token_ids), params)
-        is_beam_search = isinstance(params, BeamSearchParams)
-        self._check_token_ids(params)
-        if not is_beam_search:
-            self._check_sampling(params)
-        detokenizer = None
-        if self.tokenizer is not None:
-            stop = () if is_beam_search else params.stop
-            detokenizer = Detokenizer(self.tokenizer.backend_tokenizer, stop)
-        rules = StopRules.of(params, len(token_ids), self.eos_token_ids, self.max_model_len)
-        seed = None if is_beam_search else params.seed
-        wants_prompt_logprobs = not is_beam_search and params.prompt_logprobs is not None
-        return Request(
-            request_id=request_id,
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=token_ids,
-            params=params,
-            stop_rules=rules,
-            seed=seed if seed is not None else self._seeds.getrandbits(63),
-            sequences=[Sequence(list(token_ids), len(token_ids), detokenizer=detokenizer)],
-            beam_search=BeamSearch(params, rules, len(token_ids)) if is_beam_search else None,
-            prompt_logprobs=[None] if wants_prompt_logprobs else None,
-        )
-
-    def queue(self, request: Request) -> None:
-        self.requests[request.request_id] = request
-        self.scheduler.add(request)
 
     def abort_request(self, request_id: str) -> RequestOutput:
         """Stop a request, wherever it is, and give its blocks back. Returns what it had got so far.
@@ -169,19 +183,24 @@ class LLMEngine:
         return RequestOutput.of(request)
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished
+        """Whether there is anything left to compute, or to hand out."""
+        return self.scheduler.has_unfinished or bool(self._held)
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this model has no tokenizer: give the prompt as a list of token ids")
             token_ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, SequenceOf) or hasattr(prompt, "tolist"):
+        elif hasattr(prompt, "tolist"):  # an array or a tensor
+            token_ids = prompt.tolist()
+        elif isinstance(prompt, SequenceOf) and not isinstance(prompt, bytes):
             token_ids = list(prompt)
         else:
             raise TypeError(f"a prompt is a str or a list of token ids, got {type(prompt).__name__}")
-        if not token_ids:
+        if token_ids == []:
             raise ValueError("the prompt is empty: it needs at least one token")
+        if not isinstance(token_ids, list):
+            raise TypeError(f"a prompt is a str or a list of token ids, got {prompt!r}")
         for token_id in token_ids:
             if not isinstance(token_id, Integral) or isinstance(token_id, bool):
                 raise TypeError(f"token ids must be ints, got {token_id!r} in the prompt")
@@ -216,15 +235,13 @@ class LLMEngine:
                 f"{num_blocks}: shorten it, lower max_tokens, or raise num_blocks"
             )
 
-    def _check_sampling(self, params: SamplingParams) -> None:
+    def _check_params(self, params: Params) -> None:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name)
             if wanted is not None and wanted > self.vocab_size:
                 raise ValueError(f"{name} is {wanted}, but the vocabulary has {self.vocab_size} tokens")
-
-    def _check_token_ids(self, params: Params) -> None:
         for token_id in params.stop_token_ids:
             if token_id >= self.vocab_size:
                 raise ValueError(

@@ -69,12 +69,40 @@ class KVCache:
         inner = (self.shape.num_kv_heads, self.block_size, self.shape.head_dim)
         layers = (self.shape.num_layers, 2)
         order = (num_blocks, *layers) if self.block_major else (*layers, num_blocks)
-        data = torch.empty((*order, *inner), dtype=self.shape.dtype, **options)
+        try:
+            data = torch.empty((*order, *inner), dtype=self.shape.dtype, **options)
+        except RuntimeError as error:  # torch's out-of-memory errors are of this kind
+            size = num_blocks * self.shape.block_bytes(self.block_size)
+            raise ValueError(
+                f"{num_blocks} blocks of K/V need {size:,} bytes on {options['device']}, which cannot be "
+                "had: lower num_blocks (or num_host_blocks), or leave it open"
+            ) from error
         return data if self.block_major else data.permute(2, 0, 1, 3, 4, 5)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of one layer's K and V, each [num_blocks, num_kv_heads, block_size, head_dim]."""
         return self.data[:, layer, 0], self.data[:, layer, 1]
+
+    @property
+    def runs(self) -> torch.Tensor:
+        """The same memory as runs: the slots of one head of one block, K or V of one layer, lie together.
+
+        [num_runs, block_size · head_dim]; `run_ids` says which is which.
+        """
+        length = self.block_size * self.shape.head_dim
+        return self.data.as_strided((self.data.numel() // length, length), (length, 1))
+
+    def run_ids(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Where K and V of layer 0 are: blocks [...] → their runs [2, ..., num_kv_heads]."""
+        length = self.block_size * self.shape.head_dim
+        block, _, kv, head, _, _ = (stride // length for stride in self.data.stride())
+        heads = torch.arange(self.shape.num_kv_heads, device=blocks.device)
+        keys = blocks[..., None] * block + heads * head
+        return torch.stack((keys, keys + kv))
+
+    def run_offset(self, layer: int) -> int:
+        """What to add to `run_ids` for another layer."""
+        return layer * self.data.stride(1) // (self.block_size * self.shape.head_dim)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers at once: dst gets what src holds, for each (src, dst)."""

@@ -81,21 +81,28 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding (Su et al., arXiv 2104.09864): turns q and k by their position."""
+    """Rotary position embedding (Su et al., arXiv 2104.09864): turns q and k by their position.
+
+    The pair (x_i, x_{i + half}) is turned by the angle a_i of its position:
+
+        x_i cos a_i - x_{i + half} sin a_i        x_{i + half} cos a_i + x_i sin a_i
+
+    With the halves of x swapped, and the sign put into the table of sines, that is x · cos + swapped · sin.
+    """
 
     def __init__(self, config: ModelConfig, max_positions: int, like: Tensor) -> None:
         super().__init__()
         positions = torch.arange(max_positions, dtype=torch.float32)
         angles = torch.outer(positions, rotary_frequencies(config))  # [max_positions, head_dim / 2]
-        self.cos = angles.cos().to(like)
-        self.sin = angles.sin().to(like)
+        self.cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(like)
+        self.sin = torch.cat((-angles.sin(), angles.sin()), dim=-1).to(like)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin at `positions` [num_tokens], each [num_tokens, 1, head_dim / 2]."""
+        """The tables at `positions` [num_tokens], each [num_tokens, 1, head_dim]."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i + head_dim/2}) of x [num_tokens, heads, head_dim] by its angle."""
+    """Turn x [num_tokens, heads, head_dim] by the tables of its positions."""
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)

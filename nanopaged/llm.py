@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from itertools import count
@@ -20,22 +20,14 @@ from nanopaged.sequence import Request
 Message = dict[str, str]
 
 
-@contextmanager
-def _aborting(engine: LLMEngine, requests: list[Request]) -> Iterator[None]:
-    """Whatever ends the block, an error, Ctrl-C or a generator let go, leaves none of `requests` behind."""
-    try:
-        yield
-    finally:
-        for request in requests:
-            if request.request_id in engine.requests:
-                engine.abort_request(request.request_id)
-
-
 def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
     """One prompt, a text or token ids, becomes a list of one."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
+    if isinstance(prompts, str) or (hasattr(prompts, "tolist") and prompts.ndim == 1):
         return [prompts]
-    return list(prompts)
+    if isinstance(prompts, dict) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts are a str, a list of token ids, or a list of those, got {prompts!r}")
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
 
 
 class LLM:
@@ -49,7 +41,8 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, **config: Any) -> None:
         self.engine = LLMEngine(EngineConfig(model=model, **config))
-        self._ids = (f"llm-{i}" for i in count())
+        self._count = count()
+        self._ids: set[str] = set()  # of the requests that this front end has made and not yet returned
 
     def generate(
         self,
@@ -68,19 +61,43 @@ class LLM:
         prompts = _as_list(prompts)
         if params is None or isinstance(params, Params):
             params = [params] * len(prompts)
+        if isinstance(params, dict) or not isinstance(params, Iterable):
+            raise TypeError(f"params are SamplingParams, or a list with one for each prompt, got {params!r}")
+        params = list(params)
         if len(params) != len(prompts):
             raise ValueError(
                 f"there are {len(prompts)} prompts, but {len(params)} params: give one for all, or one each"
             )
         requests = [
-            self.engine.make_request(next(self._ids), prompt, its_params)
+            self.engine.make_request(self._new_id(), prompt, its_params)
             for prompt, its_params in zip(prompts, params, strict=True)
         ]
-        for request in requests:
-            self.engine.queue(request)
-        with _aborting(self.engine, requests):
+        with self._serving(requests):
             self._run(requests, use_tqdm)
         return [RequestOutput.of(request) for request in requests]
+
+    def _new_id(self) -> str:
+        return next(name for i in self._count if (name := f"llm-{i}") not in self.engine.requests)
+
+    @contextmanager
+    def _serving(self, requests: list[Request]) -> Iterator[None]:
+        """Queue `requests`. However the block ends (error, Ctrl-C, lost generator), none is left behind."""
+        self._ids |= {request.request_id for request in requests}
+        try:
+            for request in requests:
+                self.engine.queue(request)
+            yield
+        finally:
+            for request in requests:
+                self._ids.discard(request.request_id)
+                if self.engine.requests.get(request.request_id) is request:
+                    self.engine.abort_request(request.request_id)
+
+    def _step(self) -> None:
+        """One step of the engine; what it finishes for somebody else is kept for them."""
+        for output in self.engine.step():
+            if output.finished and output.request_id not in self._ids:
+                self.engine.hold(output)
 
     def beam_search(
         self,
@@ -92,7 +109,7 @@ class LLM:
 
         Raises: as `generate`.
         """
-        for each in [params] if isinstance(params, Params) else params:
+        for each in params if isinstance(params, list | tuple) else [params]:
             if not isinstance(each, BeamSearchParams):
                 raise TypeError(f"params must be BeamSearchParams, got {type(each).__name__}")
         return self.generate(prompts, params, use_tqdm)
@@ -104,7 +121,7 @@ class LLM:
         tokens_before = self.engine.scheduler.num_generated_tokens
         with bar:
             while done < len(requests):
-                self.engine.step()
+                self._step()
                 finished = sum(request.finished for request in requests)
                 bar.update(finished - done)
                 done = finished
@@ -118,15 +135,16 @@ class LLM:
         The text grows from one to the next; a character spread over several tokens appears when it is
         whole. Leaving the loop early aborts the request.
         """
-        return self._stream(self.engine.make_request(next(self._ids), prompt, params))
+        if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], str):
+            raise TypeError("stream takes one prompt: a str or a list of token ids")
+        return self._stream(self.engine.make_request(self._new_id(), prompt, params))
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        self.engine.queue(request)
-        with _aborting(self.engine, [request]):
+        with self._serving([request]):
             shown, finished = 0, False
             while not finished:
                 if not request.finished:  # or the steps of another consumer have finished this one, too
-                    self.engine.step()
+                    self._step()
                 num_tokens = sum(seq.num_output_tokens for seq in request.sequences)
                 finished = request.finished
                 if num_tokens > shown or finished:
@@ -147,15 +165,22 @@ class LLM:
         Raises:
             ValueError: the model has no chat template; or as `generate`.
         """
-        many = bool(messages) and not isinstance(messages[0], dict)
+        many = (
+            isinstance(messages, SequenceOf) and len(messages) > 0 and isinstance(messages[0], list | tuple)
+        )
         conversations = messages if many else [messages]
         prompts = [self.chat_prompt(conversation) for conversation in conversations]
         return self.generate(prompts, params, use_tqdm)
 
     def chat_prompt(self, messages: SequenceOf[Message]) -> list[int]:
         """A conversation as token ids, up to where the model's answer begins."""
+        if isinstance(messages, str) or not all(isinstance(message, dict) for message in messages):
+            raise TypeError(f"a conversation is a list of {{'role': …, 'content': …}}, got {messages!r}")
         if not messages:
             raise ValueError("the conversation is empty: it needs at least one message")
+        for message in messages:
+            if not {"role", "content"} <= message.keys():
+                raise ValueError(f"a message needs a 'role' and a 'content', got {message!r}")
         tokenizer = self.engine.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise ValueError("this model has no chat template: use generate")

@@ -24,21 +24,22 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self.heads = [config.num_heads, config.num_kv_heads]
         width = config.num_heads * config.head_dim
-        qkv_width = sum(self.heads) * config.head_dim
+        qkv_width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, qkv_width, config.qkv_bias, like)
         self.o_proj = Linear(width, config.hidden_size, config.o_bias, like)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, like) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, like) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        num_heads, num_kv_heads = self.heads
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        q, k, v = qkv.split(self.heads, dim=1)  # each [num_tokens, its heads, head_dim]
+        qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.o_proj(out.flatten(1))
+            qk = torch.cat((self.q_norm(qk[:, :num_heads]), self.k_norm(qk[:, num_heads:])), dim=1)
+        q, k = rotate(qk, cos, sin).split(self.heads, dim=1)  # each [num_tokens, its heads, head_dim]
+        return self.o_proj(attend(self.layer, q, k, v).flatten(1))
 
 
 class MLP(nn.Module):

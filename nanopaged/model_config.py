@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from nanopaged.config import DTYPES
+
 FAMILIES = {  # model_type → the one architecture of it that writes text
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -58,9 +60,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        contents = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path} holds a {type(contents).__name__}, but must hold a JSON object")
+    return contents
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -71,10 +76,14 @@ def read_model_config(folder: Path) -> ModelConfig:
         ValueError: it describes something that this engine cannot run; the message names it.
     """
     raw = read_json(folder / "config.json")
-    if not raw:
+    if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"no config.json in {folder}: is it a Hugging Face model folder?")
     _refuse_unsupported(raw, folder)
-    hf = AutoConfig.from_pretrained(folder, local_files_only=True)
+    dtype = _read_dtype(raw)
+    try:
+        hf = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever transformers finds wrong with it, in its own words
+        raise ValueError(f"the config.json in {folder} cannot be used: {error}") from error
     family = hf.model_type
     attention_bias = bool(getattr(hf, "attention_bias", False))
     rope_theta, rope_scaling = _read_rope(hf.to_dict(), raw)
@@ -95,8 +104,15 @@ def read_model_config(folder: Path) -> ModelConfig:
         mlp_bias=bool(getattr(hf, "mlp_bias", False)),
         qk_norm=family == "qwen3",
         tie_word_embeddings=bool(hf.tie_word_embeddings),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
+        dtype=dtype,
     )
+
+
+def _read_dtype(raw: dict[str, Any]) -> str:
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES[1:]:
+        raise ValueError(f"config.json has dtype {dtype!r}, which is not one of {', '.join(DTYPES[1:])}")
+    return dtype
 
 
 def _refuse_unsupported(raw: dict[str, Any], folder: Path) -> None:

@@ -6,6 +6,7 @@ its own.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -147,11 +148,20 @@ class ModelRunner:
             logits = logits[owners]
         for owner, drawn in zip(owners, sample(logits, rows) if rows else (), strict=True):
             samples[ready[owner]].append(drawn)
+        for i in ready:
+            self._check_finite(batch.sequences[i], samples[i][0].logprob)
         return samples
 
     def _propose(self, beam: Sequence, logits: Tensor) -> list[Sample]:
         banned = beam.request.stop_rules.banned_token_ids(beam)
         return most_likely(logits, beam.request.beam_search.num_candidates, banned)
+
+    def _check_finite(self, seq: Sequence, logprob: float) -> None:
+        if not math.isfinite(logprob):
+            raise FloatingPointError(
+                f"the model's scores for request {seq.request.request_id!r} at position {seq.num_tokens} are "
+                f"not finite in {self.dtype}: abort the request, or use a dtype with a wider range"
+            )
 
     def _score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> dict[Request, list[Logprobs]]:
         """Log-probabilities of prompt tokens, for the requests that are still owed some."""
@@ -170,12 +180,12 @@ class ModelRunner:
         """
         request, start = seq.request, seq.num_computed_tokens
         first = max(start, len(request.prompt_logprobs) - 1)
-        end = min(start + seq.num_new_tokens, len(request.prompt_token_ids) - 1)
+        end = min(start + seq.num_new_tokens, seq.num_prompt_tokens - 1)
         scored: list[Logprobs] = []
         for lo in range(first, end, LOGITS_TILE):
             hi = min(lo + LOGITS_TILE, end)
             logits = self.model.logits(hidden[lo - start : hi - start])
-            actual = torch.tensor(request.prompt_token_ids[lo + 1 : hi + 1], device=self.device)
+            actual = torch.tensor(seq.token_ids[lo + 1 : hi + 1], device=self.device)
             scored += top_logprobs(logits, actual, [request.params.prompt_logprobs] * (hi - lo))
         return scored
 
@@ -226,4 +236,6 @@ def pick_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used here: {error}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} cannot be used here: only 'cpu' and 'cuda' are supported")
     return device

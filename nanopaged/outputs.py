@@ -119,7 +119,7 @@ class RequestOutput:
 
     @classmethod
     def of(cls, request: Request) -> RequestOutput:
-        wants_logprobs = request.beam_search is None and request.params.logprobs is not None
+        wants_logprobs = request.params.logprobs is not None
         recorded = request.prompt_logprobs
         return cls(
             request_id=request.request_id,

@@ -2,7 +2,8 @@
 
 Temperature, top-k, top-p and min-p in transformers' order, then one draw a row. A row's randomness is a
 function of (seed, output index, position) alone: what else is in the batch, how the prompt was cut into
-chunks and whether the request was preempted cannot change it.
+chunks and whether the request was preempted cannot change it. (They can change the logits by a rounding
+error, and a draw that falls within it.)
 
 This module knows rows of logits, not requests.
 """

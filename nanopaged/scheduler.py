@@ -233,48 +233,69 @@ class Scheduler:
         block_size = self.block_manager.block_size
         progressed: dict[Request, None] = {}  # a set that keeps the order
         some_ended = False
-        for seq, samples in zip(batch.sequences, result.samples, strict=True):
-            seq.num_computed_tokens += seq.num_new_tokens
-            if seq.num_computed_tokens - seq.num_closed_tokens >= block_size:
-                self.block_manager.close_blocks(seq)
-            if not samples:
-                continue
-            progressed[seq.request] = None
-            self.num_generated_tokens += 1
-            if len(samples) > 1:
-                some_ended |= self._branch(seq, samples)
-            elif seq.append(samples[0]):
-                self.block_manager.free(seq)
-                some_ended = True
-        if some_ended:
-            self.running = [request for request in self.running if request.live]
+        try:
+            for seq, samples in zip(batch.sequences, result.samples, strict=True):
+                seq.num_computed_tokens += seq.num_new_tokens
+                if seq.num_computed_tokens - seq.num_closed_tokens >= block_size:
+                    self.block_manager.close_blocks(seq)
+                if len(samples) == 1:
+                    progressed[seq.request] = None
+                    self.num_generated_tokens += 1
+                    if seq.append(samples[0]):
+                        self.block_manager.free(seq)
+                        some_ended = True
+                elif samples and self._branch(seq, samples):
+                    progressed[seq.request] = None
+                    some_ended = True
+        except BaseException:
+            self._step_back(batch)
+            raise
+        finally:
+            if some_ended:
+                self.running = [request for request in self.running if request.live]
         return list(progressed)
+
+    def _step_back(self, batch: ScheduledBatch) -> None:
+        """Something unforeseen, Ctrl-C perhaps, came between a sequence's K/V and its next token.
+
+        Such a sequence has caught up and would never be served again: let it compute its last token anew.
+        """
+        size = self.block_manager.block_size
+        for request in {seq.request: None for seq in batch.sequences}:
+            for seq in request.live:
+                if seq.num_computed_tokens == seq.num_tokens and seq.candidates is None:
+                    seq.num_computed_tokens -= 1
+                    seq.num_closed_tokens = seq.num_computed_tokens // size * size
 
     def _branch(self, seq: Sequence, samples: list[Sample]) -> bool:
         """Several tokens follow `seq`: one for each output asked for, or the proposals of a beam.
 
-        True if a sequence has ended.
+        False if nothing comes of it yet, because other beams have still to make their proposals.
         """
         request = seq.request
-        if request.beam_search is None:
-            self.num_generated_tokens += len(samples) - 1
-            siblings = fork_samples(seq, self.block_manager)
-            ended = [sib for sib, sample in zip(siblings, samples, strict=True) if sib.append(sample)]
-            for sibling in ended:
-                self.block_manager.free(sibling)
-            return len(ended) > 0
-        seq.candidates = samples
-        if all(beam.candidates is not None for beam in request.live):
+        if request.beam_search is not None:
+            seq.candidates = samples
+            if any(beam.candidates is None for beam in request.live):
+                return False
             advance_beams(request, self.block_manager)
-        return request.finished
+            self.num_generated_tokens += len(request.sequences)
+            return True
+        self.num_generated_tokens += len(samples)
+        siblings = fork_samples(seq, self.block_manager)
+        ended = [sibling for sibling, sample in zip(siblings, samples, strict=True) if sibling.append(sample)]
+        for sibling in ended:
+            self.block_manager.free(sibling)
+        return True
 
     def _count_admissions(self, admitted: list[Request]) -> None:
         for request in admitted:
             if request.num_cached_tokens is None:  # not when it only comes back from a preemption
+                num_prompt_tokens = request.sequences[0].num_prompt_tokens
                 request.num_cached_tokens = request.live[0].num_computed_tokens
-                self.prefix_cache_queries += len(request.prompt_token_ids)
-                self.prefix_cache_hits += request.num_cached_tokens
-                self.num_prompt_tokens += len(request.prompt_token_ids)
+                self.num_prompt_tokens += num_prompt_tokens
+                if self.block_manager.enable_prefix_caching and not request.wants_prompt_logprobs:
+                    self.prefix_cache_queries += num_prompt_tokens
+                    self.prefix_cache_hits += request.num_cached_tokens
 
     def roll_back(self, batch: ScheduledBatch) -> None:
         """The step failed. Leave everything as if it had not been tried.

@@ -97,6 +97,7 @@ class Sequence:
     def append(self, sample: Sample) -> bool:
         """Add a generated token; True if it ends the sequence. Its K/V is the next step's gap."""
         request = self.request
+        stop = request.stop_rules.check(self, sample.token_id)
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
         self.token_ids.append(sample.token_id)
@@ -104,7 +105,6 @@ class Sequence:
         self.cumulative_logprob += sample.logprob
         if sample.logprobs is not None:
             self.logprobs.append(sample.logprobs)
-        stop = request.stop_rules.check(self)
         if stop is None:
             return False
         request.finish(self, *stop)
@@ -132,7 +132,7 @@ class Request:
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int]  # the user's copy: the engine reads those of the sequences
     params: SamplingParams | BeamSearchParams
     stop_rules: StopRules
     seed: int  # the params' own, or one drawn for it: no request is without
@@ -170,7 +170,7 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are still owed (the first token has none)."""
         recorded = self.prompt_logprobs
-        return recorded is not None and len(recorded) < len(self.prompt_token_ids)
+        return recorded is not None and len(recorded) < self.sequences[0].num_prompt_tokens
 
     def finish(self, seq: Sequence, finish_reason: str, stop_reason: int | str | None) -> None:
         seq.finish_reason, seq.stop_reason = finish_reason, stop_reason

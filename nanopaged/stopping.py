@@ -46,19 +46,19 @@ class StopRules:
         """Tokens that must not be drawn next, as they would end `seq` too early."""
         return self.token_ids if seq.num_tokens < self.min_length else frozenset()
 
-    def check(self, seq: Sequence) -> tuple[str, int | str | None] | None:
-        """(finish_reason, stop_reason) if the token just appended ends `seq`, else None.
+    def check(self, seq: Sequence, token_id: int) -> tuple[str, int | str | None] | None:
+        """(finish_reason, stop_reason) if `token_id`, about to be appended, ends `seq`, else None.
 
-        That token is also turned into text here, unless it is what stops the sequence.
+        The token is also turned into text here, unless it is what stops the sequence.
         """
-        token_id = seq.token_ids[-1]
         if token_id in self.token_ids:
             return self.check_token(token_id)
+        length = seq.num_tokens + 1
         if seq.detokenizer is not None:
-            stop = seq.detokenizer.push(token_id, look_for_stop=seq.num_tokens >= self.min_length)
+            stop = seq.detokenizer.push(token_id, look_for_stop=length >= self.min_length)
             if stop is not None:
                 return "stop", stop
-        return ("length", None) if seq.num_tokens >= self.max_length else None
+        return ("length", None) if length >= self.max_length else None
 
     def check_token(self, token_id: int) -> tuple[str, int | None] | None:
         """The same for a token alone; the stop_reason is None for the model's own end-of-sequence."""

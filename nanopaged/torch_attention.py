@@ -1,8 +1,8 @@
 """Paged attention in few large PyTorch operations: what runs on a CPU, and anywhere else.
 
-It computes what `reference_attention.py` computes. A chunk of a prompt attends one sequence
-at a time, since there is enough work in it. Decodes have one query each, so all of a batch go together,
-over a flat list of (block, owner) pairs.
+It computes what `reference_attention.py` computes. A chunk of a prompt attends one sequence at a time, since
+there is enough work in it. Decodes have one query each, so all of a batch go together, over a flat list
+of (blocks, owner) rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from nanopaged.attention import Attend, PagedBatch, slots_of, store_kv
 from nanopaged.kv_cache import KVCache
 
 QUERY_TILE = 64  # queries of a prefill that attend at once: their scores stay in the CPU's cache
-KEY_TILE = 2048  # keys that decodes read at once; see `DecodePlan.attend`
+ROW_KEYS = 64  # keys in a row of decodes: smaller matrix products cost nearly as much
+KEY_TILE = 4096  # keys that decodes read at once; see `DecodePlan.attend`
 
 
 class TorchAttention:
@@ -31,7 +32,7 @@ class TorchAttention:
         cache, scale, num_decodes = self.cache, self.scale, batch.num_decodes
         device = cache.data.device
         blocks, offsets = slots_of(batch, cache)
-        decodes = DecodePlan.of(batch, cache.block_size, device) if num_decodes else None
+        decodes = DecodePlan.of(batch, cache) if num_decodes else None
         chunks = _chunks(batch, device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ class TorchAttention:
             q = q * scale
             out = torch.empty_like(q)
             if decodes is not None:
-                out[:num_decodes] = decodes.attend(q[:num_decodes], k_cache, v_cache)
+                out[:num_decodes] = decodes.attend(q[:num_decodes], cache, layer)
             for rows, table, context_len in chunks:
                 if table is None:  # nothing came before the chunk: its own K/V is all there is
                     keys, values = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
@@ -55,83 +56,87 @@ class TorchAttention:
 
 @dataclass
 class DecodePlan:
-    """Every (physical block, sequence that reads it) pair of a batch of decodes.
+    """The blocks that a batch of decodes reads, as rows of (a few blocks, the sequence that reads them).
 
-    One row a pair, whatever the lengths: the work follows the blocks that exist, not the rectangle
-    of the longest sequence, and a block shared by two sequences simply has two rows.
+    The work follows the blocks that exist, not the rectangle of the longest sequence, and a block shared by
+    two sequences simply stands in two rows. Blocks of 16 go four to a row, those of 64 and more alone; the
+    last row of a sequence is filled up with whatever block, and masked.
 
-        tables  0: [5, 2]   1: [0]   2: [3, 8, 1]      block_size = 4, context_lens 6, 4, 9
+        tables  0: [5, 2, 7]   1: [0]   2: [3, 8, 1]      block_size = 32, context_lens 70, 20, 96
 
-                 ── full blocks ──   ─ last ones ─
-        blocks     5     3     8      2   0   1
-        owners     0     2     2      0   1   2        (a last block may be full, too)
-        last_lens                     2   4   1
+                 ─ full rows ─   ────── last ones ──────
+        blocks    5,2     3,8     7,7      0,0      1,1
+        owners     0       2       0        1        2
+        keys       64      64      6        20       32
     """
 
-    blocks: Tensor  # [num_pairs]
-    owners: Tensor  # [num_pairs]
+    runs: Tensor  # [2, num_rows, num_kv_heads, blocks a row]: where K and V are, see `KVCache.runs`
+    owners: Tensor  # [num_rows]
     num_full: int
-    dead: Tensor  # [num_seqs, block_size]: slots of the last blocks that hold nothing
+    dead: Tensor  # [num_seqs, keys a row]: what in the last rows is no key of theirs
+    buffer: Tensor  # [rows a tile, 2, num_kv_heads, keys a row, head_dim], for a tile's K and V
 
     @classmethod
-    def of(cls, batch: PagedBatch, block_size: int, device: torch.device) -> DecodePlan:
+    def of(cls, batch: PagedBatch, cache: KVCache) -> DecodePlan:
+        device = cache.data.device
+        width = max(1, ROW_KEYS // cache.block_size)  # blocks a row
+        keys = width * cache.block_size
         full, owners, last = [], [], []
         context_lens = batch.context_lens[: batch.num_decodes]
-        num_blocks = -(-context_lens // block_size)
-        for owner, (table, n) in enumerate(zip(batch.block_tables, num_blocks.tolist(), strict=False)):
-            full += table[: n - 1]
+        num_rows = -(-context_lens // keys)
+        for owner, (table, n) in enumerate(zip(batch.block_tables, num_rows.tolist(), strict=False)):
+            full += table[: (n - 1) * width]
             owners += [owner] * (n - 1)
-            last.append(table[n - 1])
-        last_lens = torch.from_numpy(context_lens - (num_blocks - 1) * block_size)
+            rest = table[(n - 1) * width : n * width]
+            last += rest + rest[-1:] * (width - len(rest))
+        blocks = torch.tensor(full + last, device=device).view(-1, width)
+        last_lens = torch.from_numpy(context_lens - (num_rows - 1) * keys)
+        runs = cache.run_ids(blocks).transpose(2, 3)
+        tile = min(len(blocks), max(1, KEY_TILE // keys))
+        shape = (tile, 2, cache.shape.num_kv_heads, keys, cache.shape.head_dim)
         return cls(
-            blocks=torch.tensor(full + last, device=device),
-            owners=torch.tensor(owners + list(range(len(last))), device=device),
-            num_full=len(full),
-            dead=(torch.arange(block_size) >= last_lens[:, None]).to(device),
+            runs=runs,
+            owners=torch.tensor(owners + list(range(batch.num_decodes)), device=device),
+            num_full=len(owners),
+            dead=(torch.arange(keys) >= last_lens[:, None]).to(device),
+            buffer=cache.data.new_empty(shape),
         )
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """q [num_seqs, num_heads, head_dim], scaled already → the same shape.
+    def attend(self, q: Tensor, cache: KVCache, layer: int) -> Tensor:
+        """Queries [num_seqs, num_heads, head_dim], scaled already → their outputs, of the same shape.
 
-        Each pair gives a partial result (its maximum m, its sum l, its unnormalised output o); those
+        Each row gives a partial result (its maximum m, its sum l, its unnormalised output o); those
         of one owner are then combined as in the reference, only all at once:
 
             out = Σ exp(m_i - M) · o_i / Σ exp(m_i - M) · l_i       with M = max m_i
 
-        Pairs go through in tiles of about KEY_TILE keys, whose K and V are copied out of the pool
-        into a buffer small enough to stay in the CPU's cache from one tile to the next.
+        Rows go through in tiles of about KEY_TILE keys, whose K and V are copied out of the pool into one
+        buffer, the same for all tiles and layers.
         """
         num_seqs, num_heads, head_dim = q.shape
-        _, num_kv_heads, block_size, _ = k_cache.shape
-        num_pairs = len(self.blocks)
+        _, num_rows, num_kv_heads, _ = self.runs.shape
         q = q.view(num_seqs, num_kv_heads, -1, head_dim)  # [num_seqs, num_kv_heads, group, head_dim]
-        shape = (num_pairs, *q.shape[1:])
-        o = q.new_empty(shape)
-        m = q.new_empty((*shape[:-1], 1), dtype=torch.float32)
+        o = q.new_empty((num_rows, *q.shape[1:]))
+        m = q.new_empty((num_rows, *q.shape[1:3], 1), dtype=torch.float32)
         l = torch.empty_like(m)
-        tile = min(num_pairs, max(1, KEY_TILE // block_size))
-        k_tile, v_tile = q.new_empty((2, tile, *k_cache.shape[1:]))
-        for lo, hi, is_last in self._tiles(tile):
-            # [pairs, num_kv_heads, block_size, head_dim]
-            keys = torch.index_select(k_cache, 0, self.blocks[lo:hi], out=k_tile[: hi - lo])
-            values = torch.index_select(v_cache, 0, self.blocks[lo:hi], out=v_tile[: hi - lo])
-            queries = q.index_select(0, self.owners[lo:hi])
-            scores = torch.matmul(queries, keys.transpose(2, 3)).float()
-            if is_last:  # what lies beyond the context may be anything, even NaN, and 0 · NaN is NaN
-                dead = self.dead[lo - self.num_full : hi - self.num_full, None]
-                scores.masked_fill_(dead[:, :, None], -math.inf)
-                values.masked_fill_(dead[..., None], 0)
+        memory, runs = cache.runs, self.runs + cache.run_offset(layer)
+        tile, *shape = self.buffer.shape
+        for lo in range(0, num_rows, tile):
+            hi = min(lo + tile, num_rows)
+            kv = self.buffer[: hi - lo].view(-1, memory.shape[1])
+            torch.index_select(memory, 0, runs[:, lo:hi].flatten(), out=kv)
+            keys, values = kv.view(2, hi - lo, *shape[1:])
+            scores = torch.matmul(q.index_select(0, self.owners[lo:hi]), keys.transpose(2, 3)).float()
+            if hi > self.num_full:
+                first = max(lo, self.num_full)
+                dead = self.dead[first - self.num_full : hi - self.num_full, None]
+                scores[first - lo :].masked_fill_(dead[:, :, None], -math.inf)
+                _clear(values[first - lo :], dead[..., None])
             torch.amax(scores, -1, keepdim=True, out=m[lo:hi])
             p = scores.sub_(m[lo:hi]).exp_()
             torch.sum(p, -1, keepdim=True, out=l[lo:hi])
             torch.matmul(p.to(q.dtype), values, out=o[lo:hi])
         return self._combine(m, l, o, num_seqs).view(num_seqs, num_heads, head_dim).to(q.dtype)
-
-    def _tiles(self, size: int) -> list[tuple[int, int, bool]]:
-        """(from, to, are they last blocks) for runs of at most `size` pairs."""
-        full = [(lo, min(lo + size, self.num_full), False) for lo in range(0, self.num_full, size)]
-        num_pairs = len(self.blocks)
-        return full + [(lo, min(lo + size, num_pairs), True) for lo in range(self.num_full, num_pairs, size)]
 
     def _combine(self, m: Tensor, l: Tensor, o: Tensor, num_seqs: int) -> Tensor:
         """The partial results of each owner, weighted by exp(m - M) and normalised by their sum."""
@@ -143,6 +148,15 @@ class DecodePlan:
         weight /= total[owners]
         out = m.new_zeros((num_seqs, *o.shape[1:]))
         return out.index_add_(0, owners, o * weight)
+
+
+def _clear(values: Tensor, dead: Tensor) -> None:
+    """Zero `values` where `dead`. What is no key may be anything, even NaN, and 0 · NaN would be NaN.
+
+    It is done to the bits: a bitwise product is vectorised, and `masked_fill_` took ten times as long.
+    """
+    bits = {2: torch.int16, 4: torch.int32}[values.element_size()]
+    values.view(bits).bitwise_and_(dead.to(bits) - 1)  # dead: 1 - 1 = no bits; alive: 0 - 1 = all bits
 
 
 def _chunks(batch: PagedBatch, device: torch.device) -> list[tuple[slice, Tensor | None, int]]:

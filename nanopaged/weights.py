@@ -75,7 +75,7 @@ def load_model(
 
 def _draw_weights(model: Model, seed: int) -> None:
     """Random weights of the size training starts from: for measuring, not for reading what it says."""
-    generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(seed)
+    generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(seed % 2**63)
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
             weight.data.fill_(1.0)
@@ -136,6 +136,8 @@ def _weight_slots(model: Model) -> dict[str, Tensor]:
 
 def _weight_files(folder: Path) -> list[Path]:
     index = read_json(folder / "model.safetensors.index.json")
+    if index and not isinstance(index.get("weight_map"), dict):
+        raise ValueError(f"{folder}/model.safetensors.index.json has no weight_map")
     names = set(index["weight_map"].values()) if index else {"model.safetensors"}
     if not index and not (folder / "model.safetensors").is_file():
         names = {file.name for file in folder.glob("*.safetensors")}

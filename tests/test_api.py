@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from conftest import MAX_MODEL_LEN, VOCAB_SIZE, Oracle
 
-from nanopaged import LLM, EngineConfig, LLMEngine, SamplingParams
+from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from nanopaged.detokenizer import Detokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -97,7 +100,10 @@ def test_the_pool_is_never_larger_than_useful(qwen3: Oracle) -> None:
         ("seed", 1.5, TypeError, "seed must be an int"),
         ("stop", ["a", ""], ValueError, "empty string"),
         ("stop", [3], TypeError, "stop must be a string"),
-        ("stop_token_ids", [-1], ValueError, "stop_token_ids is -1"),
+        ("stop", 5, TypeError, "stop must be a list, got 5"),
+        ("stop_token_ids", 5, TypeError, "stop_token_ids must be a list, got 5"),
+        ("stop_token_ids", ["a"], TypeError, "stop_token_ids must be ints, got 'a'"),
+        ("stop_token_ids", [-1], ValueError, "stop_token_ids has -1"),
         ("logprobs", -1, ValueError, "logprobs is -1"),
         ("prompt_logprobs", True, TypeError, "prompt_logprobs must be an int"),
         ("ignore_eos", 1, TypeError, "ignore_eos must be True or False"),
@@ -121,6 +127,9 @@ def test_bad_sampling_params(field: str, value: object, error: type, message: st
         ([1, 2.5], TypeError, "token ids must be ints, got 2.5"),
         ("text", ValueError, "no tokenizer"),
         (None, TypeError, "a prompt is a str or a list of token ids"),
+        (b"bytes", TypeError, "a prompt is a str or a list of token ids, got bytes"),
+        ({"prompt_token_ids": [1]}, TypeError, "a prompt is a str or a list of token ids, got dict"),
+        (torch.tensor(5), TypeError, "a prompt is a str or a list of token ids"),
         ([1] * MAX_MODEL_LEN, ValueError, f"{MAX_MODEL_LEN} tokens, but max_model_len is {MAX_MODEL_LEN}"),
         ([1] * 60, ValueError, r"may need 9 blocks of 8 slots, but the whole pool has 8"),
     ],
@@ -174,6 +183,45 @@ def test_ids_must_be_unique_among_the_unfinished(llm: LLM) -> None:
         llm.engine.abort_request("a")
 
 
+def test_numpy_and_torch_numbers_are_numbers(llm: LLM, qwen3: Oracle) -> None:
+    """Past bug: a numpy seed passed the checks and broke every step."""
+    expected = qwen3.greedy([1, 2, 3], 8)
+    for prompt in (np.array([1, 2, 3]), torch.tensor([1, 2, 3]), (1, 2, 3), [np.int32(1), 2, 3]):
+        (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == expected
+    outputs = llm.generate([torch.tensor([1, 2, 3]), np.array([4])], GREEDY, use_tqdm=False)
+    assert [len(output.prompt_token_ids) for output in outputs] == [3, 1]
+    texts = set()
+    for seed in (np.int64(5), np.uint64(5), 5, 5 + 2**64):
+        params = SamplingParams(seed=seed, max_tokens=np.int64(6), top_k=np.int32(9), ignore_eos=True)
+        (output,) = llm.generate([1, 2, 3], params, use_tqdm=False)
+        texts.add(tuple(output.outputs[0].token_ids))
+    assert len(texts) == 1
+    params = SamplingParams(stop_token_ids=np.array([3, 4]), stop=None)
+    assert params.stop_token_ids == (3, 4)
+    assert EngineConfig(seed=np.int64(3)).seed == 3
+    LLM(qwen3.folder, num_blocks=8, load_format="dummy", seed=2**70)
+
+
+def test_wrong_kinds_of_arguments(llm: LLM, tiny: LLM) -> None:
+    with pytest.raises(TypeError, match="prompts are a str"):
+        llm.generate({"prompt_token_ids": [1]}, use_tqdm=False)
+    with pytest.raises(TypeError, match="prompts are a str"):
+        llm.generate(None, use_tqdm=False)
+    with pytest.raises(TypeError, match="params are SamplingParams"):
+        llm.generate([1], {"temperature": 0}, use_tqdm=False)
+    with pytest.raises(TypeError, match="stream takes one prompt"):
+        tiny.stream(["a", "b"])
+    with pytest.raises(TypeError, match="a conversation is a list"):
+        tiny.chat("hello")
+    with pytest.raises(ValueError, match="needs a 'role' and a 'content'"):
+        tiny.chat([{"role": "user"}])
+    with pytest.raises(ValueError, match="device 'meta' cannot be used"):
+        LLM(device="meta")
+    with pytest.raises(ValueError, match="blocks of K/V need .* bytes on cpu"):
+        LLM(num_blocks=10**9, block_size=10**6)
+
+
 def test_mismatched_lists(llm: LLM) -> None:
     with pytest.raises(ValueError, match="3 prompts, but 2 params"):
         llm.generate([[1], [2], [3]], [GREEDY, GREEDY], use_tqdm=False)
@@ -205,6 +253,77 @@ def test_an_exception_in_the_model_leaves_the_engine_usable(llm: LLM, qwen3: Ora
     (output,) = llm.generate([[1, 2]], GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == qwen3.greedy([1, 2], 8)
     del model.forward
+
+
+def test_scores_that_are_not_finite_are_an_error(llm: LLM) -> None:
+    """NaN must not become a token; the message names the request, which can then be aborted."""
+    engine, model = llm.engine, llm.engine.runner.model
+    model.logits = lambda hidden: type(model).logits(model, hidden) * math.nan
+    for params in (GREEDY, SamplingParams(), BeamSearchParams(beam_width=2)):
+        engine.add_request("sick", [1, 2, 3], params)
+        with pytest.raises(FloatingPointError, match="request 'sick' at position 3 are not finite"):
+            engine.step()
+        engine.check_invariants()
+        engine.abort_request("sick")
+    del model.logits
+    assert engine.stats().num_used_blocks == 0
+
+
+def test_an_exception_while_results_are_booked(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of the bookkeeping: who was done is done, the others go on undisturbed."""
+    engine = tiny.engine
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    expected = {}
+    for prompt in ("ROMEO:", "JULIET:", "NURSE:"):
+        expected[prompt] = tiny.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    for prompt in expected:
+        engine.add_request(prompt, prompt, params)
+    requests = dict(engine.requests)
+    push, calls = Detokenizer.push, []
+
+    def interrupted(self: Detokenizer, *args: object, **kwargs: object) -> str | None:
+        calls.append(args)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return push(self, *args, **kwargs)
+
+    monkeypatch.setattr(Detokenizer, "push", interrupted)
+    engine.step()
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.check_invariants()
+    assert len(engine.requests) == 2
+    while engine.has_unfinished_requests():
+        engine.step()
+    for prompt, request in requests.items():
+        completion = RequestOutput.of(request).outputs[0]
+        assert (completion.token_ids, completion.text) == (expected[prompt].token_ids, expected[prompt].text)
+    assert engine.stats().num_used_blocks == 0
+
+
+def test_outputs_for_others_are_not_lost(llm: LLM) -> None:
+    """`generate` finishes somebody else's request by the way: the next step of theirs returns it."""
+    llm.engine.add_request("theirs", [1, 2], SamplingParams(max_tokens=2, ignore_eos=True))
+    llm.generate([[3, 4]], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+    assert llm.engine.has_unfinished_requests()
+    (output,) = llm.engine.step()
+    assert output.request_id == "theirs"
+    assert output.finished
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_ids_of_the_front_end_and_of_the_user_do_not_collide(llm: LLM) -> None:
+    for i in range(1000):
+        llm.engine.add_request(f"llm-{i}", [1], GREEDY)
+    (output,) = llm.generate([[1, 2]], GREEDY, use_tqdm=False)
+    assert output.finished
+    stream = llm.stream([1, 2], GREEDY)
+    for i in range(1000, 1200):
+        llm.engine.add_request(f"llm-{i}", [1], GREEDY)
+    with pytest.raises(ValueError, match="is taken"):
+        next(stream)
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
 
 
 # ── what comes back ───────────────────────────────────────────────────────────────────────────────
@@ -262,6 +381,30 @@ def test_metrics_and_stats_add_up(tiny: LLM) -> None:
         metrics = output.metrics
         assert metrics.arrival_time <= metrics.first_token_time <= metrics.finish_time
         assert metrics.num_preemptions == 0
+
+
+def test_an_output_is_the_users_own(llm: LLM) -> None:
+    """Whatever the user does to the lists in an output, the request goes on."""
+    llm.engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True, prompt_logprobs=0))
+    while llm.engine.has_unfinished_requests():
+        (output,) = llm.engine.step()
+        assert len(output.prompt_logprobs) == 3
+        output.prompt_token_ids.clear()
+        output.prompt_logprobs.clear()
+        length = len(output.outputs[0].token_ids)
+        output.outputs[0].token_ids.clear()
+    assert length == 4
+
+
+def test_generated_tokens_are_counted_alike(llm: LLM) -> None:
+    for params, expected in (
+        (SamplingParams(max_tokens=5, ignore_eos=True), 5),
+        (SamplingParams(n=3, max_tokens=5, ignore_eos=True), 15),
+        (BeamSearchParams(beam_width=4, max_tokens=5, ignore_eos=True), 20),
+    ):
+        before = llm.engine.stats().num_generated_tokens
+        llm.generate([1, 2], params, use_tqdm=False)
+        assert llm.engine.stats().num_generated_tokens - before == expected
 
 
 def test_stats_while_running(qwen3: Oracle) -> None:

@@ -322,6 +322,48 @@ def test_all_kinds_mixed_give_what_each_gives_alone(
     assert (num_preemptions > 0) == (num_blocks < 100)
 
 
+@pytest.mark.parametrize("beams", [True, False])
+def test_a_preempted_family_comes_back_without_chunked_prefill(qwen3: Oracle, beams: bool) -> None:
+    """Past bug: the family's tokens together exceed any step's budget, and it waited for ever."""
+    llm = LLM(
+        qwen3.folder,
+        num_blocks=20,
+        block_size=8,
+        max_model_len=100,
+        max_num_batched_tokens=100,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+        preemption="recompute",
+    )
+    engine = llm.engine
+    engine.add_request("early", [1] * 8, SamplingParams(max_tokens=90, ignore_eos=True))
+    for _ in range(50):
+        engine.step()
+    family = (
+        BeamSearchParams(beam_width=4, max_tokens=26, ignore_eos=True)
+        if beams
+        else sampling(4, max_tokens=26)
+    )
+    engine.add_request("family", [2] * 30, family)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            last = output
+        engine.check_invariants()
+    assert last.request_id == "family"
+    assert last.metrics.num_preemptions > 0
+    assert [len(text) for text in texts(last)] == [26] * 4
+
+
+def test_unfinished_beams_are_reported_once_a_token(qwen3: Oracle) -> None:
+    """Budget 1: three steps for one token of each of three beams, and one report."""
+    llm = LLM(qwen3.folder, num_blocks=40, max_num_batched_tokens=1)
+    llm.engine.add_request("a", [1, 2], BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True))
+    reports = []
+    while llm.engine.has_unfinished_requests():
+        reports += llm.engine.step()
+    assert [len(report.outputs[0].token_ids) for report in reports] == [1, 2, 3, 4]
+
+
 def test_beams_are_streamed_and_aborted(qwen3: Oracle) -> None:
     llm = LLM(qwen3.folder, num_blocks=200)
     params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
@@ -355,6 +397,7 @@ def test_beam_search_text_and_types() -> None:
         ({"beam_width": 0}, ValueError, "beam_width is 0"),
         ({}, TypeError, "beam_width"),
         ({"beam_width": 2, "early_stopping": "maybe"}, ValueError, "early_stopping is 'maybe'"),
+        ({"beam_width": 2, "early_stopping": 1}, ValueError, "early_stopping is 1"),
         ({"beam_width": 2, "length_penalty": float("nan")}, ValueError, "length_penalty is nan"),
         ({"beam_width": 2, "max_tokens": 0}, ValueError, "max_tokens is 0"),
         ({"beam_width": 2, "min_tokens": 20}, ValueError, "min_tokens is 20"),

@@ -57,6 +57,20 @@ def test_text_is_what_the_tokenizer_decodes(tokenizer: PreTrainedTokenizerBase) 
         assert set(whole[len(shown) :]) <= {"\ufffd"}
 
 
+def test_a_fork_goes_on_with_the_same_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Forked anywhere, in the middle of a character too, both say what a single one would have said."""
+    token_ids = tokenizer.encode("a naïve 漢字 🙂, <|im_end|>and so on.")
+    for cut in range(len(token_ids)):
+        original = Detokenizer(tokenizer.backend_tokenizer)
+        for token_id in token_ids[:cut]:
+            original.push(token_id)
+        fork = original.fork()
+        for token_id in token_ids[cut:]:
+            original.push(token_id)
+            fork.push(token_id)
+        assert fork.text == original.text == tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
 def test_a_stop_string_split_over_tokens_ends_the_text_before_it(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
@@ -155,9 +169,8 @@ def test_stop_strings_are_not_looked_for_before_min_tokens(tokenizer: PreTrained
     rules = StopRules.of(params, 1, frozenset(), max_model_len=100)
     verdicts = []
     for token_id in token_ids:
-        seq.token_ids.append(token_id)
+        verdicts.append(rules.check(seq, token_id))
         seq.num_tokens += 1
-        verdicts.append(rules.check(seq))
     assert verdicts[:-1] == [None] * (len(token_ids) - 1)
     assert verdicts[-1] == ("stop", "ab")
     assert seq.detokenizer.text == "ab", "the earlier one stays in the text"

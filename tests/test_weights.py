@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -129,8 +130,7 @@ def test_dtypes(oracle: Oracle, dtype: str) -> None:
 
 
 def test_auto_dtype_is_the_checkpoints(qwen3: Oracle, tmp_path: Path) -> None:
-    qwen3.model.to(torch.bfloat16).save_pretrained(tmp_path)
-    qwen3.model.float()
+    copy.deepcopy(qwen3.model).to(torch.bfloat16).save_pretrained(tmp_path)
     assert LLM(tmp_path, num_blocks=8).engine.runner.dtype == torch.bfloat16
     assert LLM(qwen3.folder, num_blocks=8).engine.runner.dtype == torch.float32
 
@@ -191,6 +191,9 @@ def test_eos_ids_come_from_generation_config_and_tokenizer(tmp_path: Path) -> No
             "dynamic",
         ),
         ({"use_sliding_window": True, "sliding_window": 8}, "sliding"),
+        ({"dtype": "float64"}, "dtype 'float64'"),
+        ({"dtype": "auto"}, "dtype 'auto'"),
+        ({"num_hidden_layers": "two"}, "cannot be used"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(qwen3_folder: Path, edit: dict, message: str) -> None:
@@ -283,6 +286,12 @@ def test_a_hub_id_is_downloaded(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) 
 def test_broken_json(qwen3_folder: Path) -> None:
     (qwen3_folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        LLM(qwen3_folder, num_blocks=8)
+    (qwen3_folder / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"config\.json holds a list"):
+        LLM(qwen3_folder, num_blocks=8)
+    (qwen3_folder / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="model_type None, which is not supported"):
         LLM(qwen3_folder, num_blocks=8)
 
 
