@@ -134,7 +134,6 @@ class Scheduler:
         False if the latest was `request` itself: then it no longer runs, and its copies are taken back. (A
         victim that is not `request` comes after it and has not had its turn in this step.)
         """
-        num_copies = len(batch.copies)
         may_share = len(request.live) > 1  # a block that is written is shared by siblings, if at all
         for seq in request.live:
             while seq.num_tokens > seq.num_slots or (
@@ -145,8 +144,9 @@ class Scheduler:
                 except OutOfBlocks:
                     victim = self.running.pop()
                     if victim is request:
-                        self.block_manager.undo_copies(batch.copies[num_copies:])
-                        del batch.copies[num_copies:]
+                        own = [copy for copy in batch.copies if copy.seq.request is request]
+                        self.block_manager.undo_copies(own)
+                        batch.copies = batch.copies[: len(batch.copies) - len(own)]  # they are the last
                     self._preempt(victim, batch)
                     if victim is request:
                         return False
@@ -232,7 +232,7 @@ class Scheduler:
             request.prompt_logprobs.extend(logprobs)
         block_size = self.block_manager.block_size
         progressed: dict[Request, None] = {}  # a set that keeps the order
-        some_ended = False
+        some_ended, num_generated = False, 0
         try:
             for seq, samples in zip(batch.sequences, result.samples, strict=True):
                 seq.num_computed_tokens += seq.num_new_tokens
@@ -240,7 +240,7 @@ class Scheduler:
                     self.block_manager.close_blocks(seq)
                 if len(samples) == 1:
                     progressed[seq.request] = None
-                    self.num_generated_tokens += 1
+                    num_generated += 1
                     if seq.append(samples[0]):
                         self.block_manager.free(seq)
                         some_ended = True
@@ -251,6 +251,7 @@ class Scheduler:
             self._step_back(batch)
             raise
         finally:
+            self.num_generated_tokens += num_generated
             if some_ended:
                 self.running = [request for request in self.running if request.live]
         return list(progressed)
