@@ -234,6 +234,7 @@ class BlockManager:
                 self._promised.append(block)
 
     def keep_promises(self) -> None:
+        """The step went well: what was promised is there."""
         self._promised.clear()
 
     def break_promises(self) -> None:
@@ -262,10 +263,12 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
+        """Blocks that can be had at once, the cached ones included."""
         return self.pool.num_free
 
     @property
     def num_cached_blocks(self) -> int:
+        """Blocks without an owner whose contents can still be found."""
         return len(self.pool.cached)
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:

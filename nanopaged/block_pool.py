@@ -51,6 +51,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        """Blocks nobody owns."""
         return len(self.empty) + len(self.cached)
 
     def take(self) -> Block:
@@ -79,9 +80,11 @@ class BlockPool:
                 self.cached[block.block_id] = block
 
     def publish(self, block: Block, key: int, parent: Block | None, tokens: bytes) -> None:
+        """Make a full block findable under the hash `key`."""
         block.hash, block.parent, block.tokens = key, parent, tokens
         self.index[key] = block
 
     def unpublish(self, block: Block) -> None:
+        """Forget what is in the block."""
         del self.index[block.hash]
         block.hash = block.parent = block.tokens = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
 from typing import ClassVar
@@ -97,7 +97,7 @@ class EngineConfig:
         ValueError: a value out of its range; the message says which and what would do.
     """
 
-    model: str | Path | None = None
+    model: str | Path | None = field(default=None, kw_only=False)
     dtype: str = "auto"
     device: str = "auto"
     block_size: int = 16
@@ -227,6 +227,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, without randomness."""
         return self.temperature == 0
 
     @property

@@ -57,6 +57,8 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """Attention and MLP, each after a norm and added to what came in."""
+
     def __init__(self, config: ModelConfig, layer: int, like: Tensor) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, like)

@@ -68,6 +68,7 @@ class CompletionOutput:
 
     @classmethod
     def of(cls, seq: Sequence, wants_logprobs: bool) -> CompletionOutput:
+        """The sequence as it stands now."""
         return cls(
             index=seq.index,
             text=seq.detokenizer.visible(seq.finished) if seq.detokenizer is not None else "",
@@ -119,6 +120,7 @@ class RequestOutput:
 
     @classmethod
     def of(cls, request: Request) -> RequestOutput:
+        """The request as it stands now; the lists in it are the user's own."""
         wants_logprobs = request.params.logprobs is not None
         recorded = request.prompt_logprobs
         return cls(

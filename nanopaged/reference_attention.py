@@ -63,6 +63,7 @@ class ReferenceAttention:
         self.scale = scale
 
     def plan(self, batch: PagedBatch) -> Attend:
+        """The step's `attend`: store first, then query by query."""
         blocks, offsets = slots_of(batch, self.cache)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ class Scheduler:
         self.num_generated_tokens = 0
 
     def add(self, request: Request) -> None:
+        """Put a new request at the end of the queue."""
         self.waiting[request.request_id] = request
 
     def abort(self, request: Request) -> None:
@@ -72,6 +73,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
+        """Whether anything is running or waiting."""
         return bool(self.running or self.waiting)
 
     @property

@@ -173,6 +173,7 @@ class Request:
         return recorded is not None and len(recorded) < self.sequences[0].num_prompt_tokens
 
     def finish(self, seq: Sequence, finish_reason: str, stop_reason: int | str | None) -> None:
+        """One of its sequences has ended; with the last one the request has."""
         seq.finish_reason, seq.stop_reason = finish_reason, stop_reason
         self.live.remove(seq)
         if self.finished:

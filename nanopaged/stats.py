@@ -47,6 +47,7 @@ class EngineStats:
 
     @classmethod
     def of(cls, scheduler: Scheduler, num_steps: int) -> EngineStats:
+        """Gather them from the scheduler and what it manages."""
         blocks, swapper, sequences = scheduler.block_manager, scheduler.swapper, scheduler.sequences
         num_swapped = len(swapper.requests)
         return cls(

@@ -34,6 +34,7 @@ class StopRules:
         eos_token_ids: frozenset[int],
         max_model_len: int,
     ) -> StopRules:
+        """The rules for a prompt of that length, of a model with these end-of-sequence ids."""
         eos = frozenset() if params.ignore_eos else eos_token_ids
         return cls(
             token_ids=eos | frozenset(params.stop_token_ids),

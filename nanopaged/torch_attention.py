@@ -22,13 +22,14 @@ KEY_TILE = 4096  # keys that decodes read at once; see `DecodePlan.attend`
 
 
 class TorchAttention:
-    """Decodes over a flat list of (block, owner) pairs, prefill chunks one sequence at a time."""
+    """Decodes over a flat list of (blocks, owner) rows, prefill chunks one sequence at a time."""
 
     def __init__(self, cache: KVCache, scale: float) -> None:
         self.cache = cache
         self.scale = scale
 
     def plan(self, batch: PagedBatch) -> Attend:
+        """The step's `attend`: store first, then decodes and chunks."""
         cache, scale, num_decodes = self.cache, self.scale, batch.num_decodes
         device = cache.data.device
         blocks, offsets = slots_of(batch, cache)
@@ -78,6 +79,7 @@ class DecodePlan:
 
     @classmethod
     def of(cls, batch: PagedBatch, cache: KVCache) -> DecodePlan:
+        """Lay out the rows of the batch's decodes, the full ones first."""
         device = cache.data.device
         width = max(1, ROW_KEYS // cache.block_size)  # blocks a row
         keys = width * cache.block_size
