@@ -94,9 +94,8 @@ class LLMEngine:
         If the model fails, the exception passes through, no request has made progress, and the next step
         tries again: abort the request that is to blame, or go on.
         """
-        held, self._held = self._held, []
         if not self.scheduler.has_unfinished:
-            return held
+            return self._hand_out([])
         batch = self.scheduler.schedule()
         try:
             result = self.runner.execute(batch)
@@ -108,7 +107,7 @@ class LLMEngine:
         finally:
             self._forget_finished(batch)
         self.num_steps += 1
-        return held + [RequestOutput.of(request) for request in progressed]
+        return self._hand_out([RequestOutput.of(request) for request in progressed])
 
     def _forget_finished(self, batch: ScheduledBatch) -> None:
         for seq in batch.sequences:
@@ -118,6 +117,10 @@ class LLMEngine:
     def hold(self, output: RequestOutput) -> None:
         """Hand `output` out again at the next step: whoever ran this one was not the one to get it."""
         self._held.append(output)
+
+    def _hand_out(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        held, self._held = self._held, []
+        return held + outputs
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────
 
