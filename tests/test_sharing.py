@@ -290,7 +290,7 @@ def mixed_params(rng: random.Random) -> Params:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
 @pytest.mark.parametrize(("num_blocks", "budget"), [(300, 2048), (300, 5), (46, 2048), (23, 7)])
 def test_all_kinds_mixed_give_what_each_gives_alone(
     qwen3: Oracle, num_blocks: int, budget: int, preemption: str, prefix_caching: bool
@@ -318,8 +318,10 @@ def test_all_kinds_mixed_give_what_each_gives_alone(
             assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-4)
             assert a.finish_reason == b.finish_reason
     assert llm.engine.stats().num_blocks_copied > 0
-    num_preemptions = getattr(llm.engine.stats(), f"num_preemptions_{preemption}")
-    assert (num_preemptions > 0) == (num_blocks < 100)
+    stats = llm.engine.stats()
+    counts = {"recompute": stats.num_preemptions_recompute, "swap": stats.num_preemptions_swap}
+    counts["auto"] = sum(counts.values())
+    assert (counts[preemption] > 0) == (num_blocks < 100)
 
 
 @pytest.mark.parametrize("beams", [True, False])
