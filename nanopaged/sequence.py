@@ -66,6 +66,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
@@ -75,6 +76,7 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
+        """The generated tokens, as a list of their own."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property

@@ -75,7 +75,8 @@ class DecodePlan:
     owners: Tensor  # [num_rows]
     num_full: int
     dead: Tensor  # [num_seqs, keys a row]: what in the last rows is no key of theirs
-    buffer: Tensor  # [rows a tile, 2, num_kv_heads, keys a row, head_dim], for a tile's K and V
+    tile: int  # rows that are read at once
+    buffer: Tensor  # [tile · 2 · num_kv_heads · blocks a row, block_size · head_dim]: a tile's K, then its V
 
     @classmethod
     def of(cls, batch: PagedBatch, cache: KVCache) -> DecodePlan:
@@ -93,15 +94,15 @@ class DecodePlan:
             last += rest + rest[-1:] * (width - len(rest))
         blocks = torch.tensor(full + last, device=device).view(-1, width)
         last_lens = torch.from_numpy(context_lens - (num_rows - 1) * keys)
-        runs = cache.run_ids(blocks).transpose(2, 3)
         tile = min(len(blocks), max(1, KEY_TILE // keys))
-        shape = (tile, 2, cache.shape.num_kv_heads, keys, cache.shape.head_dim)
+        num_runs = tile * 2 * cache.shape.num_kv_heads * width
         return cls(
-            runs=runs,
+            runs=cache.run_ids(blocks).transpose(2, 3),
             owners=torch.tensor(owners + list(range(batch.num_decodes)), device=device),
             num_full=len(owners),
             dead=(torch.arange(keys) >= last_lens[:, None]).to(device),
-            buffer=cache.data.new_empty(shape),
+            tile=tile,
+            buffer=cache.data.new_empty(num_runs, cache.runs.shape[1]),
         )
 
     def attend(self, q: Tensor, cache: KVCache, layer: int) -> Tensor:
@@ -121,13 +122,12 @@ class DecodePlan:
         o = q.new_empty((num_rows, *q.shape[1:]))
         m = q.new_empty((num_rows, *q.shape[1:3], 1), dtype=torch.float32)
         l = torch.empty_like(m)
-        memory, runs = cache.runs, self.runs + cache.run_offset(layer)
-        tile, *shape = self.buffer.shape
-        for lo in range(0, num_rows, tile):
-            hi = min(lo + tile, num_rows)
-            kv = self.buffer[: hi - lo].view(-1, memory.shape[1])
-            torch.index_select(memory, 0, runs[:, lo:hi].flatten(), out=kv)
-            keys, values = kv.view(2, hi - lo, *shape[1:])
+        runs = self.runs + cache.run_offset(layer)
+        for lo in range(0, num_rows, self.tile):
+            hi = min(lo + self.tile, num_rows)
+            wanted = runs[:, lo:hi].flatten()
+            kv = torch.index_select(cache.runs, 0, wanted, out=self.buffer[: len(wanted)])
+            keys, values = kv.view(2, hi - lo, num_kv_heads, -1, head_dim)  # each [rows, …, keys a row, …]
             scores = torch.matmul(q.index_select(0, self.owners[lo:hi]), keys.transpose(2, 3)).float()
             if hi > self.num_full:
                 first = max(lo, self.num_full)
