@@ -83,26 +83,22 @@ class KVCache:
         """Views of one layer's K and V, each [num_blocks, num_kv_heads, block_size, head_dim]."""
         return self.data[:, layer, 0], self.data[:, layer, 1]
 
-    @property
-    def runs(self) -> torch.Tensor:
-        """The same memory as runs: the slots of one head of one block, K or V of one layer, lie together.
+    def runs(self, layer: int) -> torch.Tensor:
+        """The memory as runs: the slots of one head of one block, K or V of one layer, lie together.
 
-        [num_runs, block_size · head_dim]; `run_ids` says which is which.
+        [num_runs, block_size · head_dim], from the layer's first run on; `run_ids` says which is which.
         """
         length = self.block_size * self.shape.head_dim
-        return self.data.as_strided((self.data.numel() // length, length), (length, 1))
+        start = layer * self.data.stride(1)
+        return self.data.as_strided(((self.data.numel() - start) // length, length), (length, 1), start)
 
     def run_ids(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Where K and V of layer 0 are: blocks [...] → their runs [2, ..., num_kv_heads]."""
+        """Where K and V of a layer are: blocks [...] → their rows of `runs` [2, ..., num_kv_heads]."""
         length = self.block_size * self.shape.head_dim
         block, _, kv, head, _, _ = (stride // length for stride in self.data.stride())
         heads = torch.arange(self.shape.num_kv_heads, device=blocks.device)
         keys = blocks[..., None] * block + heads * head
         return torch.stack((keys, keys + kv))
-
-    def run_offset(self, layer: int) -> int:
-        """What to add to `run_ids` for another layer."""
-        return layer * self.data.stride(1) // (self.block_size * self.shape.head_dim)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers at once: dst gets what src holds, for each (src, dst)."""

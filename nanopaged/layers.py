@@ -59,7 +59,20 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_normalize(x, self.eps).mul_(self.weight)
+
+
+def rms_normalize(x: Tensor, eps: float) -> Tensor:
+    """x / √(mean(x²) + ε) over the last dimension: worked out in float32, returned in the type of x.
+
+    A GPU has one kernel for it. On a CPU PyTorch takes eight steps with a temporary each, which for a
+    long prompt in bfloat16 costs ten times the arithmetic; here it is one temporary, changed in place.
+    """
+    if x.is_cuda:
+        return F.rms_norm(x, x.shape[-1:], None, eps)
+    y = x.to(torch.float32, copy=True)
+    mean = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+    return y.mul_(mean.add_(eps).rsqrt_()).to(x.dtype)
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
@@ -86,8 +99,6 @@ class Rotary(nn.Module):
     The pair (x_i, x_{i + half}) is turned by the angle a_i of its position:
 
         x_i cos a_i - x_{i + half} sin a_i        x_{i + half} cos a_i + x_i sin a_i
-
-    With the halves of x swapped, and the sign put into the table of sines, that is x · cos + swapped · sin.
     """
 
     def __init__(self, config: ModelConfig, max_positions: int, like: Tensor) -> None:
@@ -95,14 +106,17 @@ class Rotary(nn.Module):
         positions = torch.arange(max_positions, dtype=torch.float32)
         angles = torch.outer(positions, rotary_frequencies(config))  # [max_positions, head_dim / 2]
         self.cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(like)
-        self.sin = torch.cat((-angles.sin(), angles.sin()), dim=-1).to(like)
+        self.sin = angles.sin().to(like)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The tables at `positions` [num_tokens], each [num_tokens, 1, head_dim]."""
+        """cos [num_tokens, 1, head_dim] (for both halves) and sin [num_tokens, 1, head_dim / 2]."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn x [num_tokens, heads, head_dim] by the tables of its positions."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
+    turned = x * cos
+    (first, second), (out_first, out_second) = x.chunk(2, dim=-1), turned.chunk(2, dim=-1)
+    out_first.addcmul_(second, sin, value=-1)
+    out_second.addcmul_(first, sin)
+    return turned

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopaged.attention import Attend
-from nanopaged.layers import Linear, RMSNorm, Rotary, rotate
+from nanopaged.layers import Linear, RMSNorm, Rotary, rms_normalize, rotate
 from nanopaged.model_config import ModelConfig
 
 
@@ -37,7 +37,9 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
         if self.q_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, :num_heads]), self.k_norm(qk[:, num_heads:])), dim=1)
+            qk = rms_normalize(qk, self.q_norm.eps)  # head by head
+            qk[:, :num_heads] *= self.q_norm.weight
+            qk[:, num_heads:] *= self.k_norm.weight
         q, k = rotate(qk, cos, sin).split(self.heads, dim=1)  # each [num_tokens, its heads, head_dim]
         return self.o_proj(attend(self.layer, q, k, v).flatten(1))
 
@@ -53,7 +55,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(gate).mul_(up))
 
 
 class DecoderLayer(nn.Module):
@@ -67,8 +69,9 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, like)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x += self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        x += self.mlp(self.post_attention_layernorm(x))
+        return x
 
 
 class Model(nn.Module):

@@ -184,9 +184,9 @@ class ModelRunner:
         scored: list[Logprobs] = []
         for lo in range(first, end, LOGITS_TILE):
             hi = min(lo + LOGITS_TILE, end)
-            logits = self.model.logits(hidden[lo - start : hi - start])
+            logprobs = self.model.logits(hidden[lo - start : hi - start]).log_softmax(-1)
             actual = torch.tensor(seq.token_ids[lo + 1 : hi + 1], device=self.device)
-            scored += top_logprobs(logits, actual, [request.params.prompt_logprobs] * (hi - lo))
+            scored += top_logprobs(logprobs, actual, [request.params.prompt_logprobs] * (hi - lo))
         return scored
 
 

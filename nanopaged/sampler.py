@@ -38,9 +38,10 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> list[Sample]:
     """Draw one token for each row of `logits` [len(rows), vocab_size] (float32)."""
     token_ids = choose(logits, rows)
     num_logprobs = [row.params.logprobs for row in rows]
-    scores = logits.gather(1, token_ids[:, None])[:, 0] - logits.logsumexp(-1)
-    logprobs = top_logprobs(logits, token_ids, num_logprobs)
-    return [Sample(*drawn) for drawn in zip(token_ids.tolist(), scores.tolist(), logprobs, strict=True)]
+    logprobs = logits.log_softmax(-1)
+    scores = logprobs.gather(1, token_ids[:, None])[:, 0]
+    tables = top_logprobs(logprobs, token_ids, num_logprobs)
+    return [Sample(*drawn) for drawn in zip(token_ids.tolist(), scores.tolist(), tables, strict=True)]
 
 
 def choose(logits: Tensor, rows: list[SampleRow]) -> Tensor:
@@ -125,17 +126,18 @@ def most_likely(logits: Tensor, k: int, banned_token_ids: Collection[int]) -> li
     return [Sample(*pair) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
 
 
-def top_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: list[int | None]) -> list[Logprobs | None]:
+def top_logprobs(
+    logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int | None]
+) -> list[Logprobs | None]:
     """For each row that asks: the chosen token's log-probability and those of the most likely ones.
 
     Args:
-        logits: [rows, vocab_size].
+        logprobs: [rows, vocab_size], of all tokens.
         token_ids: [rows], the chosen (or, in a prompt, the actual) tokens.
         num_logprobs: how many of the most likely each row wants; None wants nothing at all.
     """
     if all(k is None for k in num_logprobs):
         return [None] * len(num_logprobs)
-    logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > chosen).sum(-1) + 1
     best = logprobs.topk(max(k for k in num_logprobs if k is not None))

@@ -100,10 +100,12 @@ def test_backends_equal_dense_attention(
         torch.testing.assert_close(case.run(backend), expected, atol=2e-5, rtol=1e-4)
 
 
-def test_many_tiles_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decodes whose blocks fill several tiles, the last ones too."""
-    monkeypatch.setattr("nanopaged.torch_attention.KEY_TILE", 12)
-    case = Case([(n, 1) for n in (50, 3, 21, 8, 7, 33, 0, 12)], 4, (4, 2), 16)
+@pytest.mark.parametrize("rows_a_tile", [0, 1, 3, 5])
+def test_many_tiles_of_rows(rows_a_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full rows only, last rows only, both in one tile; a tile too small for a row takes one all the same."""
+    row_bytes = 2 * 64 * 2 * 16 * 4  # K and V of 64 keys, 2 heads of 16, float32
+    monkeypatch.setattr("nanopaged.torch_attention.KV_TILE", max(1, rows_a_tile * row_bytes))
+    case = Case([(n, 1) for n in (150, 3, 21, 64, 63, 333, 0, 12, 128)], 4, (4, 2), 16)
     torch.testing.assert_close(case.run("torch"), case.dense(), atol=2e-5, rtol=1e-4)
 
 
