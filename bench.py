@@ -71,19 +71,31 @@ def throughput(args: argparse.Namespace) -> None:
         f"{args.requests} requests, {sum(map(len, workload.prompts))} prompt and "
         f"{sum(workload.max_tokens)} output tokens; shape {args.shape}, {args.dtype}; {machine()}"
     )
+    rates: dict[str, list[float]] = {}
     with checkpoint(args) as folder:
-        ours, results = run_ours(folder, workload, args), {}
+        sides = {"nanopaged": lambda: run_ours(folder, workload, args)}
         if args.baseline == "hf":
-            for size in (8, 16, args.requests):
+            for size in dict.fromkeys((8, 16, args.requests)):
                 name = f"transformers, static batches of {size}"
-                results[name] = run_static(folder, workload, args, size)
-            results["transformers, continuous"] = run_continuous(folder, workload, args)
-    print(f"{'nanopaged':40} {ours:8.1f} output tokens/s")
-    for name, rate in results.items():
-        print(f"{name:40} {rate:8.1f} output tokens/s")
-    if results:
-        best = max(results, key=results.__getitem__)
-        print(f"nanopaged is {ours / results[best]:.2f} times the best of them ({best})")
+                sides[name] = lambda size=size: run_static(folder, workload, args, size)
+            sides["transformers, continuous"] = lambda: run_continuous(folder, workload, args)
+        for _ in range(args.repeat):  # in turns, so that a slow minute of the machine meets all of them
+            for name, run in sides.items():
+                rates.setdefault(name, []).append(run())
+    report_rates(rates)
+
+
+def report_rates(rates: dict[str, list[float]]) -> None:
+    """Output tokens per second of each side, and the ratio to the best peer, round by round."""
+    print(f"{'output tokens/s':40} {'median':>8} {'least':>8} {'most':>8}")
+    for name, runs in rates.items():
+        print(f"{name:40} {statistics.median(runs):8.1f} {min(runs):8.1f} {max(runs):8.1f}")
+    ours, *peers = rates
+    if peers:
+        best = max(peers, key=lambda name: statistics.median(rates[name]))
+        ratios = [mine / other for mine, other in zip(rates[ours], rates[best], strict=True)]
+        rounds = f"; rounds: {', '.join(f'{r:.2f}' for r in ratios)}" if len(ratios) > 1 else ""
+        print(f"nanopaged is {statistics.median(ratios):.2f} times the best of them ({best}{rounds})")
 
 
 def machine() -> str:
@@ -378,6 +390,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("experiment", nargs="?", default="throughput", choices=EXPERIMENTS)
     parser.add_argument("--baseline", choices=["hf"], help="also run transformers on the same requests")
+    parser.add_argument("--repeat", type=int, default=1, help="rounds of throughput; the median counts")
     parser.add_argument("--model", help="a model folder instead of random weights")
     parser.add_argument("--shape", choices=SHAPES, default="100m", help="of the random weights")
     parser.add_argument("--dtype", default="float32")

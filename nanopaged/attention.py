@@ -6,10 +6,15 @@ blocks of its own sequence. (That order is what lets a sequence read a block whi
 same batch fills.)
 
 What does not change from layer to layer (which blocks, which lengths, which masks) is worked out once
-a step, by the backend's `plan`. The backends have files of their own:
+a step, by the backend's `plan`. Decodes and chunks of prompts are different work, so each has a way of
+its own, and a backend is a choice of three:
 
-    reference   a loop over sequences, queries and blocks: how paged attention works, in the open
-    torch       the same sums, arranged into few large operations; runs on any device
+               storing K/V    one query a sequence             many queries a sequence
+    torch      indexing       `torch_attention.DecodePlan`     `torch_attention.ChunkPlan`
+    triton     a kernel       `triton_attention.DecodePlan`    `torch_attention.ChunkPlan`
+    flash      a kernel       `triton_attention.DecodePlan`    `flash_attention.ChunkPlan`
+
+`reference_attention.py` stands beside them: a loop over sequences, queries and blocks, in the open.
 
 Nothing here knows why a batch looks as it does; that is the scheduler's business.
 """
@@ -49,37 +54,104 @@ class PagedBatch:
     num_decodes: int
 
 
-def store_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor) -> None:
-    """Write k, v [num_tokens, num_kv_heads, head_dim] to (block, offset) of each token."""
-    k_cache, v_cache = cache.layer(layer)
-    k_cache[blocks, :, offsets] = k
-    v_cache[blocks, :, offsets] = v
+class Store:
+    """Writes the new K/V of a batch to their slots by indexing; one object a step, called once a layer."""
 
+    def __init__(self, batch: PagedBatch, cache: KVCache) -> None:
+        slots = torch.from_numpy(batch.slot_mapping).to(cache.data.device)
+        self.cache = cache
+        self.blocks, self.offsets = slots // cache.block_size, slots % cache.block_size
 
-def slots_of(batch: PagedBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
-    """(block, offset) of each token of the flat batch."""
-    slots = torch.from_numpy(batch.slot_mapping).to(cache.data.device)
-    return slots // cache.block_size, slots % cache.block_size
+    def __call__(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """k, v: [num_tokens, num_kv_heads, head_dim] of the whole batch."""
+        k_cache, v_cache = self.cache.layer(layer)
+        k_cache[self.blocks, :, self.offsets] = k
+        v_cache[self.blocks, :, self.offsets] = v
 
 
 class AttentionBackend(Protocol):
-    """How attention is computed over one `KVCache`, with scores scaled by `scale`."""
-
-    def __init__(self, cache: KVCache, scale: float) -> None: ...
+    """How attention is computed over one `KVCache`."""
 
     def plan(self, batch: PagedBatch) -> Attend:
         """Work out what all layers of a step have in common."""
+
+
+@dataclass
+class PagedAttention:
+    """A backend put together from three parts, each planned once a step: see the head of this file."""
+
+    cache: KVCache
+    scale: float
+    store: Callable[[PagedBatch, KVCache], Callable[[int, Tensor, Tensor], None]]
+    decodes: Callable[[PagedBatch, KVCache, float], Attend]
+    chunks: Callable[[PagedBatch, KVCache, float], Attend]
+
+    def plan(self, batch: PagedBatch) -> Attend:
+        """The step's `attend`: store first, then the decodes, then the chunks."""
+        cache, scale, n = self.cache, self.scale, batch.num_decodes
+        store = self.store(batch, cache)
+        decodes = self.decodes(batch, cache, scale) if n > 0 else None
+        chunks = self.chunks(batch, cache, scale) if n < len(batch.query_lens) else None
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            store(layer, k, v)
+            if chunks is None:
+                return decodes(layer, q, k, v)
+            if decodes is None:
+                return chunks(layer, q, k, v)
+            first = decodes(layer, q[:n], k[:n], v[:n])
+            return torch.cat((first, chunks(layer, q[n:], k[n:], v[n:])))
+
+        return attend
 
 
 def make_attention(backend: str, cache: KVCache, scale: float) -> AttentionBackend:
     """The backend of that name; "auto" is the fastest that runs here.
 
     Each is imported only when it is chosen, so that none can stand in the way of the others.
+
+    Raises:
+        ValueError: it cannot run here; the message says why.
     """
+    if backend == "auto":
+        backend = next(name for name in ("flash", "triton", "torch") if is_fast_here(name, cache))
+    reason = why_not(backend, cache)
+    if reason:
+        raise ValueError(f"attention_backend={backend!r} cannot run here: {reason}; 'auto' takes what can")
     if backend == "reference":
         from nanopaged.reference_attention import ReferenceAttention
 
         return ReferenceAttention(cache, scale)
-    from nanopaged.torch_attention import TorchAttention
+    from nanopaged import torch_attention
 
-    return TorchAttention(cache, scale)
+    if backend == "torch":
+        return PagedAttention(cache, scale, Store, torch_attention.DecodePlan, torch_attention.ChunkPlan)
+    from nanopaged import triton_attention
+
+    store, decodes, chunks = triton_attention.Store, triton_attention.DecodePlan, torch_attention.ChunkPlan
+    if backend == "flash":
+        from nanopaged import flash_attention
+
+        chunks = flash_attention.ChunkPlan
+    return PagedAttention(cache, scale, store, decodes, chunks)
+
+
+def is_fast_here(backend: str, cache: KVCache) -> bool:
+    """Whether "auto" may take it. On a CPU the kernels can only be interpreted, which is for tests."""
+    return backend == "torch" or (cache.data.is_cuda and why_not(backend, cache) is None)
+
+
+def why_not(backend: str, cache: KVCache) -> str | None:
+    """What keeps a backend from running on the cache's device; None if nothing does."""
+    if backend in ("triton", "flash"):
+        try:
+            from nanopaged import kernels
+        except ImportError as error:
+            return f"Triton is not there ({error})"
+        if not cache.data.is_cuda and not kernels.INTERPRETED:
+            return f"its kernels need a GPU, not {cache.data.device}, or TRITON_INTERPRET=1 to be tried out"
+    if backend == "flash":
+        from nanopaged.flash_attention import why_no_flash
+
+        return why_no_flash(cache)
+    return None

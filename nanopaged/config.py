@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "torch", "reference")
+ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch", "reference")
 LOAD_FORMATS = ("auto", "dummy")
 PREEMPTIONS = ("auto", "swap", "recompute")
 
@@ -85,8 +85,10 @@ class EngineConfig:
         preemption: how a request gives its blocks back when they run out. "swap" moves its K/V to host
             memory (and falls back to the other way when that is full), "recompute" drops it and
             computes it again, "auto" takes what is cheaper, by numbers measured at start-up.
-        attention_backend: "torch" runs everywhere; "reference" is the slow, obvious loop over blocks
-            that the documentation explains; "auto" picks the fastest that runs here.
+        attention_backend: "torch" runs everywhere; "triton" decodes with our own kernels, on a GPU;
+            "flash" does, too, and reads prompts with flash-attn or PyTorch's own flash attention;
+            "reference" is the slow, obvious loop over blocks that the documentation explains; "auto"
+            picks the fastest that runs here.
         enforce_eager: never replay a step from a CUDA graph. Only True so far: there are no graphs yet.
         tensor_parallel_size: devices to spread each layer over. Only 1 so far.
         load_format: "auto" reads the weights; "dummy" draws random ones (config.json is enough).

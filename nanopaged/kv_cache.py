@@ -13,6 +13,7 @@ block manager's business.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,7 @@ class KVCache:
         self.block_major = block_major
         # Not initialised: what was never stored is never read, or is masked where it is.
         self.data = self._allocate(num_blocks, device=device)
+        self.copy_kernel = _copy_kernel() if device.type == "cuda" else None
         pinned = device.type == "cuda" and num_host_blocks > 0
         self.host = self._allocate(num_host_blocks, device=torch.device("cpu"), pin_memory=pinned)
 
@@ -102,8 +104,13 @@ class KVCache:
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers at once: dst gets what src holds, for each (src, dst)."""
-        if pairs:
-            src, dst = torch.tensor(pairs, device=self.data.device).T
+        if not pairs:
+            return
+        index = torch.tensor(pairs, device=self.data.device)
+        if self.copy_kernel is not None:
+            self.copy_kernel(self.data, index)
+        else:
+            src, dst = index.T
             self.data[dst] = self.data[src]
 
     def swap_out(self, moves: list[tuple[int, int]]) -> None:
@@ -115,6 +122,15 @@ class KVCache:
         """Copy (host block, device block) pairs back to the device."""
         for host_block, device_block in moves:
             self.data[device_block].copy_(self.host[host_block], non_blocking=True)
+
+
+def _copy_kernel() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+    """The kernel that copies blocks without a temporary copy of them all; None where Triton is missing."""
+    try:
+        from nanopaged.kernels import copy_blocks
+    except ImportError:
+        return None
+    return copy_blocks
 
 
 def blocks_that_fit(free_bytes: int, block_bytes: int, max_useful: int, needed: int) -> int:

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanopaged.attention import Attend, PagedBatch, slots_of, store_kv
+from nanopaged.attention import Attend, PagedBatch, Store
 from nanopaged.kv_cache import KVCache
 
 
@@ -64,10 +64,10 @@ class ReferenceAttention:
 
     def plan(self, batch: PagedBatch) -> Attend:
         """The step's `attend`: store first, then query by query."""
-        blocks, offsets = slots_of(batch, self.cache)
+        store = Store(batch, self.cache)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            store_kv(self.cache, layer, k, v, blocks, offsets)
+            store(layer, k, v)
             out, row = torch.empty_like(q), 0
             lengths = zip(batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True)
             for table, (query_len, context_len) in zip(batch.block_tables, lengths, strict=True):

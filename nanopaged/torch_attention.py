@@ -14,46 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanopaged.attention import Attend, PagedBatch, slots_of, store_kv
+from nanopaged.attention import PagedBatch
 from nanopaged.kv_cache import KVCache
 
 QUERY_TILE = 128  # queries of a prefill that attend at once: their scores stay in the CPU's cache
 ROW_KEYS = 64  # keys in a row of decodes: smaller matrix products cost nearly as much
-KV_TILE = 8 << 20  # bytes of K/V that decodes read at once; see `DecodePlan.attend`
-
-
-class TorchAttention:
-    """Decodes over a flat list of (blocks, owner) rows, prefill chunks one sequence at a time."""
-
-    def __init__(self, cache: KVCache, scale: float) -> None:
-        self.cache = cache
-        self.scale = scale
-
-    def plan(self, batch: PagedBatch) -> Attend:
-        """The step's `attend`: store first, then decodes and chunks."""
-        cache, scale, num_decodes = self.cache, self.scale, batch.num_decodes
-        scale_log2 = scale * math.log2(math.e)
-        device = cache.data.device
-        blocks, offsets = slots_of(batch, cache)
-        decodes = DecodePlan.of(batch, cache) if num_decodes else None
-        chunks = _chunks(batch, device)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            store_kv(cache, layer, k, v, blocks, offsets)
-            k_cache, v_cache = cache.layer(layer)
-            out = torch.empty_like(q)
-            if decodes is not None:
-                out[:num_decodes] = decodes.attend(q[:num_decodes] * scale_log2, cache, layer)
-            for rows, table, context_len in chunks:
-                if table is None:  # nothing came before the chunk: its own K/V is all there is
-                    keys, values = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
-                else:
-                    keys = gather_context(k_cache, table, context_len)
-                    values = gather_context(v_cache, table, context_len)
-                out[rows] = causal_attention(q[rows] * scale, keys, values)
-            return out
-
-        return attend
+KV_TILE = 8 << 20  # bytes of K/V that decodes read at once; see `DecodePlan`
 
 
 @dataclass
@@ -68,7 +34,6 @@ class Tile:
     bias: Tensor  # [those, 1, 1, keys a row]: 0 for a key, -inf for another slot
 
 
-@dataclass
 class DecodePlan:
     """The blocks that a batch of decodes reads, as rows of (a few blocks, the sequence that reads them).
 
@@ -87,12 +52,7 @@ class DecodePlan:
     enough for a CPU's cache, since what is copied out of the pool is read again at once.
     """
 
-    owners: Tensor  # [num_rows]
-    tiles: list[Tile]
-    buffer: Tensor  # [the longest `runs`, block_size · head_dim]: a tile's K, then its V
-
-    @classmethod
-    def of(cls, batch: PagedBatch, cache: KVCache) -> DecodePlan:
+    def __init__(self, batch: PagedBatch, cache: KVCache, scale: float) -> None:
         """Lay out the rows of the batch's decodes, the full ones first, and cut them into tiles."""
         device = cache.data.device
         width = max(1, ROW_KEYS // cache.block_size)  # blocks a row
@@ -109,13 +69,15 @@ class DecodePlan:
         is_key = (torch.arange(keys) < last_lens[:, None]).to(device)
         blocks = torch.tensor(full + last, device=device).view(-1, width)
         runs = cache.run_ids(blocks).transpose(2, 3)  # [2, num_rows, num_kv_heads, width]
-        all_owners = torch.tensor(owners + list(range(batch.num_decodes)), device=device)
-        tiles = list(_tiles(runs, all_owners, is_key, cache))
-        buffer = cache.data.new_empty(len(tiles[0].runs), cache.block_size * cache.shape.head_dim)
-        return cls(all_owners, tiles, buffer)
+        self.cache = cache
+        self.scale_log2 = scale * math.log2(math.e)
+        self.owners = torch.tensor(owners + list(range(batch.num_decodes)), device=device)  # [num_rows]
+        self.tiles = list(_tiles(runs, self.owners, is_key, cache))
+        # A tile's K, then its V: [the longest list of runs, block_size · head_dim]
+        self.buffer = cache.data.new_empty(len(self.tiles[0].runs), cache.block_size * cache.shape.head_dim)
 
-    def attend(self, q: Tensor, cache: KVCache, layer: int) -> Tensor:
-        """Queries [num_seqs, num_heads, head_dim], scaled already → their outputs, of the same shape.
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries [num_seqs, num_heads, head_dim] → their outputs, of the same shape.
 
         Each row gives a partial result (its maximum m, its sum l, its unnormalised output o); those
         of one owner are then combined as in the reference, only all at once:
@@ -125,12 +87,13 @@ class DecodePlan:
         The scale has log2(e) in it, for 2^(x · log2(e)) = e^x and PyTorch's exp2 takes a third of exp's time.
         """
         num_seqs, num_heads, head_dim = q.shape
-        num_kv_heads, num_rows = cache.shape.num_kv_heads, len(self.owners)
-        q = q.view(num_seqs, num_kv_heads, -1, head_dim)  # [num_seqs, num_kv_heads, group, head_dim]
+        num_kv_heads, num_rows = self.cache.shape.num_kv_heads, len(self.owners)
+        # [num_seqs, num_kv_heads, group, head_dim]: the query heads that share a KV head lie together
+        q = (q * self.scale_log2).view(num_seqs, num_kv_heads, -1, head_dim)
         o = q.new_empty((num_rows, *q.shape[1:]))
         m = q.new_empty((num_rows, *q.shape[1:3], 1), dtype=torch.float32)
         l = torch.empty_like(m)
-        pool = cache.runs(layer)
+        pool = self.cache.runs(layer)
         for tile in self.tiles:
             kv = torch.index_select(pool, 0, tile.runs, out=self.buffer[: len(tile.runs)])
             kv = kv.view(2, len(tile.owners), num_kv_heads, -1, head_dim)
@@ -179,17 +142,36 @@ def _tiles(runs: Tensor, owners: Tensor, is_key: Tensor, cache: KVCache) -> Iter
         yield Tile(slice(lo, hi), runs[:, lo:hi].flatten(), owners[lo:hi], last, bits[masks], bias[masks])
 
 
-def _chunks(batch: PagedBatch, device: torch.device) -> list[tuple[slice, Tensor | None, int]]:
-    """(rows of the flat batch, block table or None if nothing was cached, context length) of each chunk."""
-    chunks, row = [], batch.num_decodes
-    for i in range(batch.num_decodes, len(batch.block_tables)):
-        query_len, context_len = int(batch.query_lens[i]), int(batch.context_lens[i])
-        table = None
-        if context_len > query_len:
-            table = torch.tensor(batch.block_tables[i], device=device)
-        chunks.append((slice(row, row + query_len), table, context_len))
-        row += query_len
-    return chunks
+class ChunkPlan:
+    """Chunks of prompts, one after another."""
+
+    def __init__(self, batch: PagedBatch, cache: KVCache, scale: float) -> None:
+        self.cache = cache
+        self.scale = scale
+        self.chunks: list[tuple[slice, Tensor | None, int]] = []
+        """(rows among the chunks' queries, block table or None if nothing was cached, context length)"""
+        row = 0
+        for i in range(batch.num_decodes, len(batch.block_tables)):
+            query_len, context_len = int(batch.query_lens[i]), int(batch.context_lens[i])
+            table = None
+            if context_len > query_len:
+                table = torch.tensor(batch.block_tables[i], device=cache.data.device)
+            self.chunks.append((slice(row, row + query_len), table, context_len))
+            row += query_len
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [num_tokens, num_heads, head_dim] and the new k, v → what each query attends to."""
+        k_cache, v_cache = self.cache.layer(layer)
+        q = q * self.scale
+        out = torch.empty_like(q)
+        for rows, table, context_len in self.chunks:
+            if table is None:  # nothing came before the chunk: its own K/V is all there is
+                keys, values = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
+            else:
+                keys = gather_context(k_cache, table, context_len)
+                values = gather_context(v_cache, table, context_len)
+            out[rows] = causal_attention(q[rows], keys, values)
+        return out
 
 
 def gather_context(cache: Tensor, table: Tensor, context_len: int) -> Tensor:

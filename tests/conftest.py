@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+# Without a GPU the kernels are interpreted. This comes before transformers, which imports triton.
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
+
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -23,6 +28,15 @@ MAX_MODEL_LEN = 160
 EOS = 7
 
 torch.set_num_threads(1)  # the models are so small that a second thread only waits
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what needs a GPU where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
 
 SHAPE = {
     "vocab_size": VOCAB_SIZE,

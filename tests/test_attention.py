@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 import random
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from nanopaged.attention import PagedBatch, make_attention
+from nanopaged import flash_attention
+from nanopaged.attention import AttentionBackend, PagedAttention, PagedBatch, Store, make_attention
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.reference_attention import reference_paged_attention
-from nanopaged.torch_attention import QUERY_TILE
+from nanopaged.torch_attention import QUERY_TILE, DecodePlan, causal_attention
 
 CPU = torch.device("cpu")
 LAYERS, LAYER = 2, 1
@@ -57,8 +62,10 @@ class Case:
             num_decodes=sum(new == 1 for _, new in lengths),
         )
 
-    def run(self, backend: str) -> Tensor:
-        attend = make_attention(backend, self.cache, self.head_dim**-0.5).plan(self.batch)
+    def run(self, backend: str | AttentionBackend) -> Tensor:
+        if isinstance(backend, str):
+            backend = make_attention(backend, self.cache, self.head_dim**-0.5)
+        attend = backend.plan(self.batch)
         new_k = torch.cat([k[c:] for k, (c, _) in zip(self.keys, self.lengths, strict=True)])
         new_v = torch.cat([v[c:] for v, (c, _) in zip(self.values, self.lengths, strict=True)])
         return attend(LAYER, torch.cat(self.queries), new_k, new_v)
@@ -98,6 +105,87 @@ def test_backends_equal_dense_attention(
     expected = case.dense()
     for backend in ("torch", "reference"):
         torch.testing.assert_close(case.run(backend), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("block_size", [4, 7])
+def test_interpreted_kernels_equal_dense_attention(lengths: list[tuple[int, int]], block_size: int) -> None:
+    pytest.importorskip("triton")
+    case = Case(lengths, block_size, (6, 2), 20)
+    torch.testing.assert_close(case.run("triton"), case.dense(), atol=2e-5, rtol=1e-4)
+
+
+def dense_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, scale: float
+) -> Tensor:
+    """What flash attention computes, one sequence at a time: causal, aligned to the end."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert (longest_q, longest_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+    out = []
+    for (q0, q1), (k0, k1) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+        out.append(causal_attention(q[q0:q1] * scale, k[k0:k1].transpose(0, 1), v[k0:k1].transpose(0, 1)))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("lengths", [c for c in CASES.values() if c[-1][1] > 1])
+@pytest.mark.parametrize("block_size", [1, 7, 16])
+def test_what_flash_attention_is_given(
+    lengths: list[tuple[int, int]], block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flat layout of queries and contexts, with the kernel itself replaced by plain PyTorch."""
+    monkeypatch.setattr(flash_attention, "varlen", lambda: dense_varlen)
+    case = Case(lengths, block_size, (6, 2), 20)
+    backend = PagedAttention(case.cache, 20**-0.5, Store, DecodePlan, flash_attention.ChunkPlan)
+    torch.testing.assert_close(case.run(backend), case.dense(), atol=2e-5, rtol=1e-4)
+
+
+def test_how_flash_attention_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn if it is there (4 alone is not), else PyTorch's, whose older one has no grouped heads."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    q, k = torch.zeros(3, 4, 8), torch.arange(2.0).view(1, 2, 1).expand(3, 2, 8)
+    rest = (torch.tensor([0, 3]), torch.tensor([0, 3]), 3, 3)
+
+    def call(name: str, **members: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        with monkeypatch.context() as patch:
+            for module in ("flash_attn", "torch.nn.attention.varlen"):
+                patch.setitem(sys.modules, module, SimpleNamespace(**(members if module == name else {})))
+            flash_attention.varlen.cache_clear()
+            flash_attention.varlen()(q, k, k, *rest, 0.5)
+        return calls.pop()
+
+    def old(*args: Any, scale: float, window_size: tuple[int, int]) -> None:
+        calls.append((args[1:3], {"scale": scale, "window_size": window_size}))
+
+    def new(*args: Any, scale: float, window_size: tuple[int, int], enable_gqa: bool) -> None:
+        calls.append((args[1:3], {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}))
+
+    _, options = call("flash_attn", flash_attn_varlen_func=lambda *args, **kw: calls.append((args, kw)))
+    assert options == {"softmax_scale": 0.5, "causal": True}
+    (key, _), options = call("torch.nn.attention.varlen", varlen_attn=new)
+    assert key is k
+    assert options == {"scale": 0.5, "window_size": (-1, 0), "enable_gqa": True}
+    (key, _), options = call("torch.nn.attention.varlen", varlen_attn=old)
+    assert key[0, :, 0].tolist() == [0, 0, 1, 1]  # heads 0 and 1 share KV head 0
+    assert options == {"scale": 0.5, "window_size": (-1, 0)}
+    with pytest.raises(ImportError, match="lacks window_size"):
+        call("torch.nn.attention.varlen", varlen_attn=lambda q, k, v: None)
+    flash_attention.varlen.cache_clear()
+
+
+def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(KVShape(1, 1, 8, torch.float32), 2, 4, CPU)
+    with pytest.raises(ValueError, match="attention_backend='flash' cannot run here: .*needs a GPU, not cpu"):
+        make_attention("flash", cache, 1.0)
+    if "nanopaged.kernels" in sys.modules:
+        monkeypatch.setattr("nanopaged.kernels.INTERPRETED", False)
+        with pytest.raises(ValueError, match="'triton' cannot run here: .*need a GPU.*TRITON_INTERPRET=1"):
+            make_attention("triton", cache, 1.0)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "nanopaged.kernels", raising=False)
+    monkeypatch.delattr("nanopaged.kernels", raising=False)
+    with pytest.raises(ValueError, match="'triton' cannot run here: Triton is not there"):
+        make_attention("triton", cache, 1.0)
+    assert isinstance(make_attention("auto", cache, 1.0), PagedAttention)  # PyTorch's needs none of it
 
 
 @pytest.mark.parametrize("rows_a_tile", [0, 1, 3, 5])

@@ -128,9 +128,13 @@ def test_eos_ends_the_text_where_transformers_ends_it(oracle: Oracle) -> None:
     assert reasons == {"stop", "length"}, "the prompts no longer cover both cases"
 
 
-def test_the_reference_backend_gives_the_same_tokens(oracle: Oracle) -> None:
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_the_other_backends_give_the_same_tokens(oracle: Oracle, backend: str) -> None:
+    """The slow loop, and the kernels (interpreted, where there is no GPU)."""
+    if backend == "triton":
+        pytest.importorskip("triton")
     prompts = random_prompts(3, seed=5, longest=30)
-    llm = LLM(oracle.folder, dtype="float32", attention_backend="reference", block_size=4, num_blocks=64)
+    llm = LLM(oracle.folder, dtype="float32", attention_backend=backend, block_size=4, num_blocks=64)
     for prompt, output in zip(prompts, run(llm, prompts, [greedy_params(6)] * 3), strict=True):
         assert output.outputs[0].token_ids == oracle.greedy(prompt, 6)
 

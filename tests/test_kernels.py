@@ -1,0 +1,269 @@
+"""The Triton kernels against a dense softmax: interpreted on a small grid, on a GPU on a large one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform has not")
+
+from nanopaged import kernels
+from nanopaged.attention import make_attention
+from nanopaged.kv_cache import KVCache, KVShape
+from nanopaged.triton_attention import pad_tables
+
+ROOT = Path(__file__).parents[1]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LAYERS, LAYER = 2, 1
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+TYPES = list(TOLERANCE)
+
+
+class Case:
+    """Contexts in random blocks, the first two of which all longer ones share; NaN everywhere else."""
+
+    def __init__(
+        self,
+        lens: list[int],
+        block_size: int,
+        heads: tuple[int, int],
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        block_major: bool = True,
+    ) -> None:
+        torch.manual_seed(sum(lens) + head_dim)
+        self.lens, self.head_dim, self.dtype = lens, head_dim, dtype
+        num_heads, num_kv_heads = heads
+        needed = [-(-n // block_size) for n in lens]
+        ids = list(range(sum(needed) + 5))
+        random.Random(0).shuffle(ids)
+        shared = [ids.pop(), ids.pop()]
+        self.tables = [
+            shared[:n] + [ids.pop() for _ in range(n - 2)] if n > 2 else [ids.pop() for _ in range(n)]
+            for n in needed
+        ]
+        shape = KVShape(LAYERS, num_kv_heads, head_dim, dtype)
+        self.cache = KVCache(shape, sum(needed) + 5, block_size, DEVICE, block_major=block_major)
+        self.cache.data.fill_(math.nan)
+        k_cache, v_cache = self.cache.layer(LAYER)
+        for table, n in zip(self.tables, lens, strict=True):
+            for i, block in enumerate(table):
+                here = min(block_size, n - i * block_size)
+                k_cache[block, :, :here] = torch.randn(num_kv_heads, here, head_dim).to(DEVICE, dtype)
+                v_cache[block, :, :here] = torch.randn(num_kv_heads, here, head_dim).to(DEVICE, dtype)
+        # Rows of a wider tensor, as the queries are in the output of a fused projection.
+        self.q = torch.randn(len(lens), num_heads + 3, head_dim).to(DEVICE, dtype)[:, 1:-2]
+
+    def decode(self, num_splits: int) -> Tensor:
+        tables = torch.from_numpy(pad_tables(self.tables)).to(DEVICE)
+        lens = torch.tensor(self.lens, dtype=torch.int32, device=DEVICE)
+        k_cache, v_cache = self.cache.layer(LAYER)
+        scale = self.head_dim**-0.5
+        return kernels.paged_decode(self.q, k_cache, v_cache, tables, lens, scale, num_splits)
+
+    def dense(self) -> Tensor:
+        """softmax(q Kᵀ / √d) V in float64; zeros for a sequence without keys."""
+        k_cache, v_cache = (part.double() for part in self.cache.layer(LAYER))
+        out = torch.zeros(self.q.shape, dtype=torch.float64, device=DEVICE)
+        for i, (table, n) in enumerate(zip(self.tables, self.lens, strict=True)):
+            if n > 0:
+                k, v = (part[table].transpose(0, 1).flatten(1, 2)[:, :n] for part in (k_cache, v_cache))
+                q = self.q[i].double().view(len(k), -1, self.head_dim)
+                p = (q @ k.transpose(1, 2) / math.sqrt(self.head_dim)).softmax(-1)
+                out[i] = (p @ v).flatten(0, 1)
+        return out.float()
+
+    def check(self, *splits: int) -> None:
+        expected = self.dense()
+        for num_splits in splits:
+            out = self.decode(num_splits)
+            assert out.dtype == self.dtype
+            atol = TOLERANCE[self.dtype]
+            torch.testing.assert_close(out.float(), expected, atol=atol, rtol=atol)
+
+
+# ── decode ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "block_size"),
+    [
+        ((2, 2), 64, 16),
+        ((8, 2), 128, 16),
+        ((7, 1), 80, 7),
+        ((6, 2), 96, 1),
+        ((16, 1), 20, 256),
+        ((3, 1), 256, 32),
+        ((17, 1), 8, 3),
+    ],
+)
+def test_decode_equals_dense(heads: tuple[int, int], head_dim: int, block_size: int) -> None:
+    """Lengths 0, 1, a block and its neighbours, several tiles; however many splits, even more than tiles."""
+    lens = [0, 1, block_size - 1, block_size, block_size + 1, 150, 300]
+    Case(lens, block_size, heads, head_dim).check(1, 2, 5, 16)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("block_major", [True, False])
+def test_decode_in_each_type_and_layout(dtype: torch.dtype, block_major: bool) -> None:
+    Case([5, 64, 131], 16, (4, 2), 64, dtype, block_major).check(1, 3)
+
+
+def test_decode_of_scores_far_apart() -> None:
+    """Scores of ±1e4 would overflow if the maximum were not taken off first, in tiles and between splits."""
+    case = Case([300, 9], 16, (4, 2), 64)
+    case.q = case.q * 1e4
+    expected = case.dense()
+    for num_splits in (1, 4):
+        torch.testing.assert_close(case.decode(num_splits), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_nan_in_a_context_is_not_hidden() -> None:
+    """NaN among a sequence's own keys comes out, and only there."""
+    case = Case([70, 40], 16, (2, 1), 16)
+    case.cache.layer(LAYER)[0][case.tables[1][2], :, 3] = math.nan
+    for num_splits in (1, 2):
+        out = case.decode(num_splits)
+        assert out[0].isfinite().all()
+        assert out[1].isnan().all()
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """A cache of more than 2^31 elements, of which only a few pages are ever touched."""
+    shape = KVShape(1, 1, 64, torch.float16)
+    per_block = 2 * 16 * 64
+    cache = KVCache(shape, 2**31 // per_block + 4, 16, DEVICE)
+    far = cache.data.shape[0] - 1
+    k, v = torch.randn(2, 1, 1, 64).to(DEVICE, torch.float16)
+    k_cache, v_cache = cache.layer(0)
+    kernels.store_kv(k, v, k_cache, v_cache, torch.tensor([far * 16], device=DEVICE))
+    assert torch.equal(k_cache[far, 0, 0], k[0, 0])
+    tables = torch.tensor([[far]], dtype=torch.int32, device=DEVICE)
+    lens = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    out = kernels.paged_decode(k, k_cache, v_cache, tables, lens, 1.0, 1)
+    assert torch.equal(out, v)  # one key: its value is the answer
+    kernels.copy_blocks(cache.data, torch.tensor([[far, far - 1]], device=DEVICE))
+    assert torch.equal(v_cache[far - 1, 0, 0], v[0, 0])
+
+
+def test_number_of_splits() -> None:
+    """More for few long sequences, one for many; never shorter than MIN_SPLIT; two programs a processor."""
+    assert kernels.choose_num_splits(64, 8, 4096, 132) == 1
+    assert kernels.choose_num_splits(1, 8, 16384, 132) == 64
+    assert kernels.choose_num_splits(1, 8, 1000, 132) == 3
+    assert kernels.choose_num_splits(1, 1, 10, 132) == 1
+    for num_seqs in (1, 3, 8, 100):
+        splits = kernels.choose_num_splits(num_seqs, 8, 1 << 20, 132)
+        assert splits * num_seqs * 8 >= 2 * 132
+
+
+# ── store, copy ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("num_kv_heads", "head_dim", "block_size"), [(2, 64, 16), (3, 80, 7), (1, 20, 1)])
+def test_store(dtype: torch.dtype, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+    """Slots in any order, -1 skipped, K and V out of a fused projection; all else stays as it was."""
+    cache = KVCache(KVShape(LAYERS, num_kv_heads, head_dim, dtype), 9, block_size, DEVICE)
+    cache.data.normal_()
+    expected = cache.data.clone()
+    fused = torch.randn(6, 4 + 2 * num_kv_heads, head_dim).to(DEVICE, dtype)
+    k, v = fused[:, 4 : 4 + num_kv_heads], fused[:, 4 + num_kv_heads :]
+    slots = random.Random(1).sample(range(9 * block_size), 6)
+    slots[2] = -1
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            expected[slot // block_size, LAYER, 0, :, slot % block_size] = k[token]
+            expected[slot // block_size, LAYER, 1, :, slot % block_size] = v[token]
+    kernels.store_kv(k, v, *cache.layer(LAYER), torch.tensor(slots, device=DEVICE))
+    assert torch.equal(cache.data, expected)
+
+
+@pytest.mark.parametrize("block_major", [True, False])
+@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 64), (7, 20), (256, 48)])
+def test_copy_blocks(block_major: bool, block_size: int, head_dim: int) -> None:
+    """Several pairs in one launch, one source twice; parts shorter and longer than a program's chunk."""
+    cache = KVCache(KVShape(3, 2, head_dim, torch.float32), 8, block_size, DEVICE, block_major=block_major)
+    cache.data.normal_()
+    expected = cache.data.clone()
+    pairs = [(5, 0), (2, 7), (5, 3)]
+    for src, dst in pairs:
+        expected[dst] = expected[src]
+    kernels.copy_blocks(cache.data, torch.tensor(pairs, device=DEVICE))
+    assert torch.equal(cache.data, expected)
+
+
+# ── compiled for GPUs that are not there ──────────────────────────────────────────────────────────
+
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes a program may use
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
+def test_kernels_compile_without_spills() -> None:
+    """Every kernel for sm_80, sm_90 and sm_100: nothing on the stack, and the shared memory is there."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "tools" / "compile_kernels.py"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    kinds = {(row["kernel"].split()[0], row["arch"]) for row in compiled}
+    assert kinds == {(kind, arch) for kind in ("decode", "reduce", "store", "copy") for arch in SHARED_MEMORY}
+    for row in compiled:
+        assert row["stack"] == 0, row
+        assert row["registers"] <= 128, row  # at 128 threads a program, four fit into a processor
+        assert row["shared"] <= SHARED_MEMORY[row["arch"]], row
+
+
+# ── the large grid ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    "heads", [(1, 1), (8, 8), (16, 8), (12, 4), (32, 8), (40, 8), (28, 4), (16, 1), (32, 1)]
+)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_decode_on_a_gpu(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
+    """GQA ratios 1 to 32, odd ones among them; 1 split = 16 splits."""
+    Case([0, 1, 15, 16, 17, 255, 256, 257, 1000, 3001], 16, heads, head_dim, dtype).check(1, 4, 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("block_major", [True, False])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 7, 8, 16, 31, 32, 64, 100, 128, 256])
+def test_block_sizes_on_a_gpu(dtype: torch.dtype, block_major: bool, block_size: int) -> None:
+    """Lengths around a block and in the thousands, both layouts."""
+    lens = [0, 1, block_size - 1, block_size, block_size + 1, 777, 4096, 5000]
+    Case(lens, block_size, (8, 2), 128, dtype, block_major).check(1, 3, 16, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_seqs", [1, 64, 300])
+def test_backends_agree_on_a_gpu(dtype: torch.dtype, num_seqs: int) -> None:
+    """A whole step's decodes: stored, then read, by the kernels and by plain PyTorch."""
+    from nanopaged.attention import PagedBatch
+
+    rng = random.Random(num_seqs)
+    lens = [rng.randint(1, 600) for _ in range(num_seqs)]
+    case = Case(lens, 16, (16, 8), 128, dtype)
+    slots = [t[(n - 1) // 16] * 16 + (n - 1) % 16 for t, n in zip(case.tables, lens, strict=True)]
+    ones = np.ones(num_seqs, dtype=np.int64)
+    batch = PagedBatch(ones, np.array(lens), case.tables, np.array(slots), num_seqs)
+    k, v = torch.randn(2, num_seqs, 8, 128).to(DEVICE, dtype)
+    outs = [
+        make_attention(backend, case.cache, 128**-0.5).plan(batch)(LAYER, case.q, k, v)
+        for backend in ("triton", "torch")
+    ]
+    torch.testing.assert_close(*outs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
