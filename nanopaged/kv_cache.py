@@ -104,14 +104,11 @@ class KVCache:
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers at once: dst gets what src holds, for each (src, dst)."""
-        if not pairs:
-            return
-        index = torch.tensor(pairs, device=self.data.device)
-        if self.copy_kernel is not None:
-            self.copy_kernel(self.data, index)
+        if self.copy_kernel is not None and pairs:
+            self.copy_kernel(self.data, torch.tensor(pairs, device=self.data.device))
         else:
-            src, dst = index.T
-            self.data[dst] = self.data[src]
+            for src, dst in pairs:
+                self.data[dst].copy_(self.data[src])
 
     def swap_out(self, moves: list[tuple[int, int]]) -> None:
         """Copy (device block, host block) pairs to the host. Ordered with the kernels on the same stream."""
@@ -125,7 +122,7 @@ class KVCache:
 
 
 def _copy_kernel() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
-    """The kernel that copies blocks without a temporary copy of them all; None where Triton is missing."""
+    """The kernel that copies any number of blocks in one launch; None where Triton is missing."""
     try:
         from nanopaged.kernels import copy_blocks
     except ImportError:

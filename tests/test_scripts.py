@@ -80,3 +80,12 @@ def test_bench_preemption_and_overhead(tmp_path: Path) -> None:
     assert "<svg" in picture.read_text()
     printed = run("bench.py", "overhead", "--steps", "5")
     assert "1,000,000" in printed
+
+
+def test_bench_kernel() -> None:
+    """Every way to decode, over a fixed length and a range, in both layouts; and the moves."""
+    small = ["--layers", "2", "--kv-heads", "2", "--group", "2", "--head-dim", "16"]
+    printed = run("bench.py", "kernel", "--batch", "1", "3", "--context", "40", "10-60", *small)
+    assert "copying memory: " in printed
+    for way, times in {"paged": 8, "dense": 4, "store": 4, "copy": 3}.items():
+        assert len(re.findall(rf"^{way} .* [\d.]+%$", printed, flags=re.MULTILINE)) == times

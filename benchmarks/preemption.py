@@ -1,0 +1,92 @@
+"""Microseconds a token to swap K/V out and in again, and to compute it again (paper, §7.3, Fig. 19).
+
+The paper's engine kept each layer's blocks apart, so a block was 2 · layers small copies, and small blocks
+swapped badly. Here a block is one run of memory; the other layout is measured beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+
+import torch
+
+from benchmarks.common import SHAPES, add_model_arguments, checkpoint, machine
+from nanopaged import LLM, SamplingParams
+from nanopaged.kv_cache import KVCache, KVShape
+from nanopaged.model_runner import pick_device
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
+
+
+def run(args: argparse.Namespace) -> None:
+    layers, _, _, _, kv_heads, head_dim, _ = SHAPES[args.shape]
+    device = pick_device("auto")
+    shape = KVShape(layers, kv_heads, head_dim, getattr(torch, args.dtype))
+    recompute = 1e6 * time_prefill(args)
+    print(f"shape {args.shape}, {args.dtype}: {shape.block_bytes(1):,} bytes a token; {machine()}")
+    print(f"{'block size':>10} {'block-major':>12} {'layer-major':>12} {'recompute':>10}   us a token")
+    rows = []
+    for block_size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        swaps = [1e6 * time_swap(shape, block_size, device, major, args.seed) for major in (True, False)]
+        rows.append((block_size, *swaps, recompute))
+        print(f"{block_size:10} {swaps[0]:12.2f} {swaps[1]:12.2f} {recompute:10.2f}")
+    if args.plot:
+        plot(rows, args.plot)
+
+
+def time_swap(
+    shape: KVShape,
+    block_size: int,
+    device: torch.device,
+    block_major: bool,
+    seed: int,
+    num_tokens: int = 2048,
+) -> float:
+    """Seconds a token for the way out and in of scattered blocks; the median of seven rounds."""
+    num_blocks = num_tokens // block_size
+    cache = KVCache(shape, 2 * num_blocks, block_size, device, num_blocks, block_major)
+    cache.data.normal_()
+    rng, rounds = random.Random(seed), []
+    for _ in range(7):
+        device_blocks = rng.sample(range(2 * num_blocks), num_blocks)
+        host_blocks = rng.sample(range(num_blocks), num_blocks)
+        began = time.perf_counter()
+        cache.swap_out(list(zip(device_blocks, host_blocks, strict=True)))
+        cache.swap_in(list(zip(host_blocks, device_blocks, strict=True)))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        rounds.append(time.perf_counter() - began)
+    return statistics.median(rounds) / num_tokens
+
+
+def time_prefill(args: argparse.Namespace, num_tokens: int = 512) -> float:
+    """Seconds a token to compute a prompt, attention included; the median of five."""
+    with checkpoint(args) as folder:
+        llm = LLM(folder, dtype=args.dtype, max_model_len=2048, enable_prefix_caching=False)
+    rng, rounds = random.Random(args.seed), []
+    for _ in range(5):
+        prompt = [rng.randrange(10000) for _ in range(num_tokens)]
+        began = time.perf_counter()
+        llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+        rounds.append(time.perf_counter() - began)
+    return statistics.median(rounds) / num_tokens
+
+
+def plot(rows: list[tuple[float, ...]], path: str) -> None:
+    import matplotlib.pyplot as plt
+
+    sizes, *columns = zip(*rows, strict=True)
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    for column, label in zip(columns, ("swap, block-major", "swap, layer-major", "recompute"), strict=True):
+        axes.plot(sizes, column, marker="o", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="block size (tokens)", ylabel="microseconds a token")
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)

@@ -1,0 +1,64 @@
+"""Blocks saved by parallel sampling and beam search: 1 - blocks in use / entries of the block tables (§6.3).
+
+Requests of exponentially distributed lengths go through the real scheduler and block manager, without a
+model; the prefix cache is off, so that requests share nothing with each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+
+from tqdm import tqdm
+
+from benchmarks.no_model import NoModel, make_request
+from nanopaged import BeamSearchParams, SamplingParams, audit
+from nanopaged.block_manager import BlockManager
+from nanopaged.scheduler import Scheduler
+
+# The paper's traces (its Fig. 11): mean tokens of input and output.
+TRACES = {"Alpaca-like": (19, 58), "ShareGPT-like": (161, 338)}
+PAPER = {
+    ("Alpaca-like", "parallel"): "6.1 to 9.8 %",
+    ("Alpaca-like", "beam"): "37.6 to 55.2 %",
+    ("ShareGPT-like", "parallel"): "16.2 to 30.5 %",
+    ("ShareGPT-like", "beam"): "44.3 to 66.3 %",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(args: argparse.Namespace) -> None:
+    print(f"{args.requests} requests a row, blocks of {args.block_size}; widths 2, 4, 6")
+    print(f"{'trace':15} {'sharing':9} {'n = 2':>7} {'n = 4':>7} {'n = 6':>7}   paper, 2 to 6")
+    for trace, means in TRACES.items():
+        for kind in ("parallel", "beam"):
+            saved = [replay(kind, width, means, args) for width in (2, 4, 6)]
+            columns = " ".join(f"{share:7.1%}" for share in saved)
+            print(f"{trace:15} {kind:9} {columns}   {PAPER[trace, kind]}")
+
+
+def replay(kind: str, width: int, means: tuple[int, int], args: argparse.Namespace) -> float:
+    rng = random.Random(args.seed)
+    manager = BlockManager(100_000, args.block_size, enable_prefix_caching=False)
+    scheduler = Scheduler(manager, max_num_seqs=64 * width, max_num_batched_tokens=8192)
+    for i in range(args.requests):
+        num_input, num_output = (min(2048, 1 + int(rng.expovariate(1 / mean))) for mean in means)
+        if kind == "beam":
+            params = BeamSearchParams(beam_width=width, max_tokens=num_output)
+        else:
+            params = SamplingParams(n=width, max_tokens=num_output)
+        scheduler.add(make_request(str(i), [rng.randrange(32000) for _ in range(num_input)], params))
+    runner, saved, entries = NoModel(args.seed), 0, 0
+    with tqdm(total=args.requests, desc=f"{kind} {width}", leave=False) as bar:
+        while scheduler.has_unfinished:
+            batch = scheduler.schedule()
+            for request in scheduler.update(batch, runner.execute(batch)):
+                bar.update(request.finished)
+            saved += audit.num_blocks_saved(manager, scheduler.sequences)
+            entries += sum(len(seq.block_table) for seq in scheduler.sequences)
+    return saved / entries
