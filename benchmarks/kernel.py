@@ -113,13 +113,14 @@ class Case:
         slots = [
             t[(n - 1) // size] * size + (n - 1) % size for t, n in zip(self.tables, self.lens, strict=True)
         ]
-        ones = np.ones(len(self.lens), dtype=np.int64)
-        return PagedBatch(ones, np.array(self.lens), self.tables, np.array(slots), len(self.lens))
+        n = len(self.lens)
+        ones = np.ones(n, dtype=np.int64)
+        return PagedBatch(ones, np.array(self.lens), self.tables, np.array(slots), n, list(range(n)))
 
     def paged(self, num_splits: int | None = None) -> Callable[[], Tensor]:
         """Our own decode, the storing left out."""
         backend = make_attention("auto", self.cache, self.q.shape[-1] ** -0.5)
-        plan = backend.decodes(self.batch(), self.cache, backend.scale)
+        plan = backend.decodes(self.batch())
         if num_splits is not None:
             plan.num_splits = num_splits
         return lambda: plan(LAYER, self.q, *self.kv)
@@ -222,7 +223,7 @@ def time_moves(args: argparse.Namespace, device: torch.device, bandwidth: float)
         k, v = torch.randn(2, num_tokens, args.kv_heads, args.head_dim).to(device, shape.dtype)
         slots = np.array(rng.sample(range(num_slots), num_tokens))
         ones = np.ones(num_tokens, dtype=np.int64)
-        store = backend.store(PagedBatch(ones, ones, [], slots, num_tokens), cache)
+        store = backend.store(PagedBatch(ones, ones, [], slots, num_tokens, []))
         call = lambda store=store, k=k, v=v: store(LAYER, k, v)  # noqa: E731
         rows.append(("store", f"{num_tokens} tokens", call, num_tokens * shape.block_bytes(1) // args.layers))
     for num_pairs in (1, 16, 256):

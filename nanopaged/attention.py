@@ -23,13 +23,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanopaged.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from nanopaged.triton_attention import BlockTables
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, q, k, v) → out, with q, out [num_tokens, num_heads, head_dim] and k, v
@@ -52,13 +55,27 @@ class PagedBatch:
     block_tables: list[list[int]]  # of each sequence, physical block ids
     slot_mapping: np.ndarray  # [num_tokens]: block · block_size + offset
     num_decodes: int
+    owners: list[int]  # a number for each sequence, the same from step to step
+
+
+def slots_of(table: list[int], positions: np.ndarray, block_size: int) -> np.ndarray:
+    """Where the tokens at `positions` live: block_size = 4, table [7, 2], positions 2 3 4 5: 30 31 8 9."""
+    return np.array(table)[positions // block_size] * block_size + positions % block_size
+
+
+def send(array: np.ndarray, device: torch.device) -> Tensor:
+    """To the device without waiting for it: a GPU fetches pinned memory by itself, when it gets there."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class Store:
     """Writes the new K/V of a batch to their slots by indexing; one object a step, called once a layer."""
 
     def __init__(self, batch: PagedBatch, cache: KVCache) -> None:
-        slots = torch.from_numpy(batch.slot_mapping).to(cache.data.device)
+        slots = send(batch.slot_mapping, cache.data.device)
         self.cache = cache
         self.blocks, self.offsets = slots // cache.block_size, slots % cache.block_size
 
@@ -80,18 +97,17 @@ class AttentionBackend(Protocol):
 class PagedAttention:
     """A backend put together from three parts, each planned once a step: see the head of this file."""
 
-    cache: KVCache
-    scale: float
-    store: Callable[[PagedBatch, KVCache], Callable[[int, Tensor, Tensor], None]]
-    decodes: Callable[[PagedBatch, KVCache, float], Attend]
-    chunks: Callable[[PagedBatch, KVCache, float], Attend]
+    store: Callable[[PagedBatch], Callable[[int, Tensor, Tensor], None]]
+    decodes: Callable[[PagedBatch], Attend]
+    chunks: Callable[[PagedBatch], Attend]
+    tables: BlockTables | None = None  # on the device, for backends whose decodes read them there
 
     def plan(self, batch: PagedBatch) -> Attend:
         """The step's `attend`: store first, then the decodes, then the chunks."""
-        cache, scale, n = self.cache, self.scale, batch.num_decodes
-        store = self.store(batch, cache)
-        decodes = self.decodes(batch, cache, scale) if n > 0 else None
-        chunks = self.chunks(batch, cache, scale) if n < len(batch.query_lens) else None
+        n = batch.num_decodes
+        store = self.store(batch)
+        decodes = self.decodes(batch) if n > 0 else None
+        chunks = self.chunks(batch) if n < len(batch.query_lens) else None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             store(layer, k, v)
@@ -125,15 +141,21 @@ def make_attention(backend: str, cache: KVCache, scale: float) -> AttentionBacke
     from nanopaged import torch_attention
 
     if backend == "torch":
-        return PagedAttention(cache, scale, Store, torch_attention.DecodePlan, torch_attention.ChunkPlan)
-    from nanopaged import triton_attention
+        return PagedAttention(
+            store=lambda batch: Store(batch, cache),
+            decodes=lambda batch: torch_attention.DecodePlan(batch, cache, scale),
+            chunks=lambda batch: torch_attention.ChunkPlan(batch, cache, scale),
+        )
+    from nanopaged import flash_attention, triton_attention
 
-    store, decodes, chunks = triton_attention.Store, triton_attention.DecodePlan, torch_attention.ChunkPlan
-    if backend == "flash":
-        from nanopaged import flash_attention
-
-        chunks = flash_attention.ChunkPlan
-    return PagedAttention(cache, scale, store, decodes, chunks)
+    chunks = flash_attention if backend == "flash" else torch_attention
+    tables = triton_attention.BlockTables(cache.data.device)
+    return PagedAttention(
+        store=lambda batch: triton_attention.Store.of(batch, cache),
+        decodes=lambda batch: triton_attention.DecodePlan.of(batch, cache, scale, tables),
+        chunks=lambda batch: chunks.ChunkPlan(batch, cache, scale),
+        tables=tables,
+    )
 
 
 def is_fast_here(backend: str, cache: KVCache) -> bool:

@@ -89,7 +89,8 @@ class EngineConfig:
             "flash" does, too, and reads prompts with flash-attn or PyTorch's own flash attention;
             "reference" is the slow, obvious loop over blocks that the documentation explains; "auto"
             picks the fastest that runs here.
-        enforce_eager: never replay a step from a CUDA graph. Only True so far: there are no graphs yet.
+        enforce_eager: launch every kernel one by one. Otherwise, on a GPU and with its kernels, steps of
+            decodes alone are replayed from CUDA graphs, which are captured at start-up.
         tensor_parallel_size: devices to spread each layer over. Only 1 so far.
         load_format: "auto" reads the weights; "dummy" draws random ones (config.json is enough).
         seed: seeds the requests that bring no seed of their own, and the dummy weights.
@@ -113,7 +114,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     preemption: str = "auto"
     attention_backend: str = "auto"
-    enforce_eager: bool = True
+    enforce_eager: bool = False
     tensor_parallel_size: int = 1
     load_format: str = "auto"
     seed: int = 0
@@ -136,9 +137,6 @@ class EngineConfig:
         if self.memory_utilization is not None:
             _check_number("memory_utilization", self.memory_utilization, 0.01, 1.0)
         _check_bool("enforce_eager", self.enforce_eager)
-        _require(
-            self.enforce_eager, "enforce_eager is False, but there are no CUDA graphs yet: leave it True"
-        )
         _check_int(self, "tensor_parallel_size", 1)
         _require(
             self.tensor_parallel_size == 1,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import PagedBatch
+from nanopaged.attention import PagedBatch, send, slots_of
 from nanopaged.kv_cache import KVCache
 
 Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float], Tensor]
@@ -36,14 +36,17 @@ class ChunkPlan:
         context_lens = batch.context_lens[batch.num_decodes :]
         self.cache = cache
         self.scale = scale
-        self.cu_query_lens = _cumulative(query_lens).to(device, non_blocking=True)
-        self.cu_context_lens = _cumulative(context_lens).to(device, non_blocking=True)
+        self.cu_query_lens = send(_cumulative(query_lens), device)
+        self.cu_context_lens = send(_cumulative(context_lens), device)
         self.longest = int(query_lens.max()), int(context_lens.max())
         self.slots: Tensor | None = None  # of all keys, if some of them were in the cache already
         if (context_lens > query_lens).any():
             tables = batch.block_tables[batch.num_decodes :]
-            slots = [_slots(*pair, cache.block_size) for pair in zip(tables, context_lens, strict=True)]
-            self.slots = torch.from_numpy(np.concatenate(slots)).to(device, non_blocking=True)
+            slots = [
+                slots_of(table, np.arange(n), cache.block_size)
+                for table, n in zip(tables, context_lens, strict=True)
+            ]
+            self.slots = send(np.concatenate(slots), device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [num_tokens, num_heads, head_dim] and the new k, v → what each query attends to."""
@@ -57,15 +60,9 @@ class ChunkPlan:
         return part[self.slots // size, :, self.slots % size]
 
 
-def _cumulative(lens: np.ndarray) -> Tensor:
+def _cumulative(lens: np.ndarray) -> np.ndarray:
     """3 2 4 → 0 3 5 9."""
-    return torch.from_numpy(np.concatenate(([0], np.cumsum(lens))).astype(np.int32))
-
-
-def _slots(table: list[int], context_len: int, block_size: int) -> np.ndarray:
-    """Slots of a whole context: block_size = 4, table [7, 2], 6 keys: 28 29 30 31 8 9."""
-    positions = np.arange(context_len)
-    return np.array(table)[positions // block_size] * block_size + positions % block_size
+    return np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
 
 
 @cached

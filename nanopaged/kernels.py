@@ -74,6 +74,7 @@ def decode_kernel(
     k_cache_ptr,
     v_cache_ptr,
     tables_ptr,
+    rows_ptr,
     lens_ptr,
     out_ptr,
     lse_ptr,
@@ -83,7 +84,7 @@ def decode_kernel(
     cache_block,
     cache_head,
     cache_slot,
-    table_seq,
+    table_row,
     out_seq,
     out_head,
     out_split,
@@ -104,7 +105,8 @@ def decode_kernel(
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    context_len = tl.load(lens_ptr + seq)
+    context_len = tl.load(lens_ptr + seq).to(tl.int32)
+    table = tables_ptr + tl.load(rows_ptr + seq) * table_row
     length = tiles_per_split(context_len, TILE, NUM_SPLITS) * TILE
     start = split * length
     end = tl.minimum(start + length, context_len)
@@ -122,8 +124,7 @@ def decode_kernel(
             live = position < end
             # A tile spans several blocks. block_size = 4, positions 6 7 8 9, table [7, 2, 5]:
             # blocks 2 2 5 5, offsets 2 3 0 1. 64 bits, for a cache has more than 2^31 elements.
-            table = tables_ptr + seq * table_seq + position // BLOCK_SIZE
-            block = tl.load(table, mask=live, other=0).to(tl.int64)
+            block = tl.load(table + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
             row = block * cache_block + (position % BLOCK_SIZE) * cache_slot + kv_head * cache_head
             mask = live[:, None] & (dims < HEAD_DIM)
             # Masked to 0 beyond the context: an unwritten slot may hold NaN, and 0 · NaN is NaN.
@@ -168,7 +169,7 @@ def reduce_kernel(
     """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    context_len = tl.load(lens_ptr + seq)
+    context_len = tl.load(lens_ptr + seq).to(tl.int32)
     used = tl.cdiv(tl.cdiv(context_len, TILE), tiles_per_split(context_len, TILE, NUM_SPLITS))
     used = tl.maximum(used, 1)  # the zeros of an empty context
     splits = tl.arange(0, SPLITS_PAD)
@@ -286,6 +287,7 @@ def paged_decode(
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
+    rows: Tensor,
     context_lens: Tensor,
     scale: float,
     num_splits: int,
@@ -295,8 +297,9 @@ def paged_decode(
     Args:
         q: [num_seqs, num_heads, head_dim], any strides but the last.
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], two views of one tensor.
-        block_tables: int32 [num_seqs, most blocks], contiguous; what lies beyond a context is not looked at.
-        context_lens: int32 [num_seqs], keys of each, the new one included. 0 gives zeros.
+        block_tables: int32 [num_rows, most blocks]; what lies beyond a context is not looked at.
+        rows: int64 [num_seqs], where in `block_tables` each sequence's table is.
+        context_lens: int64 [num_seqs], keys of each, the new one included. 0 gives zeros.
         num_splits: programs that share a context, see `choose_num_splits`; fixed in a CUDA graph.
 
     Returns:
@@ -319,6 +322,7 @@ def paged_decode(
         k_cache,
         v_cache,
         block_tables,
+        rows,
         context_lens,
         partial,
         lse,

@@ -6,26 +6,30 @@ its own.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import PagedBatch, make_attention
+from nanopaged.attention import PagedBatch, make_attention, send, slots_of
 from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.block_pool import blocks_needed
 from nanopaged.config import EngineConfig
 from nanopaged.kv_cache import KVCache, KVShape, available_memory, blocks_that_fit
 from nanopaged.model_config import ModelConfig
-from nanopaged.outputs import Logprobs, Sample
-from nanopaged.sampler import SampleRow, most_likely, sample, top_logprobs
+from nanopaged.next_tokens import NextTokens
+from nanopaged.outputs import Logprobs
+from nanopaged.sampler import top_logprobs
 from nanopaged.sequence import Request, Sequence
 from nanopaged.swap import SwapCosts
 from nanopaged.weights import load_model
+
+if TYPE_CHECKING:
+    from nanopaged.cuda_graphs import DecodeGraphs
 
 HOST_BYTES = 4 << 30  # of host memory for swapped requests, if the config leaves it open
 LOGITS_TILE = 256  # prompt positions projected to the vocabulary at once
@@ -64,6 +68,14 @@ class ModelRunner:
         self.kv_cache = KVCache(shape, self.num_blocks, config.block_size, self.device, self.num_host_blocks)
         scale = model_config.head_dim**-0.5
         self.attention = make_attention(config.attention_backend, self.kv_cache, scale)
+        self.graphs: DecodeGraphs | None = None
+        tables = getattr(self.attention, "tables", None)
+        if self.device.type == "cuda" and tables is not None and not config.enforce_eager:
+            from nanopaged.cuda_graphs import DecodeGraphs
+
+            self.graphs = DecodeGraphs(
+                self.model, self.kv_cache, scale, tables, config.max_num_seqs, max_model_len
+            )
         self.swap_costs = self._measure_costs() if config.preemption == "auto" else None
 
     def _size_pool(self, config: EngineConfig, shape: KVShape, max_model_len: int, step_budget: int) -> int:
@@ -119,49 +131,14 @@ class ModelRunner:
         self.kv_cache.swap_in(batch.swap_in)
         self.kv_cache.copy_blocks([(copy.src, copy.dst) for copy in batch.copies])
         input_ids, positions, paged = prepare(batch, self.block_size)
-        attend = self.attention.plan(paged)
-        hidden = self.model(self._send(input_ids), self._send(positions), attend)
-        return StepResult(self._sample(batch, hidden), self._score_prompts(batch, hidden))
-
-    def _send(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-    def _sample(self, batch: ScheduledBatch, hidden: Tensor) -> list[list[Sample]]:
-        """What may follow the sequences that catch up; their last rows alone are projected."""
-        samples: list[list[Sample]] = [[] for _ in batch.sequences]
-        last_rows = np.cumsum([seq.num_new_tokens for seq in batch.sequences]) - 1
-        ready = [i for i, seq in enumerate(batch.sequences) if seq.catches_up]
-        if not ready:
-            return samples
-        logits = self.model.logits(hidden[self._send(last_rows[ready])])
-        owners: list[int] = []  # of each row to draw, its row of the logits
-        rows: list[SampleRow] = []
-        for owner, i in enumerate(ready):
-            seq = batch.sequences[i]
-            if seq.request.beam_search is not None:
-                samples[i] = self._propose(seq, logits[owner])
-            else:
-                drawn = _sample_rows(seq)
-                rows += drawn
-                owners += [owner] * len(drawn)
-        if owners != list(range(len(ready))):  # some row is drawn from several times, or by beam search
-            logits = logits[owners]
-        for owner, drawn in zip(owners, sample(logits, rows) if rows else (), strict=True):
-            samples[ready[owner]].append(drawn)
-        for i in ready:
-            self._check_finite(batch.sequences[i], samples[i][0].logprob)
-        return samples
-
-    def _propose(self, beam: Sequence, logits: Tensor) -> list[Sample]:
-        banned = beam.request.stop_rules.banned_token_ids(beam)
-        return most_likely(logits, beam.request.beam_search.num_candidates, banned)
-
-    def _check_finite(self, seq: Sequence, logprob: float) -> None:
-        if not math.isfinite(logprob):
-            raise FloatingPointError(
-                f"the model's scores for request {seq.request.request_id!r} at position {seq.num_tokens} are "
-                f"not finite in {self.dtype}: abort the request, or use a dtype with a wider range"
-            )
+        next_tokens = NextTokens(batch, self.device)
+        if self.graphs is not None and batch.num_decodes == len(batch.sequences):
+            hidden = self.graphs.run(input_ids, positions, paged)
+        else:
+            attend = self.attention.plan(paged)
+            hidden = self.model(send(input_ids, self.device), send(positions, self.device), attend)
+        samples = next_tokens.draw(hidden, self.model.logits)
+        return StepResult(samples, self._score_prompts(batch, hidden))
 
     def _score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> dict[Request, list[Logprobs]]:
         """Log-probabilities of prompt tokens, for the requests that are still owed some."""
@@ -190,37 +167,41 @@ class ModelRunner:
         return scored
 
 
-def _sample_rows(seq: Sequence) -> list[SampleRow]:
-    """The draws to make after `seq`: one, or one for each output if the request is about to fork."""
-    request, banned = seq.request, seq.request.stop_rules.banned_token_ids(seq)
-    indices = range(request.params.num_sequences) if request.unforked else (seq.index,)
-    return [SampleRow(request.params, request.seed, i, seq.num_tokens, banned) for i in indices]
-
-
 def prepare(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, PagedBatch]:
     """Lay the batch out flat: (input_ids [num_tokens], positions [num_tokens], where they live).
 
     block_size = 4, table [7, 2], 3 of 6 tokens computed: positions 3 4 5, slots 7·4+3, 2·4+0, 2·4+1
     """
-    input_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    for seq in batch.sequences:
-        start, end = seq.num_computed_tokens, seq.num_computed_tokens + seq.num_new_tokens
-        input_ids += seq.token_ids[start:end]
-        positions += range(start, end)
-        table = seq.block_table
-        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, end)]
+    computed = [seq.num_computed_tokens for seq in batch.sequences]
+    tables = [seq.block_table for seq in batch.sequences]
     query_lens = np.array([seq.num_new_tokens for seq in batch.sequences])
-    computed = np.array([seq.num_computed_tokens for seq in batch.sequences])
+    n = batch.num_decodes  # of these there may be hundreds, each with one token, so they go as lists
+    decodes = zip(batch.sequences[:n], computed, strict=False)
+    input_ids = [[seq.token_ids[p] for seq, p in decodes]]
+    positions = [computed[:n]]
+    slots = [
+        [t[p // block_size] * block_size + p % block_size for t, p in zip(tables[:n], computed, strict=False)]
+    ]
+    for seq in batch.sequences[n:]:
+        chunk = np.arange(seq.num_computed_tokens, seq.num_computed_tokens + seq.num_new_tokens)
+        input_ids.append(seq.token_ids[chunk[0] : chunk[-1] + 1])
+        positions.append(chunk)
+        slots.append(slots_of(seq.block_table, chunk, block_size))
     paged = PagedBatch(
         query_lens=query_lens,
-        context_lens=computed + query_lens,
-        block_tables=[seq.block_table for seq in batch.sequences],
-        slot_mapping=np.array(slots),
-        num_decodes=batch.num_decodes,
+        context_lens=np.array(computed) + query_lens,
+        block_tables=tables,
+        slot_mapping=_flat(slots),
+        num_decodes=n,
+        owners=list(map(id, batch.sequences)),
     )
-    return np.array(input_ids), np.array(positions), paged
+    return _flat(input_ids), _flat(positions), paged
+
+
+def _flat(parts: list[list[int] | np.ndarray]) -> np.ndarray:
+    """Integers end to end, as int64."""
+    arrays = [np.array(part, dtype=np.int64) for part in parts]
+    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 
 
 def pick_device(name: str) -> torch.device:

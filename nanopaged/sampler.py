@@ -15,12 +15,16 @@ import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
+from nanopaged.attention import send
 from nanopaged.config import SamplingParams
 from nanopaged.outputs import Logprob, Logprobs, Sample
+
+NO_TOP_K = 1 << 24  # more than any vocabulary, and exact in float32
 
 
 @dataclass(slots=True)
@@ -34,56 +38,78 @@ class SampleRow:
     banned_token_ids: Collection[int]
 
 
-def sample(logits: Tensor, rows: list[SampleRow]) -> list[Sample]:
-    """Draw one token for each row of `logits` [len(rows), vocab_size] (float32)."""
-    token_ids = choose(logits, rows)
-    num_logprobs = [row.params.logprobs for row in rows]
+class Draws:
+    """The rows of a step, and what they ask for as tensors.
+
+    It is made before the model runs, so that the device has the numbers when the logits come: a tensor made
+    from a list in the midst would wait for the model, and the device then for Python.
+    """
+
+    def __init__(self, rows: list[SampleRow], device: torch.device) -> None:
+        self.rows = rows
+        self.num_logprobs = [row.params.logprobs for row in rows]
+        banned = [(i, token_id) for i, row in enumerate(rows) for token_id in row.banned_token_ids]
+        self.banned = send(np.array(banned).T, device) if banned else None  # [2, ...]: row, token id
+        self.all_greedy = all(row.params.is_greedy for row in rows)
+        if self.all_greedy:
+            return
+        params = [row.params for row in rows]
+        self.top_k = [p.top_k if p.top_k > 0 else NO_TOP_K for p in params]
+        self.any_top_p = any(p.top_p < 1.0 for p in params)
+        self.any_min_p = any(p.min_p > 0.0 for p in params)
+        columns = [
+            [p.is_greedy for p in params],
+            [1.0 if p.is_greedy else max(p.temperature, 1e-6) for p in params],
+            self.top_k,
+            [p.top_p for p in params],
+            [math.log(p.min_p) if p.min_p else -math.inf for p in params],
+            [uniform(row.seed, row.index, row.position) for row in rows],
+        ]
+        numbers = send(np.array(columns, dtype=np.float32)[:, :, None], device)  # each [rows, 1]
+        self.is_greedy, self.temperature, self.top_ks, self.top_p, self.log_min_p, self.uniform = numbers
+
+
+def sample(logits: Tensor, draws: Draws) -> list[Sample]:
+    """Draw one token for each row of `logits` [rows, vocab_size] (float32)."""
+    token_ids = choose(logits, draws)
     logprobs = logits.log_softmax(-1)
     scores = logprobs.gather(1, token_ids[:, None])[:, 0]
-    tables = top_logprobs(logprobs, token_ids, num_logprobs)
-    return [Sample(*drawn) for drawn in zip(token_ids.tolist(), scores.tolist(), tables, strict=True)]
+    tables = top_logprobs(logprobs, token_ids, draws.num_logprobs)
+    # Ids and scores come to the host together: float64 holds both exactly, and waiting once is enough.
+    drawn = torch.stack((token_ids.double(), scores.double())).tolist()
+    return [Sample(int(token_id), *rest) for token_id, *rest in zip(*drawn, tables, strict=True)]
 
 
-def choose(logits: Tensor, rows: list[SampleRow]) -> Tensor:
-    """Token ids [len(rows)]: the most likely for greedy rows, a random draw for the others."""
-    logits = _ban(logits, rows)
+def choose(logits: Tensor, draws: Draws) -> Tensor:
+    """Token ids [rows]: the most likely for greedy rows, a random draw for the others."""
+    if draws.banned is not None:
+        logits = logits.index_put(tuple(draws.banned), logits.new_tensor(-math.inf))
     greedy = logits.argmax(-1)
-    if all(row.params.is_greedy for row in rows):
+    if draws.all_greedy:
         return greedy
-    is_greedy = torch.tensor([row.params.is_greedy for row in rows], device=logits.device)
-    drawn = _draw(torch.softmax(filter_logits(logits, [row.params for row in rows]), -1), rows)
-    return torch.where(is_greedy, greedy, drawn)
+    drawn = _draw(torch.softmax(filter_logits(logits, draws), -1), draws.uniform)
+    return torch.where(draws.is_greedy[:, 0] > 0, greedy, drawn)
 
 
-def _ban(logits: Tensor, rows: list[SampleRow]) -> Tensor:
-    banned = [(i, token_id) for i, row in enumerate(rows) for token_id in row.banned_token_ids]
-    if not banned:
-        return logits
-    row_ids, token_ids = torch.tensor(banned, device=logits.device).T
-    return logits.index_put((row_ids, token_ids), logits.new_tensor(-math.inf))
-
-
-def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:
+def filter_logits(logits: Tensor, draws: Draws) -> Tensor:
     """Scale by temperature, then set what top-k, top-p and min-p drop to -inf. Ties at the k-th are kept.
 
     Each filter runs only if a row asks for it; the other rows pass through unchanged.
     """
     logits = logits - logits.amax(-1, keepdim=True)  # so that no division can overflow to +inf
-    temperature = [1.0 if p.is_greedy else max(p.temperature, 1e-6) for p in params]
-    logits /= _column(temperature, logits)
+    logits /= draws.temperature
     vocab_size = logits.shape[-1]
-    top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
-    if min(top_k) < vocab_size:
-        best = logits.topk(max(k for k in top_k if k < vocab_size)).values  # [rows, largest k], falling
-        last = torch.tensor([min(k, best.shape[1]) - 1 for k in top_k], device=logits.device)
-        threshold = best.gather(1, last[:, None])
-        threshold[[k == vocab_size for k in top_k]] = -math.inf
+    largest_k = max((k for k in draws.top_k if k < vocab_size), default=0)
+    if largest_k > 0:
+        best = logits.topk(largest_k).values  # [rows, largest k], falling
+        last = draws.top_ks.clamp(max=largest_k).long() - 1
+        threshold = best.gather(1, last).masked_fill(draws.top_ks >= vocab_size, -math.inf)
         logits = logits.masked_fill(logits < threshold, -math.inf)
-    if any(p.top_p < 1.0 for p in params):
-        logits = _filter_top_p(logits, _column([p.top_p for p in params], logits))
-    if any(p.min_p > 0.0 for p in params):
-        lowest = _column([math.log(p.min_p) if p.min_p else -math.inf for p in params], logits)
-        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + lowest, -math.inf)
+    if draws.any_top_p:
+        logits = _filter_top_p(logits, draws.top_p)
+    if draws.any_min_p:
+        lowest = logits.amax(-1, keepdim=True) + draws.log_min_p
+        logits = logits.masked_fill(logits < lowest, -math.inf)
     return logits
 
 
@@ -99,10 +125,9 @@ def _filter_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     return logits.masked_fill(torch.zeros_like(drop).scatter_(1, order, drop), -math.inf)
 
 
-def _draw(probs: Tensor, rows: list[SampleRow]) -> Tensor:
-    """One token a row by inverting the cumulative distribution at the row's uniform number."""
+def _draw(probs: Tensor, u: Tensor) -> Tensor:
+    """One token a row by inverting the cumulative distribution at the row's uniform number u [rows, 1]."""
     cumulative = probs.cumsum(-1)
-    u = _column([uniform(row.seed, row.index, row.position) for row in rows], probs)
     token_ids = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)
     return token_ids[:, 0].clamp_max(probs.shape[-1] - 1)
 
@@ -113,17 +138,20 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (xxhash.xxh3_64_intdigest(message) >> 40) / 2**24
 
 
-def _column(values: list[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
-
-
-def most_likely(logits: Tensor, k: int, banned_token_ids: Collection[int]) -> list[Sample]:
-    """The k most likely tokens after one row of `logits` [vocab_size], in falling order."""
+def most_likely(
+    logits: Tensor, num: list[int], banned_token_ids: list[Collection[int]]
+) -> list[list[Sample]]:
+    """For each row of `logits` [rows, vocab_size] its `num` most likely tokens, in falling order."""
     logprobs = logits.log_softmax(-1)
-    if banned_token_ids:
-        logprobs[list(banned_token_ids)] = -math.inf
-    values, ids = logprobs.topk(min(k, len(logprobs)))
-    return [Sample(*pair) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+    for row, banned in zip(logprobs, banned_token_ids, strict=True):
+        if banned:
+            row[list(banned)] = -math.inf
+    best = logprobs.topk(min(max(num), logits.shape[-1]))
+    ids, values = torch.stack((best.indices.double(), best.values.double())).tolist()
+    return [
+        [Sample(int(token_id), value) for token_id, value in zip(*row, strict=True)][:n]
+        for *row, n in zip(ids, values, num, strict=True)
+    ]
 
 
 def top_logprobs(

@@ -49,7 +49,7 @@ def tiny() -> LLM:
         ("preemption", "hope", ValueError, "preemption is 'hope'.*swap"),
         ("num_host_blocks", -1, ValueError, "num_host_blocks is -1"),
         ("tensor_parallel_size", 2, ValueError, "tensor_parallel_size is 2, but only 1"),
-        ("enforce_eager", False, ValueError, "no CUDA graphs yet"),
+        ("enforce_eager", 1, TypeError, "enforce_eager must be True or False"),
         ("seed", -1, ValueError, "seed is -1"),
         ("model", 5, TypeError, "model must be a folder"),
         ("no_such_field", 1, TypeError, "no_such_field"),

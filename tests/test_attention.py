@@ -60,6 +60,7 @@ class Case:
             block_tables=self.tables,
             slot_mapping=np.array(slots),
             num_decodes=sum(new == 1 for _, new in lengths),
+            owners=list(range(len(lengths))),
         )
 
     def run(self, backend: str | AttentionBackend) -> Tensor:
@@ -135,7 +136,11 @@ def test_what_flash_attention_is_given(
     """The flat layout of queries and contexts, with the kernel itself replaced by plain PyTorch."""
     monkeypatch.setattr(flash_attention, "varlen", lambda: dense_varlen)
     case = Case(lengths, block_size, (6, 2), 20)
-    backend = PagedAttention(case.cache, 20**-0.5, Store, DecodePlan, flash_attention.ChunkPlan)
+    backend = PagedAttention(
+        store=lambda batch: Store(batch, case.cache),
+        decodes=lambda batch: DecodePlan(batch, case.cache, 20**-0.5),
+        chunks=lambda batch: flash_attention.ChunkPlan(batch, case.cache, 20**-0.5),
+    )
     torch.testing.assert_close(case.run(backend), case.dense(), atol=2e-5, rtol=1e-4)
 
 
@@ -216,7 +221,7 @@ def test_one_physical_block_read_by_several_sequences() -> None:
     context_lens = [9, 12, 14]
     q, k, v = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
     slots = [t[(n - 1) // 4] * 4 + (n - 1) % 4 for t, n in zip(tables, context_lens, strict=True)]
-    batch = PagedBatch(np.ones(3, dtype=int), np.array(context_lens), tables, np.array(slots), 3)
+    batch = PagedBatch(np.ones(3, dtype=int), np.array(context_lens), tables, np.array(slots), 3, [0, 1, 2])
     out = make_attention("torch", cache, 0.3).plan(batch)(0, q, k, v)
     for row, (table, n) in enumerate(zip(tables, context_lens, strict=True)):
         expected = reference_paged_attention(q[row], *cache.layer(0), table, n, 0.3)

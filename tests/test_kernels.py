@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which t
 from nanopaged import kernels
 from nanopaged.attention import make_attention
 from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.triton_attention import pad_tables
+from nanopaged.triton_attention import BlockTables, DecodePlan
 
 ROOT = Path(__file__).parents[1]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,11 +65,17 @@ class Case:
         self.q = torch.randn(len(lens), num_heads + 3, head_dim).to(DEVICE, dtype)[:, 1:-2]
 
     def decode(self, num_splits: int) -> Tensor:
-        tables = torch.from_numpy(pad_tables(self.tables)).to(DEVICE)
-        lens = torch.tensor(self.lens, dtype=torch.int32, device=DEVICE)
-        k_cache, v_cache = self.cache.layer(LAYER)
-        scale = self.head_dim**-0.5
-        return kernels.paged_decode(self.q, k_cache, v_cache, tables, lens, scale, num_splits)
+        tables = BlockTables(DEVICE)
+        rows = torch.tensor(tables.update(list(range(len(self.lens))), self.tables), device=DEVICE)
+        plan = DecodePlan(
+            self.cache,
+            self.head_dim**-0.5,
+            tables.data,
+            rows,
+            torch.tensor(self.lens, device=DEVICE),
+            num_splits,
+        )
+        return plan(LAYER, self.q, None, None)
 
     def dense(self) -> Tensor:
         """softmax(q Kᵀ / √d) V in float64; zeros for a sequence without keys."""
@@ -149,8 +155,8 @@ def test_offsets_beyond_32_bits() -> None:
     kernels.store_kv(k, v, k_cache, v_cache, torch.tensor([far * 16], device=DEVICE))
     assert torch.equal(k_cache[far, 0, 0], k[0, 0])
     tables = torch.tensor([[far]], dtype=torch.int32, device=DEVICE)
-    lens = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    out = kernels.paged_decode(k, k_cache, v_cache, tables, lens, 1.0, 1)
+    row, length = torch.tensor([[0], [1]], device=DEVICE)
+    out = kernels.paged_decode(k, k_cache, v_cache, tables, row, length, 1.0, 1)
     assert torch.equal(out, v)  # one key: its value is the answer
     kernels.copy_blocks(cache.data, torch.tensor([[far, far - 1]], device=DEVICE))
     assert torch.equal(v_cache[far - 1, 0, 0], v[0, 0])
@@ -205,12 +211,16 @@ def test_copy_blocks(block_major: bool, block_size: int, head_dim: int) -> None:
 
 # ── compiled for GPUs that are not there ──────────────────────────────────────────────────────────
 
-SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes a program may use
+SHARED_MEMORY = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}  # bytes that a processor has
+REGISTERS = 64 << 10
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
 def test_kernels_compile_without_spills() -> None:
-    """Every kernel for sm_80, sm_90 and sm_100: nothing on the stack, and the shared memory is there."""
+    """Every kernel for sm_80, sm_90 and sm_100: nothing on the stack, and room for two on a processor.
+
+    Two is what `choose_num_splits` counts on.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, str(ROOT / "tools" / "compile_kernels.py"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
@@ -220,8 +230,8 @@ def test_kernels_compile_without_spills() -> None:
     assert kinds == {(kind, arch) for kind in ("decode", "reduce", "store", "copy") for arch in SHARED_MEMORY}
     for row in compiled:
         assert row["stack"] == 0, row
-        assert row["registers"] <= 128, row  # at 128 threads a program, four fit into a processor
-        assert row["shared"] <= SHARED_MEMORY[row["arch"]], row
+        assert 2 * row["registers"] * row["threads"] <= REGISTERS, row
+        assert 2 * (row["shared"] + 1024) <= SHARED_MEMORY[row["arch"]], row
 
 
 # ── the large grid ────────────────────────────────────────────────────────────────────────────────
@@ -260,7 +270,7 @@ def test_backends_agree_on_a_gpu(dtype: torch.dtype, num_seqs: int) -> None:
     case = Case(lens, 16, (16, 8), 128, dtype)
     slots = [t[(n - 1) // 16] * 16 + (n - 1) % 16 for t, n in zip(case.tables, lens, strict=True)]
     ones = np.ones(num_seqs, dtype=np.int64)
-    batch = PagedBatch(ones, np.array(lens), case.tables, np.array(slots), num_seqs)
+    batch = PagedBatch(ones, np.array(lens), case.tables, np.array(slots), num_seqs, list(range(num_seqs)))
     k, v = torch.randn(2, num_seqs, 8, 128).to(DEVICE, dtype)
     outs = [
         make_attention(backend, case.cache, 128**-0.5).plan(batch)(LAYER, case.q, k, v)

@@ -17,9 +17,10 @@ from transformers import (
 )
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.sampler import SampleRow, choose, filter_logits, sample, uniform
+from nanopaged.sampler import Draws, SampleRow, choose, filter_logits, sample, uniform
 
 VOCAB = 50
+CPU = torch.device("cpu")
 
 
 def transformers_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -49,10 +50,14 @@ sampling = st.builds(
 def test_filters_equal_transformers_row_by_row(params: list[SamplingParams], seed: int) -> None:
     """Rows with different settings in one batch, each as transformers would have it alone."""
     logits = torch.randn(len(params), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    ours = filter_logits(logits, params).softmax(-1)
+    ours = filter_logits(logits, draws_of(params)).softmax(-1)
     for row, (p, mine) in enumerate(zip(params, ours, strict=True)):
         expected = transformers_distribution(logits[row : row + 1].clone(), p)[0]
         torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-4)
+
+
+def draws_of(params: list[SamplingParams]) -> Draws:
+    return Draws([SampleRow(p, 0, 0, 0, []) for p in params], CPU)
 
 
 def rows_of(params: SamplingParams, num: int, **fields: object) -> list[SampleRow]:
@@ -76,7 +81,7 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     """
     num = 40_000
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(3)) * 2
-    drawn = choose(logits.expand(num, -1), rows_of(params, num))
+    drawn = choose(logits.expand(num, -1), Draws(rows_of(params, num), CPU))
     expected = transformers_distribution(logits.clone(), params)[0] * num
     counts = torch.bincount(drawn, minlength=12).float()
     assert counts[expected == 0].sum() == 0, "a token that was filtered out was drawn"
@@ -100,16 +105,16 @@ def test_greedy_and_random_rows_in_one_batch() -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))
     greedy, random_ = SamplingParams(temperature=0), SamplingParams(temperature=1.0)
     rows = [rows_of(p, 1, seed=9)[0] for p in (greedy, random_) * 3]
-    drawn = choose(logits, rows)
+    drawn = choose(logits, Draws(rows, CPU))
     assert drawn[::2].tolist() == logits[::2].argmax(-1).tolist()
     for i in (1, 3, 5):
-        assert drawn[i] == choose(logits[i : i + 1], [rows[i]])[0], "alone or not, the same draw"
+        assert drawn[i] == choose(logits[i : i + 1], Draws([rows[i]], CPU))[0], "alone or not, the same draw"
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-8, 1e-3])
 def test_tiny_temperatures_are_greedy_and_not_nan(temperature: float) -> None:
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)) * 50
-    drawn = choose(logits, rows_of(SamplingParams(temperature=temperature), 4))
+    drawn = choose(logits, Draws(rows_of(SamplingParams(temperature=temperature), 4), CPU))
     assert drawn.tolist() == logits.argmax(-1).tolist()
 
 
@@ -118,9 +123,9 @@ def test_a_nearly_impossible_draw_stays_in_the_distribution(monkeypatch: pytest.
     monkeypatch.setattr("nanopaged.sampler.uniform", lambda *_: (2**24 - 1) / 2**24)
     logits = torch.full((1, VOCAB), -math.inf)
     logits[0, [3, 20]] = 0.0
-    assert choose(logits, rows_of(SamplingParams(), 1)).tolist() == [20]
+    assert choose(logits, Draws(rows_of(SamplingParams(), 1), CPU)).tolist() == [20]
     monkeypatch.setattr("nanopaged.sampler.uniform", lambda *_: 0.0)
-    assert choose(logits, rows_of(SamplingParams(), 1)).tolist() == [3]
+    assert choose(logits, Draws(rows_of(SamplingParams(), 1), CPU)).tolist() == [3]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -129,7 +134,7 @@ def test_banned_tokens_are_never_drawn_but_logprobs_stay_the_models_own(temperat
     logits[0, 4] = 10.0
     params = SamplingParams(temperature=temperature, logprobs=1)
     for seed in range(20):
-        (drawn,) = sample(logits, rows_of(params, 1, seed=seed, banned_token_ids=[4, 5]))
+        (drawn,) = sample(logits, Draws(rows_of(params, 1, seed=seed, banned_token_ids=[4, 5]), CPU))
         assert drawn.token_id not in (4, 5)
         expected = logits.log_softmax(-1)[0]
         assert drawn.logprob == pytest.approx(expected[drawn.token_id].item(), abs=1e-5)

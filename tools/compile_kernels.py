@@ -51,11 +51,11 @@ def sources() -> Iterator[tuple[str, ASTSource, dict[str, int]]]:
         kind, out = TYPES[dtype], TYPES[dtype] if num_splits == 1 else "fp32"
         name = f"decode {kind} group {group} dim {head_dim} block {block_size} splits {num_splits}"
         pointers = {"q_ptr": kind, "k_cache_ptr": kind, "v_cache_ptr": kind, "tables_ptr": "i32"}
-        pointers |= {"lens_ptr": "i32", "out_ptr": out, "lse_ptr": "fp32"}
+        pointers |= {"rows_ptr": "i64", "lens_ptr": "i64", "out_ptr": out, "lse_ptr": "fp32"}
         options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
         yield name, source(kernels.decode_kernel, pointers, shape.constants, {"scale_log2": "fp32"}), options
         if num_splits > 1:
-            pointers = {"partial_ptr": "fp32", "lse_ptr": "fp32", "lens_ptr": "i32", "out_ptr": kind}
+            pointers = {"partial_ptr": "fp32", "lse_ptr": "fp32", "lens_ptr": "i64", "out_ptr": kind}
             names = ("HEAD_DIM", "NUM_SPLITS", "TILE", "DIM_PAD")
             constants = {key: shape.constants[key] for key in names}
             constants["SPLITS_PAD"] = triton.next_power_of_2(num_splits)
@@ -111,7 +111,9 @@ def main() -> None:
         for name, src, options in sources():
             for arch in args.arch:
                 compiled = triton.compile(src, target=GPUTarget("cuda", arch, 32), options=options)
-                used = resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
+                meta = compiled.metadata
+                used = {"threads": 32 * meta.num_warps, **resources(compiled.asm["cubin"])}
+                used["shared"] = meta.shared
                 if args.json:
                     print(json.dumps({"kernel": name, "arch": arch, **used}), flush=True)
                 else:
