@@ -1,4 +1,10 @@
-"""Microseconds to schedule a step of decodes and book its results, per step and per sequence."""
+"""What a step of decodes costs on the host: to schedule it and book its results, and all but the model.
+
+The first table has scheduler and block manager alone, over the size of the pool. The second has the whole
+path of a step on a GPU (schedule, prepare, bring the block tables up to date, fill a graph's buffers, sample,
+book) with a model that returns at once and a vocabulary of 32; beside it, if a checkout is given, nano-vllm's
+scheduler and batch preparation on the same sequences.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +13,22 @@ import random
 import statistics
 import time
 
+import torch
+
+from benchmarks import nano_vllm
 from benchmarks.common import machine
 from benchmarks.no_model import NoModel, make_request
 from nanopaged import SamplingParams
+from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.block_manager import BlockManager
+from nanopaged.kv_cache import KVCache, KVShape
+from nanopaged.model_runner import prepare
+from nanopaged.next_tokens import NextTokens
 from nanopaged.scheduler import Scheduler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nano-vllm", metavar="CHECKOUT", help="a folder to compare with")
     parser.add_argument("--steps", type=int, default=100, help="the median of so many counts")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
@@ -26,18 +40,80 @@ def run(args: argparse.Namespace) -> None:
     for num_blocks in (1000, 10_000, 100_000, 1_000_000):
         for num_seqs in (1, 16, 64, 256, 1024, 4096):
             if num_seqs * ((100 + args.steps) // args.block_size + 2) <= num_blocks:
-                seconds = time_steps(num_blocks, num_seqs, args)
-                us = 1e6 * seconds
+                schedule, _, update = time_parts(num_blocks, num_seqs, args, NoModel(args.seed))
+                us = 1e6 * (schedule + update)
                 print(f"{num_blocks:9,} {num_seqs:9,} {us:10.1f} {us / num_seqs:14.3f}")
 
+    host_table(args)
 
-def time_steps(num_blocks: int, num_seqs: int, args: argparse.Namespace) -> float:
+
+def host_table(args: argparse.Namespace) -> None:
+    """The whole host path of a step, over the number of sequences; with a peer, the ratio to it."""
+    print(f"\n{'sequences':>9} {'schedule':>9} {'execute':>9} {'update':>9} {'all, us':>9}", end="")
+    peers = {f"nano-vllm, blocks of {size}": size for size in (16, 256)} if args.nano_vllm else {}
+    print("".join(f" {name:>24} {'ratio':>6}" for name in peers))
+    for num_seqs in (1, 64, 256, 1024):
+        parts = time_host(num_seqs, args)
+        ours = sum(parts)
+        print(f"{num_seqs:9,} " + " ".join(f"{1e6 * part:9.1f}" for part in (*parts, ours)), end="")
+        for size in peers.values():
+            theirs = nano_vllm.time_host(args.nano_vllm, num_seqs, args.steps, size, args.seed)
+            print(f" {1e6 * theirs:24.1f} {ours / theirs:6.2f}", end="")
+        print(flush=True)
+
+
+class HostPath:
+    """A runner that does all a GPU's runner does on the host; the model is missing, and so is the GPU."""
+
+    VOCAB = 32
+
+    def __init__(self, block_size: int, max_num_seqs: int, max_context_len: int) -> None:
+        from nanopaged.cuda_graphs import DecodeGraphs
+        from nanopaged.triton_attention import BlockTables
+
+        device = torch.device("cpu")
+        self.block_size = block_size
+        self.hidden = torch.zeros(max_num_seqs, 8)
+        self.scores = torch.randn(max_num_seqs, self.VOCAB)
+        self.graphs = DecodeGraphs(
+            model=lambda input_ids, positions, attend: self.hidden[: len(input_ids)],
+            cache=KVCache(KVShape(1, 1, 8, torch.float32), 1, block_size, device),
+            scale=1.0,
+            tables=BlockTables(device),
+            max_num_seqs=max_num_seqs,
+            max_context_len=max_context_len,
+            capture=lambda work: (work(), lambda: None),
+        )
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """As `ModelRunner.execute`, with prompts answered without being prepared."""
+        next_tokens = NextTokens(batch, self.hidden.device)
+        if batch.num_decodes < len(batch.sequences):
+            rows = sum(seq.num_new_tokens for seq in batch.sequences)
+            hidden = torch.zeros(1, 8).expand(rows, 8)
+        else:
+            hidden = self.graphs.run(*prepare(batch, self.block_size))
+        return StepResult(next_tokens.draw(hidden, lambda rows: self.scores[: len(rows)]))
+
+
+def time_host(num_seqs: int, args: argparse.Namespace) -> list[float]:
+    """Seconds of schedule, execute and update, the medians."""
+    runner = HostPath(args.block_size, num_seqs, 4096)
+    num_blocks = num_seqs * (-(-(100 + args.steps) // args.block_size) + 1)
+    return time_parts(num_blocks, num_seqs, args, runner)
+
+
+def time_parts(
+    num_blocks: int, num_seqs: int, args: argparse.Namespace, runner: NoModel | HostPath
+) -> list[float]:
+    """Seconds to schedule, execute and update a step of `num_seqs` decodes, the medians."""
     rng = random.Random(args.seed)
     scheduler = Scheduler(BlockManager(num_blocks, args.block_size), num_seqs, 1 << 20)
     params = SamplingParams(max_tokens=args.steps, ignore_eos=True)
     for i in range(num_seqs):
         scheduler.add(make_request(str(i), [rng.randrange(32000) for _ in range(100)], params))
-    runner, seconds = NoModel(args.seed), []
+    seconds: list[tuple[float, float, float]] = []
     while scheduler.has_unfinished:
         began = time.perf_counter()
         batch = scheduler.schedule()
@@ -45,5 +121,5 @@ def time_steps(num_blocks: int, num_seqs: int, args: argparse.Namespace) -> floa
         result = runner.execute(batch)
         answered = time.perf_counter()
         scheduler.update(batch, result)
-        seconds.append(scheduled - began + time.perf_counter() - answered)
-    return statistics.median(seconds[1:-1])  # without the prefill and the end
+        seconds.append((scheduled - began, answered - scheduled, time.perf_counter() - answered))
+    return [statistics.median(part) for part in zip(*seconds[1:-1], strict=True)]  # neither prefill nor end

@@ -8,15 +8,18 @@ This module knows no tensors: `dtype` and `device` are names here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
 from typing import ClassVar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch", "reference")
+NO_TOP_K = 1 << 24  # more than any vocabulary, and exact in float32
 LOAD_FORMATS = ("auto", "dummy")
 PREEMPTIONS = ("auto", "swap", "recompute")
 
@@ -229,6 +232,16 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken, without randomness."""
         return self.temperature == 0
+
+    @cached_property
+    def filters(self) -> tuple[float, ...]:
+        """Temperature, top-k, top-p and the logarithm of min-p as numbers that filter nothing where unset."""
+        return (
+            1.0 if self.is_greedy else max(self.temperature, 1e-6),
+            self.top_k if self.top_k > 0 else NO_TOP_K,
+            self.top_p,
+            math.log(self.min_p) if self.min_p > 0 else -math.inf,
+        )
 
     @property
     def num_sequences(self) -> int:

@@ -42,7 +42,7 @@ class NextTokens:
             if seq.request.beam_search is not None:
                 self.beams.append(i)
             else:
-                wanted = sample_rows(seq)
+                wanted = _sample_rows(seq)
                 rows += wanted
                 drawers += [i] * len(wanted)
         self.drawers = drawers
@@ -67,8 +67,7 @@ class NextTokens:
             chosen = logits if self.logit_rows is None else logits[self.logit_rows]
             for i, drawn in zip(self.drawers, sample(chosen, self.draws), strict=True):
                 samples[self.ready[i]].append(drawn)
-        for i, seq in zip(self.ready, self.sequences, strict=True):
-            check_finite(seq, samples[i][0].logprob, hidden.dtype)
+        self._check_finite([samples[i][0].logprob for i in self.ready], hidden.dtype)
         return samples
 
     def _propose(self, logits: Tensor) -> list[list[Sample]]:
@@ -79,22 +78,23 @@ class NextTokens:
             [beam.request.stop_rules.banned_token_ids(beam) for beam in beams],
         )
 
-
-def sample_rows(seq: Sequence) -> list[SampleRow]:
-    """The draws to make after `seq`: one, or one for each output if the request is about to fork."""
-    request, banned = seq.request, seq.request.stop_rules.banned_token_ids(seq)
-    indices = range(request.params.num_sequences) if request.unforked else (seq.index,)
-    return [SampleRow(request.params, request.seed, i, seq.num_tokens, banned) for i in indices]
-
-
-def check_finite(seq: Sequence, logprob: float, dtype: torch.dtype) -> None:
-    """Whether a score can be believed.
-
-    Raises:
-        FloatingPointError: it is infinite or NaN.
-    """
-    if not math.isfinite(logprob):
+    def _check_finite(self, logprobs: list[float], dtype: torch.dtype) -> None:
+        if math.isfinite(sum(logprobs)):
+            return
+        seq = next(
+            seq for seq, value in zip(self.sequences, logprobs, strict=True) if not math.isfinite(value)
+        )
         raise FloatingPointError(
             f"the model's scores for request {seq.request.request_id!r} at position {seq.num_tokens} are "
             f"not finite in {dtype}: abort the request, or use a dtype with a wider range"
         )
+
+
+def _sample_rows(seq: Sequence) -> list[SampleRow]:
+    """The draws to make after `seq`: one, or one for each output if the request is about to fork."""
+    request, position = seq.request, seq.num_tokens
+    banned = request.stop_rules.banned_token_ids(seq)
+    if not request.unforked:
+        return [SampleRow(request.params, request.seed, seq.index, position, banned)]
+    indices = range(request.params.num_sequences)
+    return [SampleRow(request.params, request.seed, i, position, banned) for i in indices]

@@ -21,10 +21,8 @@ import xxhash
 from torch import Tensor
 
 from nanopaged.attention import send
-from nanopaged.config import SamplingParams
+from nanopaged.config import NO_TOP_K, SamplingParams
 from nanopaged.outputs import Logprob, Logprobs, Sample
-
-NO_TOP_K = 1 << 24  # more than any vocabulary, and exact in float32
 
 
 @dataclass(slots=True)
@@ -46,27 +44,23 @@ class Draws:
     """
 
     def __init__(self, rows: list[SampleRow], device: torch.device) -> None:
-        self.rows = rows
-        self.num_logprobs = [row.params.logprobs for row in rows]
+        params = [row.params for row in rows]
+        self.num_logprobs = [p.logprobs for p in params]
         banned = [(i, token_id) for i, row in enumerate(rows) for token_id in row.banned_token_ids]
         self.banned = send(np.array(banned).T, device) if banned else None  # [2, ...]: row, token id
-        self.all_greedy = all(row.params.is_greedy for row in rows)
+        greedy = [p.is_greedy for p in params]
+        self.all_greedy = all(greedy)
         if self.all_greedy:
             return
-        params = [row.params for row in rows]
-        self.top_k = [p.top_k if p.top_k > 0 else NO_TOP_K for p in params]
-        self.any_top_p = any(p.top_p < 1.0 for p in params)
-        self.any_min_p = any(p.min_p > 0.0 for p in params)
-        columns = [
-            [p.is_greedy for p in params],
-            [1.0 if p.is_greedy else max(p.temperature, 1e-6) for p in params],
-            self.top_k,
-            [p.top_p for p in params],
-            [math.log(p.min_p) if p.min_p else -math.inf for p in params],
-            [uniform(row.seed, row.index, row.position) for row in rows],
-        ]
-        numbers = send(np.array(columns, dtype=np.float32)[:, :, None], device)  # each [rows, 1]
-        self.is_greedy, self.temperature, self.top_ks, self.top_p, self.log_min_p, self.uniform = numbers
+        filters = np.array([p.filters for p in params], dtype=np.float32).T
+        _, top_k, top_p, log_min_p = filters
+        self.largest_k = int(top_k.max(where=top_k < NO_TOP_K, initial=0))
+        self.any_top_p = bool((top_p < 1.0).any())
+        self.any_min_p = bool((log_min_p > -math.inf).any())
+        draws = [uniform(row.seed, row.index, row.position) for row in rows]
+        columns = np.concatenate((filters, np.array([draws, greedy], dtype=np.float32)))
+        numbers = send(columns[:, :, None], device)  # each [rows, 1]
+        self.temperature, self.top_k, self.top_p, self.log_min_p, self.uniform, self.is_greedy = numbers
 
 
 def sample(logits: Tensor, draws: Draws) -> list[Sample]:
@@ -77,7 +71,7 @@ def sample(logits: Tensor, draws: Draws) -> list[Sample]:
     tables = top_logprobs(logprobs, token_ids, draws.num_logprobs)
     # Ids and scores come to the host together: float64 holds both exactly, and waiting once is enough.
     drawn = torch.stack((token_ids.double(), scores.double())).tolist()
-    return [Sample(int(token_id), *rest) for token_id, *rest in zip(*drawn, tables, strict=True)]
+    return list(map(Sample, map(int, drawn[0]), drawn[1], tables))
 
 
 def choose(logits: Tensor, draws: Draws) -> Tensor:
@@ -98,12 +92,11 @@ def filter_logits(logits: Tensor, draws: Draws) -> Tensor:
     """
     logits = logits - logits.amax(-1, keepdim=True)  # so that no division can overflow to +inf
     logits /= draws.temperature
-    vocab_size = logits.shape[-1]
-    largest_k = max((k for k in draws.top_k if k < vocab_size), default=0)
-    if largest_k > 0:
-        best = logits.topk(largest_k).values  # [rows, largest k], falling
-        last = draws.top_ks.clamp(max=largest_k).long() - 1
-        threshold = best.gather(1, last).masked_fill(draws.top_ks >= vocab_size, -math.inf)
+    if draws.largest_k > 0:
+        most = min(draws.largest_k, logits.shape[-1])
+        best = logits.topk(most).values  # [rows, largest k], falling
+        last = draws.top_k.clamp(max=most).long() - 1
+        threshold = best.gather(1, last).masked_fill(draws.top_k >= NO_TOP_K, -math.inf)
         logits = logits.masked_fill(logits < threshold, -math.inf)
     if draws.any_top_p:
         logits = _filter_top_p(logits, draws.top_p)

@@ -1,0 +1,167 @@
+"""What a graph reads and pads. Graphs need a GPU; here a replay computes again from the same buffers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from conftest import MAX_MODEL_LEN, Oracle, random_prompts
+from torch import Tensor
+
+pytest.importorskip("triton", reason="decodes in graphs read their pages by Triton kernels")
+
+from nanopaged import LLM, SamplingParams
+from nanopaged.cuda_graphs import DecodeGraphs, graph_sizes
+from nanopaged.triton_attention import BlockTables
+
+
+def compute_again(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """Like a graph, it returns nothing: what comes out is written where it came out at first."""
+    out = work().clone()
+    return out, lambda: out.copy_(work())
+
+
+def greedy_params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens)
+
+
+def with_graphs(folder: str, max_num_seqs: int, **options: object) -> LLM:
+    llm = LLM(
+        folder,
+        dtype="float32",
+        attention_backend="triton",
+        max_num_seqs=max_num_seqs,
+        preemption="recompute",
+        **options,
+    )
+    runner = llm.engine.runner
+    runner.graphs = DecodeGraphs(
+        runner.model,
+        runner.kv_cache,
+        runner.model.config.head_dim**-0.5,
+        runner.attention.tables,
+        max_num_seqs,
+        MAX_MODEL_LEN,
+        compute_again,
+    )
+    return llm
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 9, 100, 256, 257])
+def test_every_batch_finds_a_size(most: int) -> None:
+    """No gap up to the largest batch there may be, and never padded to twice its size, or by 8."""
+    sizes = graph_sizes(most)
+    assert sizes[-1] == most
+    for n in range(1, most + 1):
+        size = next(size for size in sizes if size >= n)
+        assert size < 2 * n or size - n < 8
+
+
+def test_graphs_give_the_same_tokens(oracle: Oracle) -> None:
+    """Prompts and decodes mixed, batches of all sizes, blocks shared, freed and used again."""
+    llm = with_graphs(oracle.folder, 6, block_size=4, num_blocks=60)
+    graphs, sizes = llm.engine.runner.graphs, set()
+    replay = graphs.run
+
+    def counted(input_ids: np.ndarray, *rest: object) -> Tensor:
+        sizes.add(len(input_ids))
+        return replay(input_ids, *rest)
+
+    graphs.run = counted
+    prompts = random_prompts(8, seed=3, longest=20)
+    params = [greedy_params(n) for n in (9, 3, 12, 6, 1, 7, 5, 10)]
+    for prompt, p, output in zip(prompts, params, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        assert output.outputs[0].token_ids == oracle.greedy(prompt, p.max_tokens)
+    assert sizes & set(graphs.sizes), "no batch filled a graph"
+    assert sizes - set(graphs.sizes), "no batch needed padding"
+
+
+def test_forks_in_graphs(qwen3: Oracle) -> None:
+    """Samples that share blocks and copy them on write: as without graphs."""
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=9, ignore_eos=True)
+    prompt = [5, 6, 7, 8, 9, 10]
+    plain = LLM(qwen3.folder, dtype="float32", block_size=4, num_blocks=40)
+    expected = plain.generate([prompt], params, use_tqdm=False)[0]
+    actual = with_graphs(qwen3.folder, 6, block_size=4, num_blocks=40).generate(
+        [prompt], params, use_tqdm=False
+    )[0]
+    assert [out.token_ids for out in actual.outputs] == [out.token_ids for out in expected.outputs]
+
+
+def test_padding_touches_no_block(qwen3: Oracle) -> None:
+    """Three decodes in a graph of four: of all slots only their three are written."""
+    llm = with_graphs(qwen3.folder, 4, block_size=4, num_blocks=12)
+    data = llm.engine.runner.kv_cache.data.zero_()
+    for i in range(3):
+        llm.engine.add_request(str(i), [3 + i] * (2 + i), greedy_params(4))
+    llm.engine.step()
+    before = data.clone()
+    llm.engine.step()
+    written = (data != before).any(-1).any(1).any(1).any(1)  # [num_blocks, block_size]
+    assert int(written.sum()) == 3
+    expected = {
+        (seq.block_table[n // 4], n % 4)
+        for seq in llm.engine.scheduler.sequences
+        if (n := seq.num_tokens - 2)
+    }
+    assert {tuple(slot) for slot in written.nonzero().tolist()} == expected
+
+
+def test_capturing_touches_no_block(qwen3: Oracle) -> None:
+    llm = LLM(qwen3.folder, dtype="float32", attention_backend="triton", num_blocks=6)
+    runner = llm.engine.runner
+    runner.kv_cache.data.fill_(7.0)
+    DecodeGraphs(runner.model, runner.kv_cache, 1.0, runner.attention.tables, 3, MAX_MODEL_LEN, compute_again)
+    assert (runner.kv_cache.data == 7.0).all()
+
+
+# ── block tables on the device ────────────────────────────────────────────────────────────────────
+
+
+def test_block_tables_follow_whatever_happens() -> None:
+    """Growth, copies on write, forks, new owners in old rows, more owners than rows: always up to date."""
+    rng = random.Random(0)
+    tables = BlockTables(torch.device("cpu"))
+    tables.reserve(6, 8)
+    address = tables.data.data_ptr()
+    running: dict[int, list[int]] = {}
+    for step in range(400):
+        if len(running) < 6 and rng.random() < 0.5:
+            running[step] = [rng.randrange(100) for _ in range(rng.randint(1, 5))]
+        for owner in list(running):
+            event, table = rng.random(), running[owner]
+            if event < 0.3 and len(table) < 8:
+                table.append(rng.randrange(100))
+            elif event < 0.4:
+                table[-1] = rng.randrange(100)
+            elif event < 0.5:
+                running[owner] = list(rng.choice(list(running.values())))
+            elif event < 0.55:
+                running[owner] = table[: rng.randint(1, len(table))]
+            elif event < 0.65:
+                del running[owner]
+        batch = rng.sample(list(running), rng.randint(0, len(running)))
+        if batch:
+            rows = tables.update(batch, [running[owner] for owner in batch])
+            assert len(set(rows)) == len(rows)
+            for owner, row in zip(batch, rows, strict=True):
+                table = running[owner]
+                assert tables.data[row, : len(table)].tolist() == table
+    assert tables.data.data_ptr() == address, "a graph has captured it"
+
+
+def test_block_tables_send_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[list[list[int]]] = []
+    import nanopaged.triton_attention as module
+
+    send = module.send
+    monkeypatch.setattr(module, "send", lambda a, device: sent.append(a.T.tolist()) or send(a, device))
+    tables = BlockTables(torch.device("cpu"))
+    tables.reserve(2, 4)
+    one, two = tables.update([7, 8], [[5, 2], [0]])
+    tables.update([8, 7], [[0], [5, 2]])
+    tables.update([7, 8], [[5, 2, 9], [0]])
+    assert sent == [[[one, 0, 5], [one, 1, 2], [two, 0, 0]], [[one, 2, 9]]]
