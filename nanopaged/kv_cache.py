@@ -1,4 +1,4 @@
-"""The memory behind the blocks: one tensor, its layout, and how many blocks fit.
+"""The memory behind the blocks: one tensor, and its layout.
 
     data  [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]
 
@@ -12,7 +12,6 @@ block manager's business.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -128,39 +127,3 @@ def _copy_kernel() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
     except ImportError:
         return None
     return copy_blocks
-
-
-def blocks_that_fit(free_bytes: int, block_bytes: int, max_useful: int, needed: int) -> int:
-    """Blocks for a pool in `free_bytes` of memory: as many as fit, and no more than could be used.
-
-    Args:
-        max_useful: what `max_num_seqs` sequences of `max_model_len` tokens could fill.
-        needed: what a single sequence of `max_model_len` tokens fills.
-
-    Raises:
-        ValueError: not even `needed` blocks fit.
-    """
-    fit = free_bytes // block_bytes
-    if fit < needed:
-        raise ValueError(
-            f"one sequence of max_model_len tokens needs {needed} blocks of {block_bytes:,} bytes of "
-            f"K/V, but only {fit} fit in the {free_bytes:,} bytes left for them: lower max_model_len, "
-            "raise memory_utilization, or set num_blocks yourself"
-        )
-    return min(fit, max_useful)
-
-
-def available_memory(device: torch.device) -> int:
-    """Bytes of memory that are free now: of the GPU, or of this computer."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as meminfo:  # Linux: counts what caches would give back
-            fields = dict(line.split(":", 1) for line in meminfo)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except OSError:
-        pass
-    try:  # macOS: the total is all that can be asked for
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (AttributeError, ValueError, OSError):
-        return 4 << 30  # Windows

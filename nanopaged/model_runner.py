@@ -17,9 +17,9 @@ from torch import Tensor
 
 from nanopaged.attention import PagedBatch, make_attention, send, slots_of
 from nanopaged.batch import ScheduledBatch, StepResult
-from nanopaged.block_pool import blocks_needed
 from nanopaged.config import EngineConfig
-from nanopaged.kv_cache import KVCache, KVShape, available_memory, blocks_that_fit
+from nanopaged.kv_cache import KVCache, KVShape
+from nanopaged.memory_budget import size_pool
 from nanopaged.model_config import ModelConfig
 from nanopaged.next_tokens import NextTokens
 from nanopaged.outputs import Logprobs
@@ -60,7 +60,9 @@ class ModelRunner:
             model_config, folder, config.load_format, max_model_len, self.dtype, self.device, config.seed
         )
         shape = KVShape(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, self.dtype)
-        self.num_blocks = config.num_blocks or self._size_pool(config, shape, max_model_len, step_budget)
+        self.num_blocks = config.num_blocks or size_pool(
+            config, self.model, shape, max_model_len, step_budget
+        )
         self.num_host_blocks = config.num_host_blocks
         if self.num_host_blocks is None:
             most = HOST_BYTES // shape.block_bytes(config.block_size)
@@ -77,33 +79,6 @@ class ModelRunner:
                 self.model, self.kv_cache, scale, tables, config.max_num_seqs, max_model_len
             )
         self.swap_costs = self._measure_costs() if config.preemption == "auto" else None
-
-    def _size_pool(self, config: EngineConfig, shape: KVShape, max_model_len: int, step_budget: int) -> int:
-        """Blocks for which there is memory, once the largest batch has had what it needs."""
-        needed = blocks_needed(max_model_len, config.block_size)
-        if self.device.type == "cuda":
-            utilization = config.memory_utilization or 0.9
-            total = torch.cuda.mem_get_info(self.device)[1]
-            peak = self._profile(step_budget, config.max_num_seqs)
-            used = total - available_memory(self.device)
-            free = int(total * utilization) - used - peak
-        else:
-            free = int(available_memory(self.device) * (config.memory_utilization or 0.5))
-        block_bytes = shape.block_bytes(config.block_size)
-        return blocks_that_fit(free, block_bytes, needed * config.max_num_seqs, needed)
-
-    @torch.inference_mode()
-    def _profile(self, num_tokens: int, num_seqs: int) -> int:
-        """Bytes that the largest forward pass takes beyond the weights."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        hidden = self.model(ids, ids, lambda layer, q, k, v: q)
-        self.model.logits(hidden[:num_seqs])
-        peak = torch.cuda.max_memory_allocated(self.device) - before
-        del ids, hidden
-        torch.cuda.empty_cache()
-        return peak
 
     @torch.inference_mode()
     def _measure_costs(self, num_tokens: int = 64) -> SwapCosts:
