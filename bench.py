@@ -5,6 +5,7 @@ python bench.py --baseline hf            the same requests and weights in transf
 python bench.py sharing                  blocks saved by parallel sampling and beam search, without a model
 python bench.py preemption               swapping against recomputing, over block sizes, in both layouts
 python bench.py kernel                   paged decode, storing and copying beside the speed of memory
+python bench.py roofline                 prefill and decode steps beside what this machine could do at best
 python bench.py overhead                 time to schedule a step, over pool sizes and numbers of sequences
 
 Each has flags of its own: `python bench.py kernel --help`. Each is a file in `benchmarks/`.
@@ -15,13 +16,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import kernel, overhead, preemption, sharing, throughput
+from benchmarks import kernel, overhead, preemption, roofline, sharing, throughput
 
 EXPERIMENTS = {
     "throughput": throughput,
     "sharing": sharing,
     "preemption": preemption,
     "kernel": kernel,
+    "roofline": roofline,
     "overhead": overhead,
 }
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import platform
 import random
+import statistics
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,3 +82,32 @@ def checkpoint(args: argparse.Namespace) -> Iterator[Path]:
         model.save_pretrained(folder)
         del model
         yield Path(folder)
+
+
+def time_call(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds, the median; on a GPU with its second-level cache emptied before each."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return do_bench(call, return_mode="median") / 1e3
+    seconds = []
+    for _ in range(9):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second, read and written, of a copy much larger than any cache."""
+    size = (2 << 30) if device.type == "cuda" else (128 << 20)
+    src = torch.ones(size, dtype=torch.uint8, device=device)
+    dst = torch.empty_like(src)
+    return 2 * size / time_call(lambda: dst.copy_(src), device)
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Floating-point operations a second of a large matrix product."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = torch.randn(2, n, n, device=device).to(dtype)
+    return 2 * n**3 / time_call(lambda: a @ b, device)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
-import time
 from collections.abc import Callable
 from itertools import product
 
@@ -24,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import machine
+from benchmarks.common import copy_bandwidth, machine, time_call
 from nanopaged.attention import PagedBatch, make_attention
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model_runner import pick_device
@@ -62,28 +60,6 @@ def run(args: argparse.Namespace) -> None:
     print(f"copying memory: {bandwidth / 1e9:.1f} GB/s, read and written; the shares below are of it")
     time_decodes(args, device, bandwidth)
     time_moves(args, device, bandwidth)
-
-
-def time_call(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds, the median; on a GPU with its second-level cache emptied before each."""
-    if device.type == "cuda":
-        from triton.testing import do_bench
-
-        return do_bench(call, return_mode="median") / 1e3
-    seconds = []
-    for _ in range(9):
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written, of a copy much larger than any cache."""
-    size = (2 << 30) if device.type == "cuda" else (128 << 20)
-    src = torch.ones(size, dtype=torch.uint8, device=device)
-    dst = torch.empty_like(src)
-    return 2 * size / time_call(lambda: dst.copy_(src), device)
 
 
 # ── decode ────────────────────────────────────────────────────────────────────────────────────────

@@ -89,3 +89,9 @@ def test_bench_kernel() -> None:
     assert "copying memory: " in printed
     for way, times in {"paged": 8, "dense": 4, "store": 4, "copy": 3}.items():
         assert len(re.findall(rf"^{way} .* [\d.]+%$", printed, flags=re.MULTILINE)) == times
+
+
+def test_bench_roofline() -> None:
+    printed = run("bench.py", "roofline", "--shape", "test", "--batch", "1", "3", "--steps", "5")
+    rows = re.findall(r"^(prefill|decode) (\d+) +[\d.]+ .* [\d.]+%$", printed, flags=re.MULTILINE)
+    assert rows == [("prefill", "1"), ("decode", "1"), ("prefill", "3"), ("decode", "3")]
