@@ -2,7 +2,11 @@
 
 python bench.py                          throughput on random requests; ends in a minute or two on a CPU
 python bench.py --baseline hf            the same requests and weights in transformers, and the ratio
+python bench.py memory                   K/V memory that holds real tokens: preallocation against pages
 python bench.py sharing                  blocks saved by parallel sampling and beam search, without a model
+python bench.py blocksize                waste, prefixes found and decode speed over block sizes
+python bench.py prefix                   prompts that share a beginning, with the prefix cache and without
+python bench.py chunked                  what a long prompt does to requests that are running
 python bench.py preemption               swapping against recomputing, over block sizes, in both layouts
 python bench.py kernel                   paged decode, storing and copying beside the speed of memory
 python bench.py roofline                 prefill and decode steps beside what this machine could do at best
@@ -16,11 +20,26 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import kernel, overhead, preemption, roofline, sharing, throughput
+from benchmarks import (
+    blocksize,
+    chunked,
+    kernel,
+    memory,
+    overhead,
+    preemption,
+    prefix,
+    roofline,
+    sharing,
+    throughput,
+)
 
 EXPERIMENTS = {
     "throughput": throughput,
+    "memory": memory,
     "sharing": sharing,
+    "blocksize": blocksize,
+    "prefix": prefix,
+    "chunked": chunked,
     "preemption": preemption,
     "kernel": kernel,
     "roofline": roofline,

@@ -16,12 +16,31 @@ from pathlib import Path
 import torch
 import transformers
 
-# name → (layers, hidden, inner, query heads, KV heads, head dim, vocabulary)
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model, of Qwen3's architecture or Llama's."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = True
+    architecture: str = "Qwen3"
+
+
 SHAPES = {
-    "test": (2, 64, 96, 4, 2, 16, 12000),
-    "28m": (6, 384, 1024, 6, 2, 64, 32000),
-    "100m": (12, 768, 2048, 12, 4, 64, 32000),
-    "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128, 151936),
+    "test": Shape(2, 64, 96, 4, 2, 16, 12000),
+    "28m": Shape(6, 384, 1024, 6, 2, 64, 32000),
+    "100m": Shape(12, 768, 2048, 12, 4, 64, 32000),
+    "qwen3-0.6b": Shape(28, 1024, 3072, 16, 8, 128, 151936),
+    "qwen3-4b": Shape(36, 2560, 9728, 32, 8, 128, 151936),
+    "qwen3-8b": Shape(36, 4096, 12288, 32, 8, 128, 151936, tied=False),
+    "llama-3.2-1b": Shape(16, 2048, 8192, 32, 8, 64, 128256, architecture="Llama"),
+    "llama-3-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256, tied=False, architecture="Llama"),
 }
 
 
@@ -40,10 +59,10 @@ class Workload:
         return cls(prompts, [rng.randint(args.min_output, args.max_output) for _ in prompts])
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, shape: str = "100m") -> None:
     """--model, --shape, --dtype, --seed: what `checkpoint` reads."""
     parser.add_argument("--model", help="a model folder instead of random weights")
-    parser.add_argument("--shape", choices=SHAPES, default="100m", help="of the random weights")
+    parser.add_argument("--shape", choices=SHAPES, default=shape, help="of the random weights")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--seed", type=int, default=0)
 
@@ -57,31 +76,37 @@ def machine() -> str:
 
 
 @contextmanager
-def checkpoint(args: argparse.Namespace) -> Iterator[Path]:
+def checkpoint(args: argparse.Namespace) -> Iterator[Path | str]:
     """The model to run: the one named, or random weights of a shape, in a folder that all sides can load."""
     if args.model is not None:
-        yield Path(args.model)
+        yield args.model
         return
-    layers, hidden, inner, heads, kv_heads, head_dim, vocab = SHAPES[args.shape]
-    config = transformers.Qwen3Config(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocab,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    config = hf_config(SHAPES[args.shape])
     torch.manual_seed(args.seed)
-    model = transformers.Qwen3ForCausalLM(config).to(getattr(torch, args.dtype))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        dtype = getattr(torch, args.dtype)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         del model
         yield Path(folder)
+
+
+def hf_config(shape: Shape) -> transformers.PreTrainedConfig:
+    """A configuration of transformers with these sizes."""
+    return getattr(transformers, f"{shape.architecture}Config")(
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab,
+        max_position_embeddings=4096,
+        tie_word_embeddings=shape.tied,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
 
 
 def time_call(call: Callable[[], object], device: torch.device) -> float:
@@ -111,3 +136,38 @@ def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     n = 8192 if device.type == "cuda" else 2048
     a, b = torch.randn(2, n, n, device=device).to(dtype)
     return 2 * n**3 / time_call(lambda: a @ b, device)
+
+
+def save_lines(
+    path: str, xs: list[float], lines: dict[str, list[float]], x_label: str, y_label: str, log_y: bool = False
+) -> None:
+    """A picture of one line for each name over `xs`, which double or so from one to the next."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    for name, ys in lines.items():
+        axes.plot(xs, ys, marker="o", label=name)
+    axes.set(xscale="symlog" if min(xs) == 0 else "log", xlabel=x_label, ylabel=y_label)
+    axes.set_yscale("log" if log_y else "linear")
+    axes.set_xticks(xs, [str(x) for x in xs])
+    axes.minorticks_off()
+    if not log_y:
+        axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def save_bars(path: str, groups: list[str], bars: dict[str, list[float]], y_label: str) -> None:
+    """A picture of groups of bars, one bar in each for each name."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    width = 0.8 / len(bars)
+    for i, (name, heights) in enumerate(bars.items()):
+        axes.bar([x + i * width for x in range(len(groups))], heights, width, label=name)
+    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(groups))], groups)
+    axes.set_ylabel(y_label)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)

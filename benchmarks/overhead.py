@@ -28,6 +28,7 @@ from nanopaged.scheduler import Scheduler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 64, 256, 1024, 4096])
     parser.add_argument("--nano-vllm", metavar="CHECKOUT", help="a folder to compare with")
     parser.add_argument("--steps", type=int, default=100, help="the median of so many counts")
     parser.add_argument("--block-size", type=int, default=16)
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"blocks of {args.block_size}, prompts of 100 tokens; median of {args.steps} steps; {machine()}")
     print(f"{'blocks':>9} {'sequences':>9} {'us a step':>10} {'us a sequence':>14}")
     for num_blocks in (1000, 10_000, 100_000, 1_000_000):
-        for num_seqs in (1, 16, 64, 256, 1024, 4096):
+        for num_seqs in args.sequences:
             if num_seqs * ((100 + args.steps) // args.block_size + 2) <= num_blocks:
                 schedule, _, update = time_parts(num_blocks, num_seqs, args, NoModel(args.seed))
                 us = 1e6 * (schedule + update)
@@ -52,7 +53,7 @@ def host_table(args: argparse.Namespace) -> None:
     print(f"\n{'sequences':>9} {'schedule':>9} {'execute':>9} {'update':>9} {'all, us':>9}", end="")
     peers = {f"nano-vllm, blocks of {size}": size for size in (16, 256)} if args.nano_vllm else {}
     print("".join(f" {name:>24} {'ratio':>6}" for name in peers))
-    for num_seqs in (1, 64, 256, 1024):
+    for num_seqs in args.sequences:
         parts = time_host(num_seqs, args)
         ours = sum(parts)
         print(f"{num_seqs:9,} " + " ".join(f"{1e6 * part:9.1f}" for part in (*parts, ours)), end="")

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from benchmarks.common import SHAPES, add_model_arguments, checkpoint, machine
+from benchmarks.common import SHAPES, add_model_arguments, checkpoint, machine, save_lines
 from nanopaged import LLM, SamplingParams
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model_runner import pick_device
@@ -25,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    layers, _, _, _, kv_heads, head_dim, _ = SHAPES[args.shape]
+    sizes = SHAPES[args.shape]
     device = pick_device("auto")
-    shape = KVShape(layers, kv_heads, head_dim, getattr(torch, args.dtype))
+    shape = KVShape(sizes.layers, sizes.kv_heads, sizes.head_dim, getattr(torch, args.dtype))
     recompute = 1e6 * time_prefill(args)
     print(f"shape {args.shape}, {args.dtype}: {shape.block_bytes(1):,} bytes a token; {machine()}")
     print(f"{'block size':>10} {'block-major':>12} {'layer-major':>12} {'recompute':>10}   us a token")
@@ -37,7 +37,9 @@ def run(args: argparse.Namespace) -> None:
         rows.append((block_size, *swaps, recompute))
         print(f"{block_size:10} {swaps[0]:12.2f} {swaps[1]:12.2f} {recompute:10.2f}")
     if args.plot:
-        plot(rows, args.plot)
+        sizes, *columns = map(list, zip(*rows, strict=True))
+        lines = dict(zip(("swap, block-major", "swap, layer-major", "recompute"), columns, strict=True))
+        save_lines(args.plot, sizes, lines, "block size (tokens)", "microseconds a token", log_y=True)
 
 
 def time_swap(
@@ -76,17 +78,3 @@ def time_prefill(args: argparse.Namespace, num_tokens: int = 512) -> float:
         llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
         rounds.append(time.perf_counter() - began)
     return statistics.median(rounds) / num_tokens
-
-
-def plot(rows: list[tuple[float, ...]], path: str) -> None:
-    import matplotlib.pyplot as plt
-
-    sizes, *columns = zip(*rows, strict=True)
-    figure, axes = plt.subplots(figsize=(6, 3.6))
-    for column, label in zip(columns, ("swap, block-major", "swap, layer-major", "recompute"), strict=True):
-        axes.plot(sizes, column, marker="o", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="block size (tokens)", ylabel="microseconds a token")
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)

@@ -11,13 +11,11 @@ import random
 
 from tqdm import tqdm
 
-from benchmarks.no_model import NoModel, make_request
+from benchmarks.no_model import TRACES, NoModel, make_request
 from nanopaged import BeamSearchParams, SamplingParams, audit
 from nanopaged.block_manager import BlockManager
 from nanopaged.scheduler import Scheduler
 
-# The paper's traces (its Fig. 11): mean tokens of input and output.
-TRACES = {"Alpaca-like": (19, 58), "ShareGPT-like": (161, 338)}
 PAPER = {
     ("Alpaca-like", "parallel"): "6.1 to 9.8 %",
     ("Alpaca-like", "beam"): "37.6 to 55.2 %",

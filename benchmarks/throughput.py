@@ -1,42 +1,69 @@
-"""Output tokens per second on random requests, and the same requests and weights in transformers."""
+"""Output tokens per second on random requests, and the same requests and weights in transformers.
+
+All requests are there from the start, greedy, and end where they should, end-of-sequence or not. On CUDA the
+defaults are nano-vllm's workload on Qwen3-0.6B's shape; elsewhere a model and requests that take a minute.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 from tqdm import tqdm
 
-from benchmarks.common import Workload, add_model_arguments, checkpoint, machine
-from nanopaged import LLM, SamplingParams
+from benchmarks.common import Workload, add_model_arguments, checkpoint, copy_bandwidth, machine
+from benchmarks.roofline import weights
+from nanopaged import LLM, RequestOutput, SamplingParams
+
+DEFAULTS = {  # (on CUDA, elsewhere)
+    "shape": ("qwen3-0.6b", "100m"),
+    "dtype": ("bfloat16", "float32"),
+    "requests": (256, 32),
+    "min_input": (100, 16),
+    "max_input": (1024, 256),
+    "min_output": (100, 16),
+    "max_output": (1024, 256),
+    "budget": (16384, 2048),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--baseline", choices=["hf"], help="also run transformers on the same requests")
     parser.add_argument("--repeat", type=int, default=1, help="rounds, in turns; the median counts")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--min-input", type=int, default=16)
-    parser.add_argument("--max-input", type=int, default=256)
-    parser.add_argument("--min-output", type=int, default=16)
-    parser.add_argument("--max-output", type=int, default=256)
+    parser.add_argument("--requests", type=int)
+    for name in ("min-input", "max-input", "min-output", "max-output"):
+        parser.add_argument(f"--{name}", type=int, metavar="TOKENS")
+    parser.add_argument("--budget", type=int, help="tokens a step")
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--budget", type=int, default=2048, help="tokens a step")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--backend", default="auto", help="attention_backend")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--json", action="store_true", help="print the last line for machines")
+    parser.set_defaults(shape=None, dtype=None)
 
 
 def run(args: argparse.Namespace) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name, (on_cuda, elsewhere) in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, on_cuda if device.type == "cuda" else elsewhere)
     workload = Workload.draw(args)
     print(
-        f"{args.requests} requests, {sum(map(len, workload.prompts))} prompt and "
-        f"{sum(workload.max_tokens)} output tokens; shape {args.shape}, {args.dtype}; {machine()}"
+        f"{args.requests} requests, {sum(map(len, workload.prompts))} prompt and {sum(workload.max_tokens)} "
+        f"output tokens; {args.model or f'shape {args.shape}'}, {args.dtype}; {machine()}"
     )
     rates: dict[str, list[float]] = {}
+    reports: list[Report] = []
     with checkpoint(args) as folder:
-        sides = {"nanopaged": lambda: run_ours(folder, workload, args)}
+        sides = {"nanopaged": lambda: run_ours(folder, workload, args, reports)}
         if args.baseline == "hf":
             for size in dict.fromkeys((8, 16, args.requests)):
                 name = f"transformers, static batches of {size}"
@@ -45,7 +72,116 @@ def run(args: argparse.Namespace) -> None:
         for _ in range(args.repeat):  # in turns, so that a slow minute of the machine meets all of them
             for name, side in sides.items():
                 rates.setdefault(name, []).append(side())
+    best = sorted(reports, key=lambda report: report.seconds)[len(reports) // 2]  # the median run
+    best.print(copy_bandwidth(device))
     report_rates(rates)
+    if args.json:
+        settings = {name: value for name, value in vars(args).items() if name != "json"}
+        print(json.dumps({"machine": machine(), "settings": settings, "rates": rates, **asdict(best)}))
+
+
+@dataclass
+class Report:
+    """What one run of ours was like. Times are seconds, percentiles are p50, p95 and p99."""
+
+    seconds: float
+    output_tokens_per_second: float
+    total_tokens_per_second: float
+    time_to_first_token: list[float]
+    time_per_output_token: list[float]
+    steps: int
+    sequences_per_step: float
+    slot_utilization: float
+    prefix_hit_rate: float
+    preemptions: int
+    bytes_read: float  # weights at every step, and the K/V of every sequence that decodes
+
+    def print(self, bandwidth: float) -> None:
+        """As a table."""
+        reached = self.bytes_read / self.seconds
+        rows = {
+            "output, total tokens/s": [self.output_tokens_per_second, self.total_tokens_per_second],
+            "first token, ms (p50 p95 p99)": [1e3 * t for t in self.time_to_first_token],
+            "each further, ms (p50 p95 p99)": [1e3 * t for t in self.time_per_output_token],
+            "steps, sequences in each": [self.steps, self.sequences_per_step],
+            "slots filled, prefix found, %": [100 * self.slot_utilization, 100 * self.prefix_hit_rate],
+            "preemptions": [self.preemptions],
+            "GB/s read, copied here, share %": [reached / 1e9, bandwidth / 1e9, 100 * reached / bandwidth],
+        }
+        for name, values in rows.items():
+            print(f"{name:40} " + " ".join(f"{value:8.1f}" for value in values))
+
+
+def run_ours(
+    folder: Path | str, workload: Workload, args: argparse.Namespace, reports: list[Report]
+) -> float:
+    """Output tokens per second of all requests, prefill included; what else there is goes to `reports`."""
+    llm = LLM(
+        folder,
+        dtype=args.dtype,
+        block_size=args.block_size,
+        max_num_batched_tokens=args.budget,
+        max_num_seqs=args.max_num_seqs,
+        attention_backend=args.backend,
+        enforce_eager=args.eager,
+    )
+    engine = llm.engine
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in workload.max_tokens]
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
+    before, slots, done = engine.stats(), [], {}
+    began = time.perf_counter()
+    for i, (prompt, p) in enumerate(zip(workload.prompts, params, strict=True)):
+        engine.add_request(str(i), prompt, p)
+    with tqdm(total=sum(workload.max_tokens), desc="nanopaged", unit=" tokens") as bar:
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            bar.update(len(outputs))
+            done.update((output.request_id, output) for output in outputs if output.finished)
+            if (engine.num_steps - before.num_steps) % 16 == 0:
+                slots.append(engine.stats().slot_utilization)
+    seconds = time.perf_counter() - began
+    stats, num_output = engine.stats(), sum(workload.max_tokens)
+    num_steps = stats.num_steps - before.num_steps
+    num_prompt = sum(map(len, workload.prompts))
+    firsts, gaps = latencies(list(done.values()))
+    report = Report(
+        seconds=seconds,
+        output_tokens_per_second=num_output / seconds,
+        total_tokens_per_second=(num_output + num_prompt) / seconds,
+        time_to_first_token=firsts,
+        time_per_output_token=gaps,
+        steps=num_steps,
+        sequences_per_step=num_output / num_steps,
+        slot_utilization=statistics.fmean(slots) if slots else 0.0,
+        prefix_hit_rate=(stats.prefix_cache_hits - before.prefix_cache_hits) / num_prompt,
+        preemptions=stats.num_preemptions_swap + stats.num_preemptions_recompute,
+        bytes_read=bytes_read(llm, workload, num_steps),
+    )
+    reports.append(report)
+    return report.output_tokens_per_second
+
+
+def latencies(outputs: list[RequestOutput]) -> tuple[list[float], list[float]]:
+    """Percentiles of the time to the first token, and of the time for each further one."""
+    firsts, gaps = [], []
+    for output in outputs:
+        metrics, num_tokens = output.metrics, len(output.outputs[0].token_ids)
+        firsts.append(metrics.first_token_time - metrics.arrival_time)
+        if num_tokens > 1:
+            gaps.append((metrics.finish_time - metrics.first_token_time) / (num_tokens - 1))
+    return [np.percentile(times or [0.0], (50, 95, 99)).tolist() for times in (firsts, gaps)]
+
+
+def bytes_read(llm: LLM, workload: Workload, num_steps: int) -> float:
+    """What had to be read: all weights at each step, and for each token but the first its context."""
+    runner = llm.engine.runner
+    config = runner.model.config
+    numbers = weights(config) + config.vocab_size * config.hidden_size
+    keys = sum(
+        (n - 1) * len(prompt) + n * (n - 1) // 2
+        for prompt, n in zip(workload.prompts, workload.max_tokens, strict=True)
+    )
+    return num_steps * numbers * runner.dtype.itemsize + keys * runner.kv_cache.shape.block_bytes(1)
 
 
 def report_rates(rates: dict[str, list[float]]) -> None:
@@ -61,27 +197,14 @@ def report_rates(rates: dict[str, list[float]]) -> None:
         print(f"nanopaged is {statistics.median(ratios):.2f} times the best of them ({best}{rounds})")
 
 
-def run_ours(folder: Path, workload: Workload, args: argparse.Namespace) -> float:
-    """Output tokens per second of `LLM.generate`, prefill included."""
-    llm = LLM(folder, dtype=args.dtype, block_size=args.block_size, max_num_batched_tokens=args.budget)
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in workload.max_tokens]
-    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
-    began = time.perf_counter()
-    llm.generate(workload.prompts, params)
-    seconds = time.perf_counter() - began
-    stats = llm.engine.stats()
-    print(f"{stats.num_steps} steps, {seconds:.1f} s, {stats.num_preemptions_recompute} preemptions")
-    return sum(workload.max_tokens) / seconds
-
-
-def load_hf(folder: Path, args: argparse.Namespace) -> transformers.PreTrainedModel:
+def load_hf(folder: Path | str, args: argparse.Namespace) -> transformers.PreTrainedModel:
     dtype = getattr(torch, args.dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 @torch.inference_mode()
-def run_static(folder: Path, workload: Workload, args: argparse.Namespace, size: int) -> float:
+def run_static(folder: Path | str, workload: Workload, args: argparse.Namespace, size: int) -> float:
     """`generate` on left-padded batches in order of arrival; each runs until its longest output is done."""
     model = load_hf(folder, args)
     began = time.perf_counter()
@@ -100,7 +223,7 @@ def run_static(folder: Path, workload: Workload, args: argparse.Namespace, size:
     return sum(workload.max_tokens) / (time.perf_counter() - began)
 
 
-def run_continuous(folder: Path, workload: Workload, args: argparse.Namespace) -> float:
+def run_continuous(folder: Path | str, workload: Workload, args: argparse.Namespace) -> float:
     """transformers' own continuous batching, with a pool and a budget that hold all requests at once."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -78,8 +79,9 @@ def test_bench_preemption_and_overhead(tmp_path: Path) -> None:
     printed = run("bench.py", "preemption", "--shape", "test", "--plot", str(picture))
     assert len(re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ +[\d.]+$", printed, flags=re.MULTILINE)) == 9
     assert "<svg" in picture.read_text()
-    printed = run("bench.py", "overhead", "--steps", "5")
-    assert "1,000,000" in printed
+    printed = run("bench.py", "overhead", "--steps", "5", "--sequences", "1", "40")
+    assert len(re.findall(r"^1,000,000 +\d+ +[\d.]+ +[\d.]+$", printed, flags=re.MULTILINE)) == 2
+    assert len(re.findall(r"^ +(?:1|40)(?: +[\d.]+){4}$", printed, flags=re.MULTILINE)) == 2
 
 
 def test_bench_kernel() -> None:
@@ -95,3 +97,55 @@ def test_bench_roofline() -> None:
     printed = run("bench.py", "roofline", "--shape", "test", "--batch", "1", "3", "--steps", "5")
     rows = re.findall(r"^(prefill|decode) (\d+) +[\d.]+ .* [\d.]+%$", printed, flags=re.MULTILINE)
     assert rows == [("prefill", "1"), ("decode", "1"), ("prefill", "3"), ("decode", "3")]
+
+
+def test_bench_for_machines() -> None:
+    lengths = ["--min-input", "4", "--max-input", "20", "--min-output", "2", "--max-output", "9"]
+    printed = run(
+        "bench.py", "--shape", "test", "--requests", "5", "--json", "--backend", "reference", *lengths
+    )
+    line = json.loads(printed.splitlines()[-1])
+    assert line["settings"]["requests"] == 5
+    assert line["rates"]["nanopaged"] == [line["output_tokens_per_second"]]
+    assert line["total_tokens_per_second"] > line["output_tokens_per_second"] > 0
+    assert len(line["time_to_first_token"]) == len(line["time_per_output_token"]) == 3
+
+
+def test_bench_memory_keeps_the_papers_order(tmp_path: Path) -> None:
+    """Each allocation holds more real tokens than the one before, and serves more requests at once."""
+    picture = tmp_path / "picture.svg"
+    printed = run("bench.py", "memory", "--requests", "150", "--slots", "2500", "--plot", str(picture))
+    rows = re.findall(r"-like +(max|pow2|oracle|paging) +([\d.]+)% +([\d.]+)", printed)
+    assert [row[0] for row in rows] == ["max", "pow2", "oracle", "paging"] * 2
+    for trace in (rows[:4], rows[4:]):
+        for column in (1, 2):
+            values = [float(row[column]) for row in trace]
+            assert values == sorted(values)
+    assert "<svg" in picture.read_text()
+
+
+def test_bench_blocksize_wastes_more_in_larger_blocks(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    printed = run(
+        "bench.py", "blocksize", "--requests", "40", "--block-size", "1", "16", "128", "--plot", str(picture)
+    )
+    rows = re.findall(r"^ +(\d+) +([\d.]+)% +([\d.]+)% +[\d.]+$", printed, flags=re.MULTILINE)
+    wasted, found = ([float(row[column]) for row in rows] for column in (1, 2))
+    assert wasted == sorted(wasted)
+    assert found == sorted(found, reverse=True)
+    assert wasted[0] == 0
+    assert found[0] == 100
+    assert "<svg" in picture.read_text()
+
+
+def test_bench_prefix_and_chunked(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    small = ["--shape", "test", "--plot", str(picture)]
+    printed = run("bench.py", "prefix", "--prefix", "0", "64", "--requests", "4", "--output", "3", *small)
+    found = re.findall(r"^ +\d+ +(?:on|off) +[\d.]+ +[\d.]+ +([\d.]+)%$", printed, flags=re.MULTILINE)
+    assert [float(share) for share in found] == [0, 0, 50, 0], "three of four find 64 of 96 tokens"
+    assert "<svg" in picture.read_text()
+    picture.unlink()
+    printed = run("bench.py", "chunked", "--budget", "32", "64", "--prompt", "200", *small)
+    assert len(re.findall(r"^ +(?:32|64|whole)(?: +[\d.]+){3}$", printed, flags=re.MULTILINE)) == 3
+    assert "<svg" in picture.read_text()
