@@ -10,7 +10,7 @@ python bench.py chunked                  what a long prompt does to requests tha
 python bench.py preemption               swapping against recomputing, over block sizes, in both layouts
 python bench.py kernel                   paged decode, storing and copying beside the speed of memory
 python bench.py roofline                 prefill and decode steps beside what this machine could do at best
-python bench.py overhead                 time to schedule a step, over pool sizes and numbers of sequences
+python bench.py overhead                 what a step costs on the host, over pool sizes and sequences
 
 Each has flags of its own: `python bench.py kernel --help`. Each is a file in `benchmarks/`.
 """

@@ -14,19 +14,21 @@ import random
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import save_lines, time_call
+from benchmarks.common import at_least, save_lines, time_call
 from benchmarks.kernel import Case, draw_lens
 from benchmarks.no_model import TRACES, NoModel, make_request
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
-from nanopaged.model_runner import pick_device
+from nanopaged.device import pick_device
 from nanopaged.scheduler import Scheduler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--block-size", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--slots", type=int, default=15700, help="tokens for which there is memory")
+    parser.add_argument(
+        "--block-size", type=at_least(1), nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256]
+    )
+    parser.add_argument("--requests", type=at_least(1), default=200)
+    parser.add_argument("--slots", type=at_least(1), default=15700, help="tokens for which there is memory")
     parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
     parser.add_argument("--seed", type=int, default=0)
 

@@ -12,16 +12,16 @@ import statistics
 import time
 from pathlib import Path
 
-from benchmarks.common import add_model_arguments, checkpoint, machine, save_lines
+from benchmarks.common import add_model_arguments, at_least, checkpoint, machine, save_lines
 from nanopaged import LLM, SamplingParams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, shape="28m")
-    parser.add_argument("--running", type=int, default=8, help="requests that decode")
-    parser.add_argument("--prompt", type=int, default=1500, help="tokens of the prompt that arrives")
+    parser.add_argument("--running", type=at_least(1), default=8, help="requests that decode")
+    parser.add_argument("--prompt", type=at_least(1), default=1500, help="tokens of the prompt that arrives")
     parser.add_argument(
-        "--budget", type=int, nargs="+", default=[64, 128, 256, 512], help="tokens a step, in chunks"
+        "--budget", type=at_least(1), nargs="+", default=[64, 128, 256, 512], help="tokens a step, in chunks"
     )
     parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
 
@@ -61,13 +61,12 @@ def serve(folder: Path | str, budget: int | None, args: argparse.Namespace) -> t
     engine, steps = llm.engine, 12 + args.prompt // max(1, (budget or room) - args.running)
     params = SamplingParams(temperature=0, max_tokens=2 * steps + 20, ignore_eos=True)
     for i in range(args.running):
-        engine.add_request(str(i), [rng.randrange(10000) for _ in range(20)], params)
+        engine.add_request(str(i), [rng.randrange(llm.engine.vocab_size) for _ in range(20)], params)
     for _ in range(5):
         engine.step()
     usual = [time_step(llm) for _ in range(10)]
-    long = engine.make_request(
-        "long", [rng.randrange(10000) for _ in range(args.prompt)], SamplingParams(max_tokens=1)
-    )
+    prompt = [rng.randrange(engine.vocab_size) for _ in range(args.prompt)]
+    long = engine.make_request("long", prompt, SamplingParams(max_tokens=1))
     began = time.perf_counter()
     engine.queue(long)
     waits = []

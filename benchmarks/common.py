@@ -16,6 +16,9 @@ from pathlib import Path
 import torch
 import transformers
 
+from nanopaged.model_config import read_model_config
+from nanopaged.weights import find_model
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -44,9 +47,12 @@ SHAPES = {
 }
 
 
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
 @dataclass
 class Workload:
-    """Requests of random lengths; token ids stay low, so that any vocabulary has them."""
+    """Requests of random lengths and tokens."""
 
     prompts: list[list[int]]
     max_tokens: list[int]
@@ -55,16 +61,40 @@ class Workload:
     def draw(cls, args: argparse.Namespace) -> Workload:
         rng = random.Random(args.seed)
         lengths = [rng.randint(args.min_input, args.max_input) for _ in range(args.requests)]
-        prompts = [[rng.randint(0, 10000) for _ in range(n)] for n in lengths]
+        vocab_size = read_vocab_size(args)
+        prompts = [[rng.randrange(vocab_size) for _ in range(n)] for n in lengths]
         return cls(prompts, [rng.randint(args.min_output, args.max_output) for _ in prompts])
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A type for argparse: whole numbers from `least` on."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return int(text)
+
+    return number
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, shape: str = "100m") -> None:
     """--model, --shape, --dtype, --seed: what `checkpoint` reads."""
-    parser.add_argument("--model", help="a model folder instead of random weights")
+    parser.add_argument("--model", help="a folder or a hub id, instead of random weights")
     parser.add_argument("--shape", choices=SHAPES, default=shape, help="of the random weights")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--seed", type=int, default=0)
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """For a headline."""
+    return f"{args.model}, {args.dtype}" if args.model else f"shape {args.shape}, {args.dtype}"
+
+
+def read_vocab_size(args: argparse.Namespace) -> int:
+    """How many tokens the model of these arguments knows."""
+    if args.model is None:
+        return SHAPES[args.shape].vocab
+    return read_model_config(find_model(args.model, with_weights=False)).vocab_size
 
 
 def machine() -> str:
@@ -110,11 +140,16 @@ def hf_config(shape: Shape) -> transformers.PreTrainedConfig:
 
 
 def time_call(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds, the median; on a GPU with its second-level cache emptied before each."""
+    """Seconds, the median. On a GPU of a CUDA graph, with the second-level cache emptied before each."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
-        return do_bench(call, return_mode="median") / 1e3
+        call()  # compiles what is to be compiled
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return do_bench(graph.replay, return_mode="median") / 1e3
     seconds = []
     for _ in range(9):
         began = time.perf_counter()

@@ -22,35 +22,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import copy_bandwidth, machine, time_call
+from benchmarks.common import DTYPES, at_least, copy_bandwidth, machine, time_call
 from nanopaged.attention import PagedBatch, make_attention
+from nanopaged.device import pick_device
 from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.model_runner import pick_device
 from nanopaged.torch_attention import gather_context
 
-LAYER = 1
 PADDED_LIMIT = 8 << 30  # bytes of a padded K/V that is still worth trying
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=int, nargs="+", help="default: 1 8 64 256, or 1 8 32 on a CPU")
-    parser.add_argument("--context", nargs="+", help="keys of each sequence, or a range: 1024 1024-4096")
-    parser.add_argument("--block-size", type=int, nargs="+", default=[16])
+    parser.add_argument(
+        "--batch", type=at_least(1), nargs="+", help="default: 1 8 64 256, or 1 8 32 on a CPU"
+    )
+    parser.add_argument(
+        "--context", type=length_range, nargs="+", help="keys of each sequence, or a range: 1024 1024-4096"
+    )
+    parser.add_argument("--block-size", type=at_least(1), nargs="+", default=[16])
     parser.add_argument("--layout", nargs="+", choices=["block", "layer"], default=["block", "layer"])
     parser.add_argument(
         "--splits", type=int, nargs="+", default=[], help="try these beside the rule's choice"
     )
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--group", type=int, default=4, help="query heads to a KV head")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2, help="in the cache; one of them is read")
-    parser.add_argument("--dtype", help="default: bfloat16, or float32 on a CPU")
+    parser.add_argument("--kv-heads", type=at_least(1), default=8)
+    parser.add_argument("--group", type=at_least(1), default=4, help="query heads to a KV head")
+    parser.add_argument("--head-dim", type=at_least(1), default=128)
+    parser.add_argument("--layers", type=at_least(1), default=2, help="in the cache; one of them is read")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, or float32 on a CPU")
     parser.add_argument("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace) -> None:
     device = pick_device("auto")
     on_gpu = device.type == "cuda"
+    if args.splits and not on_gpu:
+        raise SystemExit("--splits is for the kernels, which need a GPU: here PyTorch decodes, unsplit")
     args.batch = args.batch or ([1, 8, 64, 256] if on_gpu else [1, 8, 32])
     args.context = args.context or (["1024", "4096", "1024-4096", "16384"] if on_gpu else ["128", "64-1024"])
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
@@ -72,13 +77,13 @@ class Case:
         self, lens: list[int], block_size: int, layout: str, args: argparse.Namespace, device: torch.device
     ) -> None:
         rng = random.Random(args.seed)
-        self.lens, self.block_size = lens, block_size
+        self.lens, self.block_size, self.layer = lens, block_size, args.layers - 1
         needed = [-(-n // block_size) for n in lens]
         ids = rng.sample(range(sum(needed) + 8), sum(needed))
         self.tables = [[ids.pop() for _ in range(n)] for n in needed]
         shape = KVShape(args.layers, args.kv_heads, args.head_dim, getattr(torch, args.dtype))
         self.cache = KVCache(shape, sum(needed) + 8, block_size, device, block_major=layout == "block")
-        for part in self.cache.layer(LAYER):
+        for part in self.cache.layer(self.layer):
             part.normal_()
         self.q = torch.randn(len(lens), args.kv_heads * args.group, args.head_dim).to(device, shape.dtype)
         self.kv = torch.randn(2, len(lens), args.kv_heads, args.head_dim).to(device, shape.dtype)
@@ -99,14 +104,20 @@ class Case:
         plan = backend.decodes(self.batch())
         if num_splits is not None:
             plan.num_splits = num_splits
-        return lambda: plan(LAYER, self.q, *self.kv)
+        return lambda: plan(self.layer, self.q, *self.kv)
+
+    def grouped(self) -> Tensor:
+        """The query heads of a KV head as so many queries: [num_seqs, num_kv_heads, group, head_dim]."""
+        return self.q.view(len(self.q), self.kv.shape[2], -1, self.q.shape[-1])
 
     def gathered(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """K and V as [num_seqs, num_kv_heads, longest, head_dim], and a mask if lengths differ."""
         longest = max(self.lens)
         padded = [table + [0] * (-(-longest // self.block_size) - len(table)) for table in self.tables]
         index = torch.tensor(padded, device=self.q.device)
-        k, v = (part[index].transpose(1, 2).flatten(2, 3)[:, :, :longest] for part in self.cache.layer(LAYER))
+        k, v = (
+            part[index].transpose(1, 2).flatten(2, 3)[:, :, :longest] for part in self.cache.layer(self.layer)
+        )
         if min(self.lens) == longest:
             return k, v, None
         alive = torch.arange(longest) < torch.tensor(self.lens)[:, None]
@@ -115,11 +126,11 @@ class Case:
     def others(self) -> dict[str, Callable[[], Tensor]]:
         """Other ways to the same result, by name; dense ones only while they fit."""
         ways: dict[str, Callable[[], Tensor]] = {}
-        q = self.q[:, :, None]
+        q = self.grouped()
         if self.num_bytes * max(self.lens) * len(self.lens) // sum(self.lens) <= PADDED_LIMIT:
             k, v, mask = self.gathered()
             k, v = k.contiguous(), v.contiguous()
-            ways["dense"] = lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+            ways["dense"] = lambda: F.scaled_dot_product_attention(q, k, v, mask)
             try:
                 from flash_attn import flash_attn_with_kvcache
             except ImportError:
@@ -137,14 +148,14 @@ class Case:
 
     def padded(self) -> Tensor:
         k, v, mask = self.gathered()
-        return F.scaled_dot_product_attention(self.q[:, :, None], k, v, mask, enable_gqa=True)
+        return F.scaled_dot_product_attention(self.grouped(), k, v, mask)
 
     def one_by_one(self) -> Tensor:
         outs = []
-        for q, table, n in zip(self.q, self.tables, self.lens, strict=True):
+        for q, table, n in zip(self.grouped(), self.tables, self.lens, strict=True):
             index = torch.tensor(table)
-            k, v = (gather_context(part, index, n)[None] for part in self.cache.layer(LAYER))
-            outs.append(F.scaled_dot_product_attention(q[None, :, None], k, v, enable_gqa=True))
+            k, v = (gather_context(part, index, n)[None] for part in self.cache.layer(self.layer))
+            outs.append(F.scaled_dot_product_attention(q[None], k, v))
         return torch.cat(outs)
 
 
@@ -175,6 +186,14 @@ def time_case(case: Case, splits: list[int], with_others: bool) -> dict[str, flo
     return {name: time_call(call, device) for name, call in ways.items()}
 
 
+def length_range(text: str) -> str:
+    """A type for argparse: "1024", or "1024-4096" with the smaller first."""
+    low, _, high = text.partition("-")
+    if not 1 <= int(low) <= int(high or low):
+        raise argparse.ArgumentTypeError(f"{text} is not a length, or a range from low to high")
+    return text
+
+
 def draw_lens(batch: int, context: str, seed: int) -> list[int]:
     """ "1024-4096": lengths uniform between; "1024": all of them."""
     low, _, high = context.partition("-")
@@ -200,12 +219,15 @@ def time_moves(args: argparse.Namespace, device: torch.device, bandwidth: float)
         slots = np.array(rng.sample(range(num_slots), num_tokens))
         ones = np.ones(num_tokens, dtype=np.int64)
         store = backend.store(PagedBatch(ones, ones, [], slots, num_tokens, []))
-        call = lambda store=store, k=k, v=v: store(LAYER, k, v)  # noqa: E731
+        call = lambda store=store, k=k, v=v: store(args.layers - 1, k, v)  # noqa: E731
         rows.append(("store", f"{num_tokens} tokens", call, num_tokens * shape.block_bytes(1) // args.layers))
     for num_pairs in (1, 16, 256):
         blocks = rng.sample(range(4096), 2 * num_pairs)
         pairs = list(zip(blocks[::2], blocks[1::2], strict=True))
         call = lambda pairs=pairs: cache.copy_blocks(pairs)  # noqa: E731
+        if device.type == "cuda":
+            index = torch.tensor(pairs, device=device)
+            call = lambda index=index: cache.copy_kernel(cache.data, index)  # noqa: E731
         rows.append(("copy", f"{num_pairs} blocks", call, num_pairs * shape.block_bytes(cache.block_size)))
     for name, number, call, num_bytes in rows:
         seconds = time_call(call, device)

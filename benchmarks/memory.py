@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from tqdm import tqdm
 
-from benchmarks.common import save_bars
+from benchmarks.common import at_least, save_bars
 from benchmarks.no_model import TRACES, NoModel, make_request
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
@@ -40,9 +40,9 @@ Lengths = list[tuple[int, int]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=2000, help="of each trace; up to a million")
-    parser.add_argument("--slots", type=int, default=15700, help="tokens for which there is memory")
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--requests", type=at_least(1), default=2000, help="of each trace; up to a million")
+    parser.add_argument("--slots", type=at_least(1), default=15700, help="tokens for which there is memory")
+    parser.add_argument("--block-size", type=at_least(1), default=16)
     parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
     parser.add_argument("--seed", type=int, default=0)
 

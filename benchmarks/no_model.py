@@ -1,4 +1,4 @@
-"""A runner without a model, and requests for it: what remains is scheduling and bookkeeping."""
+"""A runner without a model, requests for it, and the lengths that the paper's traces have on average."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ scheduler and batch preparation on the same sequences.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import random
 import statistics
 import time
@@ -16,7 +17,7 @@ import time
 import torch
 
 from benchmarks import nano_vllm
-from benchmarks.common import machine
+from benchmarks.common import at_least, machine
 from benchmarks.no_model import NoModel, make_request
 from nanopaged import SamplingParams
 from nanopaged.batch import ScheduledBatch, StepResult
@@ -28,10 +29,10 @@ from nanopaged.scheduler import Scheduler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 64, 256, 1024, 4096])
+    parser.add_argument("--sequences", type=at_least(1), nargs="+", default=[1, 16, 64, 256, 1024, 4096])
     parser.add_argument("--nano-vllm", metavar="CHECKOUT", help="a folder to compare with")
-    parser.add_argument("--steps", type=int, default=100, help="the median of so many counts")
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--steps", type=at_least(4), default=100, help="the median of so many counts")
+    parser.add_argument("--block-size", type=at_least(1), default=16)
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -50,6 +51,9 @@ def run(args: argparse.Namespace) -> None:
 
 def host_table(args: argparse.Namespace) -> None:
     """The whole host path of a step, over the number of sequences; with a peer, the ratio to it."""
+    if importlib.util.find_spec("triton") is None:
+        print("\nThe host path of a step on a GPU needs Triton, which is not installed here.")
+        return
     print(f"\n{'sequences':>9} {'schedule':>9} {'execute':>9} {'update':>9} {'all, us':>9}", end="")
     peers = {f"nano-vllm, blocks of {size}": size for size in (16, 256)} if args.nano_vllm else {}
     print("".join(f" {name:>24} {'ratio':>6}" for name in peers))

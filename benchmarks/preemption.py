@@ -13,10 +13,10 @@ import time
 
 import torch
 
-from benchmarks.common import SHAPES, add_model_arguments, checkpoint, machine, save_lines
+from benchmarks.common import add_model_arguments, checkpoint, machine, model_name, save_lines
 from nanopaged import LLM, SamplingParams
+from nanopaged.device import pick_device
 from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.model_runner import pick_device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,11 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    sizes = SHAPES[args.shape]
     device = pick_device("auto")
-    shape = KVShape(sizes.layers, sizes.kv_heads, sizes.head_dim, getattr(torch, args.dtype))
-    recompute = 1e6 * time_prefill(args)
-    print(f"shape {args.shape}, {args.dtype}: {shape.block_bytes(1):,} bytes a token; {machine()}")
+    recompute, shape = time_prefill(args)
+    recompute *= 1e6
+    print(f"{model_name(args)}: {shape.block_bytes(1):,} bytes a token; {machine()}")
     print(f"{'block size':>10} {'block-major':>12} {'layer-major':>12} {'recompute':>10}   us a token")
     rows = []
     for block_size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
@@ -67,14 +66,14 @@ def time_swap(
     return statistics.median(rounds) / num_tokens
 
 
-def time_prefill(args: argparse.Namespace, num_tokens: int = 512) -> float:
-    """Seconds a token to compute a prompt, attention included; the median of five."""
+def time_prefill(args: argparse.Namespace, num_tokens: int = 512) -> tuple[float, KVShape]:
+    """Seconds a token to compute a prompt, attention included, the median of five; and the K/V's shape."""
     with checkpoint(args) as folder:
-        llm = LLM(folder, dtype=args.dtype, max_model_len=2048, enable_prefix_caching=False)
+        llm = LLM(folder, dtype=args.dtype, max_model_len=1024, enable_prefix_caching=False)
     rng, rounds = random.Random(args.seed), []
     for _ in range(5):
-        prompt = [rng.randrange(10000) for _ in range(num_tokens)]
+        prompt = [rng.randrange(llm.engine.vocab_size) for _ in range(num_tokens)]
         began = time.perf_counter()
         llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
         rounds.append(time.perf_counter() - began)
-    return statistics.median(rounds) / num_tokens
+    return statistics.median(rounds) / num_tokens, llm.engine.runner.kv_cache.shape

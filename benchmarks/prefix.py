@@ -8,7 +8,7 @@ import statistics
 import time
 from pathlib import Path
 
-from benchmarks.common import add_model_arguments, checkpoint, machine, save_lines
+from benchmarks.common import add_model_arguments, at_least, checkpoint, machine, save_lines
 from nanopaged import LLM, SamplingParams
 
 
@@ -17,9 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix", type=int, nargs="+", default=[0, 128, 512, 1024, 2048], help="shared tokens"
     )
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--own", type=int, default=32, help="tokens of each prompt after the prefix")
-    parser.add_argument("--output", type=int, default=32)
+    parser.add_argument("--requests", type=at_least(1), default=16)
+    parser.add_argument("--own", type=at_least(1), default=32, help="tokens of each prompt after the prefix")
+    parser.add_argument("--output", type=at_least(1), default=32)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
 
@@ -51,8 +51,10 @@ def serve(
         enable_prefix_caching=cache,
         max_model_len=prefix + args.own + args.output + 8,
     )
-    shared = [rng.randrange(10000) for _ in range(prefix)]
-    prompts = [shared + [rng.randrange(10000) for _ in range(args.own)] for _ in range(args.requests)]
+    shared = [rng.randrange(llm.engine.vocab_size) for _ in range(prefix)]
+    prompts = [
+        shared + [rng.randrange(llm.engine.vocab_size) for _ in range(args.own)] for _ in range(args.requests)
+    ]
     params = SamplingParams(temperature=0, max_tokens=args.output, ignore_eos=True)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
     began = time.perf_counter()

@@ -18,7 +18,15 @@ import time
 
 import torch
 
-from benchmarks.common import add_model_arguments, checkpoint, copy_bandwidth, machine, matmul_rate
+from benchmarks.common import (
+    add_model_arguments,
+    at_least,
+    checkpoint,
+    copy_bandwidth,
+    machine,
+    matmul_rate,
+    model_name,
+)
 from nanopaged import LLM, SamplingParams
 from nanopaged.model_config import ModelConfig
 from nanopaged.model_runner import ModelRunner
@@ -26,9 +34,13 @@ from nanopaged.model_runner import ModelRunner
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--batch", type=int, nargs="+", help="default: 1 8 64 256, or 1 8 32 on a CPU")
-    parser.add_argument("--context", type=int, default=256, help="tokens in each prompt")
-    parser.add_argument("--steps", type=int, default=20, help="decode steps; the median of each count")
+    parser.add_argument(
+        "--batch", type=at_least(1), nargs="+", help="default: 1 8 64 256, or 1 8 32 on a CPU"
+    )
+    parser.add_argument("--context", type=at_least(1), default=256, help="tokens in each prompt")
+    parser.add_argument(
+        "--steps", type=at_least(4), default=20, help="decode steps; the median of each count"
+    )
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--backend", default="auto", help="attention_backend")
 
@@ -37,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batches = args.batch or ([1, 8, 64, 256] if device.type == "cuda" else [1, 8, 32])
     bandwidth, speed = copy_bandwidth(device), matmul_rate(getattr(torch, args.dtype), device)
-    print(f"shape {args.shape}, {args.dtype}, prompts of {args.context}; {machine()}")
+    print(f"{model_name(args)}, prompts of {args.context}; {machine()}")
     print(f"measured limits: {bandwidth / 1e9:.1f} GB/s, {speed / 1e9:,.0f} GFLOP/s")
     print(f"{'step':22} {'ms':>9} {'host':>7} {'model':>9} {'GB':>7} {'GFLOP':>8} {'limit':>8} {'share':>6}")
     modes = {"graphs": False, "eager": True} if device.type == "cuda" else {"": True}
@@ -54,6 +66,8 @@ def run(args: argparse.Namespace) -> None:
                 max_num_batched_tokens=max(8192, max(batches)),
                 max_model_len=args.context + args.steps + 8,
             )
+            warm_up = SamplingParams(max_tokens=3)
+            llm.generate([[1] * args.context] * 3, warm_up, use_tqdm=False)
             for batch in batches:
                 for name, parts, num_bytes, operations in time_steps(llm, batch, args):
                     limit = max(num_bytes / bandwidth, operations / speed)
@@ -77,14 +91,14 @@ def time_steps(llm: LLM, batch: int, args: argparse.Namespace) -> list[Row]:
     engine, rng = llm.engine, random.Random(args.seed)
     params = SamplingParams(temperature=0, max_tokens=args.steps + 4, ignore_eos=True)
     for i in range(batch):
-        engine.add_request(str(i), [rng.randrange(10000) for _ in range(args.context)], params)
+        engine.add_request(str(i), [rng.randrange(engine.vocab_size) for _ in range(args.context)], params)
     watch = Stopwatch(engine.runner)
     prompts, decodes = [], []
     while engine.has_unfinished_requests():
         began = time.perf_counter()
         engine.step()
         whole = time.perf_counter() - began
-        rows = prompts if watch.num_tokens > batch else decodes
+        rows = decodes if prompts and watch.num_tokens <= batch else prompts
         rows.append((whole - watch.seconds, watch.seconds, watch.num_tokens, watch.num_keys))
     watch.stop()
     config, itemsize = engine.runner.model.config, engine.runner.dtype.itemsize
@@ -144,6 +158,6 @@ class Stopwatch:
     def stop(self) -> None:
         """Leave the runner as it was."""
         self.hook.remove()
-        self.runner.execute = self.execute
+        del self.runner.execute
         if self.runner.graphs is not None:
-            self.runner.graphs.run = self.replay
+            del self.runner.graphs.run

@@ -11,6 +11,7 @@ import random
 
 from tqdm import tqdm
 
+from benchmarks.common import at_least
 from benchmarks.no_model import TRACES, NoModel, make_request
 from nanopaged import BeamSearchParams, SamplingParams, audit
 from nanopaged.block_manager import BlockManager
@@ -25,8 +26,8 @@ PAPER = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--requests", type=at_least(1), default=500)
+    parser.add_argument("--block-size", type=at_least(1), default=16)
     parser.add_argument("--seed", type=int, default=0)
 
 

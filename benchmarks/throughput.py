@@ -18,7 +18,15 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from benchmarks.common import Workload, add_model_arguments, checkpoint, copy_bandwidth, machine
+from benchmarks.common import (
+    Workload,
+    add_model_arguments,
+    at_least,
+    checkpoint,
+    copy_bandwidth,
+    machine,
+    model_name,
+)
 from benchmarks.roofline import weights
 from nanopaged import LLM, RequestOutput, SamplingParams
 
@@ -37,17 +45,17 @@ DEFAULTS = {  # (on CUDA, elsewhere)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--baseline", choices=["hf"], help="also run transformers on the same requests")
-    parser.add_argument("--repeat", type=int, default=1, help="rounds, in turns; the median counts")
-    parser.add_argument("--requests", type=int)
+    parser.add_argument("--repeat", type=at_least(1), default=1, help="rounds, in turns; the median counts")
+    parser.add_argument("--requests", type=at_least(1))
     for name in ("min-input", "max-input", "min-output", "max-output"):
-        parser.add_argument(f"--{name}", type=int, metavar="TOKENS")
+        parser.add_argument(f"--{name}", type=at_least(1), metavar="TOKENS")
     parser.add_argument("--budget", type=int, help="tokens a step")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--backend", default="auto", help="attention_backend")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--json", action="store_true", help="print the last line for machines")
-    parser.set_defaults(shape=None, dtype=None)
+    parser.set_defaults(shape=None, dtype=None)  # as DEFAULTS has them
 
 
 def run(args: argparse.Namespace) -> None:
@@ -58,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     workload = Workload.draw(args)
     print(
         f"{args.requests} requests, {sum(map(len, workload.prompts))} prompt and {sum(workload.max_tokens)} "
-        f"output tokens; {args.model or f'shape {args.shape}'}, {args.dtype}; {machine()}"
+        f"output tokens; {model_name(args)}; {machine()}"
     )
     rates: dict[str, list[float]] = {}
     reports: list[Report] = []
@@ -127,7 +135,8 @@ def run_ours(
     )
     engine = llm.engine
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in workload.max_tokens]
-    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
+    warm_up = [[1] + prompt[1:] for prompt in workload.prompts[:4]]  # as long, but nothing to be found again
+    llm.generate(warm_up, SamplingParams(max_tokens=3), use_tqdm=False)
     before, slots, done = engine.stats(), [], {}
     began = time.perf_counter()
     for i, (prompt, p) in enumerate(zip(workload.prompts, params, strict=True)):
@@ -207,6 +216,9 @@ def load_hf(folder: Path | str, args: argparse.Namespace) -> transformers.PreTra
 def run_static(folder: Path | str, workload: Workload, args: argparse.Namespace, size: int) -> float:
     """`generate` on left-padded batches in order of arrival; each runs until its longest output is done."""
     model = load_hf(folder, args)
+    model.generate(
+        torch.ones(4, 64, dtype=torch.int64, device=model.device), max_new_tokens=3, pad_token_id=0
+    )
     began = time.perf_counter()
     for i in tqdm(range(0, len(workload.prompts), size), desc=f"static {size}"):
         prompts, max_tokens = workload.prompts[i : i + size], workload.max_tokens[i : i + size]

@@ -29,6 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanopaged.config import ATTENTION_BACKENDS
+from nanopaged.device import send
 from nanopaged.kv_cache import KVCache
 
 if TYPE_CHECKING:
@@ -63,14 +65,6 @@ def slots_of(table: list[int], positions: np.ndarray, block_size: int) -> np.nda
     return np.array(table)[positions // block_size] * block_size + positions % block_size
 
 
-def send(array: np.ndarray, device: torch.device) -> Tensor:
-    """To the device without waiting for it: a GPU fetches pinned memory by itself, when it gets there."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
 class Store:
     """Writes the new K/V of a batch to their slots by indexing; one object a step, called once a layer."""
 
@@ -89,6 +83,8 @@ class Store:
 class AttentionBackend(Protocol):
     """How attention is computed over one `KVCache`."""
 
+    tables: BlockTables | None  # on the device, for backends whose decodes read them there
+
     def plan(self, batch: PagedBatch) -> Attend:
         """Work out what all layers of a step have in common."""
 
@@ -100,7 +96,7 @@ class PagedAttention:
     store: Callable[[PagedBatch], Callable[[int, Tensor, Tensor], None]]
     decodes: Callable[[PagedBatch], Attend]
     chunks: Callable[[PagedBatch], Attend]
-    tables: BlockTables | None = None  # on the device, for backends whose decodes read them there
+    tables: BlockTables | None = None
 
     def plan(self, batch: PagedBatch) -> Attend:
         """The step's `attend`: store first, then the decodes, then the chunks."""
@@ -129,6 +125,8 @@ def make_attention(backend: str, cache: KVCache, scale: float) -> AttentionBacke
     Raises:
         ValueError: it cannot run here; the message says why.
     """
+    if backend not in ATTENTION_BACKENDS:
+        raise ValueError(f"attention_backend is {backend!r}, but must be one of {ATTENTION_BACKENDS}")
     if backend == "auto":
         backend = next(name for name in ("flash", "triton", "torch") if is_fast_here(name, cache))
     reason = why_not(backend, cache)

@@ -238,7 +238,7 @@ class SamplingParams:
         """Temperature, top-k, top-p and the logarithm of min-p as numbers that filter nothing where unset."""
         return (
             1.0 if self.is_greedy else max(self.temperature, 1e-6),
-            self.top_k if self.top_k > 0 else NO_TOP_K,
+            min(self.top_k, NO_TOP_K) if self.top_k > 0 else NO_TOP_K,
             self.top_p,
             math.log(self.min_p) if self.min_p > 0 else -math.inf,
         )

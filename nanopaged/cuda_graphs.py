@@ -14,6 +14,7 @@ All graphs share one pool of memory, for no two of them run at a time.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -69,8 +70,13 @@ class DecodeGraphs:
         self.capture = capture or Capture()
         tables.reserve(max_num_seqs, -(-max_context_len // cache.block_size))
         self.sizes = graph_sizes(max_num_seqs)
-        # The largest first: the others then find the memory they need in the pool.
-        self.graphs = {size: self._graph(size) for size in reversed(self.sizes)}
+        gc.collect()
+        gc.disable()  # what the collector might free of another engine must not be freed in a capture
+        try:
+            # The largest first: the others then find the memory they need in the pool.
+            self.graphs = {size: self._graph(size) for size in reversed(self.sizes)}
+        finally:
+            gc.enable()
 
     @torch.inference_mode()
     def _graph(self, size: int) -> Graph:
@@ -109,15 +115,15 @@ class Capture:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()  # one for all: libraries keep a workspace for each stream
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """(what `work` returned, how to do it again)."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             work()  # once as usual: kernels are compiled, libraries set up
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             out = work()
         return out, graph.replay

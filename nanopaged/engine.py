@@ -250,6 +250,11 @@ class LLMEngine:
                 raise ValueError(
                     f"stop token id {token_id} is outside the vocabulary of {self.vocab_size} tokens"
                 )
+        if params.min_tokens > 0 and len(set(params.stop_token_ids)) == self.vocab_size:
+            raise ValueError(
+                f"min_tokens is {params.min_tokens}, but stop_token_ids has all {self.vocab_size} tokens of "
+                "the vocabulary: leave out one that may be drawn before"
+            )
 
     # ── accounts ──────────────────────────────────────────────────────────────────────────────────
 

@@ -12,7 +12,8 @@ they are gathered first, so blocks may have any size (flash-attn reads pages of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache as cached
 from typing import Any
 
@@ -20,44 +21,90 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import PagedBatch, send, slots_of
+from nanopaged.attention import PagedBatch, slots_of
+from nanopaged.device import send
 from nanopaged.kv_cache import KVCache
+
+GATHER_KEYS = 1 << 16  # keys of cached contexts that are gathered at once
 
 Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float], Tensor]
 """varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, longest query, longest context, scale) → out."""
 
 
+@dataclass
+class Group:
+    """Some of a batch's chunks, whose contexts are gathered and attended together."""
+
+    rows: slice  # of the chunks' queries
+    slots: Tensor | None  # of all keys; None if nothing was cached, and the new K/V are all there is
+    cu_query_lens: Tensor
+    cu_context_lens: Tensor
+    longest: tuple[int, int]  # query, context
+
+
 class ChunkPlan:
-    """Where the batch's chunks begin and end, and where their contexts lie."""
+    """Where the batch's chunks begin and end, and where their contexts lie.
+
+    A step has few new tokens, but their contexts together may be longer than the whole pool, where many
+    share a prefix: so they are gathered by GATHER_KEYS or so.
+    """
 
     def __init__(self, batch: PagedBatch, cache: KVCache, scale: float) -> None:
-        device = cache.data.device
-        query_lens = batch.query_lens[batch.num_decodes :]
-        context_lens = batch.context_lens[batch.num_decodes :]
         self.cache = cache
         self.scale = scale
-        self.cu_query_lens = send(_cumulative(query_lens), device)
-        self.cu_context_lens = send(_cumulative(context_lens), device)
-        self.longest = int(query_lens.max()), int(context_lens.max())
-        self.slots: Tensor | None = None  # of all keys, if some of them were in the cache already
+        n, row, self.groups = batch.num_decodes, 0, []
+        query_lens, context_lens = batch.query_lens[n:], batch.context_lens[n:]
+        for lo, hi in _group(context_lens):
+            chunks = slice(lo, hi)
+            tables = batch.block_tables[n:][chunks]
+            self.groups.append(self._plan(row, query_lens[chunks], context_lens[chunks], tables))
+            row = self.groups[-1].rows.stop
+
+    def _plan(
+        self, row: int, query_lens: np.ndarray, context_lens: np.ndarray, tables: list[list[int]]
+    ) -> Group:
+        device, slots = self.cache.data.device, None
         if (context_lens > query_lens).any():
-            tables = batch.block_tables[batch.num_decodes :]
-            slots = [
-                slots_of(table, np.arange(n), cache.block_size)
-                for table, n in zip(tables, context_lens, strict=True)
-            ]
-            self.slots = send(np.concatenate(slots), device)
+            size = self.cache.block_size
+            parts = [slots_of(t, np.arange(n), size) for t, n in zip(tables, context_lens, strict=True)]
+            slots = send(np.concatenate(parts), device)
+        return Group(
+            rows=slice(row, row + int(query_lens.sum())),
+            slots=slots,
+            cu_query_lens=send(_cumulative(query_lens), device),
+            cu_context_lens=send(_cumulative(context_lens), device),
+            longest=(int(query_lens.max()), int(context_lens.max())),
+        )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [num_tokens, num_heads, head_dim] and the new k, v → what each query attends to."""
-        if self.slots is not None:
-            k, v = (self._gather(part) for part in self.cache.layer(layer))
-        return varlen()(q, k, v, self.cu_query_lens, self.cu_context_lens, *self.longest, self.scale)
+        outs = []
+        for group in self.groups:
+            keys, values = k[group.rows], v[group.rows]
+            if group.slots is not None:
+                keys, values = (self._gather(part, group.slots) for part in self.cache.layer(layer))
+            lens = group.cu_query_lens, group.cu_context_lens
+            outs.append(varlen()(q[group.rows], keys, values, *lens, *group.longest, self.scale))
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
 
-    def _gather(self, part: Tensor) -> Tensor:
+    def _gather(self, part: Tensor, slots: Tensor) -> Tensor:
         """K or V of a layer at `slots`, as [num_keys, num_kv_heads, head_dim]."""
         size = self.cache.block_size
-        return part[self.slots // size, :, self.slots % size]
+        return part[slots // size, :, slots % size]
+
+
+def _group(context_lens: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Runs of chunks whose contexts have GATHER_KEYS keys at most, or of a single chunk.
+
+    GATHER_KEYS = 10    context_lens 4 5 3 20 1    → (0, 2), (2, 3), (3, 4), (4, 5)
+    """
+    lo = total = 0
+    for i, n in enumerate(context_lens.tolist()):
+        if total + n > GATHER_KEYS and i > lo:
+            yield lo, i
+            lo, total = i, 0
+        total += n
+    yield lo, len(context_lens)
 
 
 def _cumulative(lens: np.ndarray) -> np.ndarray:

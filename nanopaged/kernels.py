@@ -8,8 +8,11 @@ time is the time to read them. So everything here serves to read K/V once and to
     reduce_kernel   combines the splits of a query head, as `reference_attention.py` combines blocks
 
 The kernels see block tables, lengths and strides, so any layout of the cache will do. They know nothing of
-sequences or batches; the functions at the end launch them. Under TRITON_INTERPRET=1 (set before the first
-import of triton) they run on a CPU, slowly, and to the same result.
+sequences or batches; the functions at the end launch them. Triton would compile them again for inputs that
+are aligned otherwise; for small ones, which begin wherever there is room, it is told not to.
+
+Under TRITON_INTERPRET=1 (set before the first import of triton) they run on a CPU, slowly, and to the same
+result.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def store_kernel(
     k_ptr,
     v_ptr,
@@ -68,7 +71,7 @@ def tiles_per_split(context_len, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
     return tl.maximum(tl.cdiv(tl.cdiv(context_len, TILE), NUM_SPLITS), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tables_ptr", "rows_ptr", "lens_ptr", "table_row"])
 def decode_kernel(
     q_ptr,
     k_cache_ptr,
@@ -146,7 +149,7 @@ def decode_kernel(
         tl.store(lse_ptr + lse_row * NUM_SPLITS + split, m + tl.log2(l), mask=group < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["lens_ptr"])
 def reduce_kernel(
     partial_ptr,
     lse_ptr,
@@ -202,6 +205,7 @@ def copy_kernel(data_ptr, pairs_ptr, block_stride, part_stride, part_len, CHUNK:
 INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 COPY_CHUNK = 4096  # elements that one program copies
 MIN_SPLIT = 256  # keys in a split, at least
+MAX_SPLITS = 64  # partial results that one program of `reduce_kernel` has registers for
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,8 @@ class DecodeShape:
         bfloat16): that leaves room for four or five programs on a processor, and spills no register.
         """
         dim_pad = max(16, triton.next_power_of_2(head_dim))
-        tile = min(128, max(16, 16384 // (dim_pad * dtype.itemsize)))
+        group_pad = max(16, triton.next_power_of_2(group))
+        tile = min(128, max(16, 16384 // (dim_pad * dtype.itemsize) // triton.cdiv(group_pad, 32)))
         # The interpreter computes wrongly in bfloat16, and without a word.
         dot = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
         constants = {
@@ -232,7 +237,7 @@ class DecodeShape:
             "BLOCK_SIZE": block_size,
             "NUM_SPLITS": num_splits,
             "TILE": tile,
-            "GROUP_PAD": max(16, triton.next_power_of_2(group)),
+            "GROUP_PAD": group_pad,
             "DIM_PAD": dim_pad,
             "DOT": {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dot],
         }
@@ -246,12 +251,14 @@ def choose_num_splits(num_seqs: int, num_kv_heads: int, max_context_len: int, nu
     A program reads at the speed of the processor it is on, so there should be two programs for each: that
     keeps enough bytes under way (Little's law; an H200 wants some 27 KB from each of its 132 processors). A
     split is also written and read again as a partial result, 2 · group rows for every
-    MIN_SPLIT keys, so it does not get shorter than that. By arithmetic, on an H200 with 8 KV heads:
+    MIN_SPLIT keys, so it does not get shorter than that. Powers of two, for each number is a kernel of its
+    own. By arithmetic, on an H200 with 8 KV heads:
 
         64 sequences of 4096    512 programs: 1 split        1 of 16384    8 programs: 64 splits of 256
     """
-    wanted = triton.next_power_of_2(triton.cdiv(2 * num_processors, num_seqs * num_kv_heads))
-    return max(1, min(wanted, max_context_len // MIN_SPLIT))
+    wanted = triton.cdiv(2 * num_processors, num_seqs * num_kv_heads)
+    most = max(1, min(MAX_SPLITS, max_context_len // MIN_SPLIT))
+    return min(triton.next_power_of_2(wanted), 1 << (most.bit_length() - 1))
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -16,7 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+
+from nanopaged.device import send
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class KVCache:
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers at once: dst gets what src holds, for each (src, dst)."""
         if self.copy_kernel is not None and pairs:
-            self.copy_kernel(self.data, torch.tensor(pairs, device=self.data.device))
+            self.copy_kernel(self.data, send(np.array(pairs), self.data.device))
         else:
             for src, dst in pairs:
                 self.data[dst].copy_(self.data[src])
@@ -112,12 +115,20 @@ class KVCache:
     def swap_out(self, moves: list[tuple[int, int]]) -> None:
         """Copy (device block, host block) pairs to the host. Ordered with the kernels on the same stream."""
         for device_block, host_block in moves:
-            self.host[host_block].copy_(self.data[device_block], non_blocking=True)
+            self._move(self.data[device_block], self.host[host_block])
 
     def swap_in(self, moves: list[tuple[int, int]]) -> None:
         """Copy (host block, device block) pairs back to the device."""
         for host_block, device_block in moves:
-            self.data[device_block].copy_(self.host[host_block], non_blocking=True)
+            self._move(self.host[host_block], self.data[device_block])
+
+    def _move(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """One block, [num_layers, 2, ...]: a single run of memory, or in the other layout 2 · num_layers."""
+        if self.block_major:
+            dst.copy_(src, non_blocking=True)
+        else:
+            for src_run, dst_run in zip(src.flatten(0, 1), dst.flatten(0, 1), strict=True):
+                dst_run.copy_(src_run, non_blocking=True)
 
 
 def _copy_kernel() -> Callable[[torch.Tensor, torch.Tensor], None] | None:

@@ -15,12 +15,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from nanopaged.attention import PagedBatch, make_attention, send
+from nanopaged.attention import PagedBatch, make_attention
 from nanopaged.block_pool import blocks_needed
 from nanopaged.config import EngineConfig, SamplingParams
+from nanopaged.device import send
+from nanopaged.flash_attention import GATHER_KEYS
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model import Model
-from nanopaged.sampler import Draws, SampleRow, sample
+from nanopaged.sampler import LOGITS_TILE, Draws, SampleRow, sample
 
 
 def size_pool(
@@ -57,33 +59,35 @@ def _peak_memory(work: Callable[[], None], device: torch.device) -> int:
 def largest_step(
     config: EngineConfig, model: Model, shape: KVShape, max_model_len: int, step_budget: int
 ) -> None:
-    """A step of prompts that use up the budget, with as many tokens drawn as there can be sequences.
+    """A step that uses up the budget, with contexts as long as can be and as many tokens drawn as can be.
 
-    It has a small cache of its own, for one layer that all layers write to.
+    The chunks are the ends of sequences of `max_model_len` tokens, enough of them for flash attention to
+    gather as much as it ever does. All share the blocks of a small cache, in which all layers share one.
     """
     device, block_size = model.embed_tokens.weight.device, config.block_size
-    lens = [min(max_model_len, step_budget - i) for i in range(0, step_budget, max_model_len)]
-    num_blocks = [blocks_needed(n, block_size) for n in lens]
+    at_least = -(-step_budget // max_model_len)
+    num_chunks = max(at_least, min(config.max_num_seqs, step_budget, -(-GATHER_KEYS // max_model_len)))
+    query_lens = np.full(num_chunks, step_budget // num_chunks)
+    query_lens[: step_budget % num_chunks] += 1
+    positions = np.concatenate([np.arange(max_model_len - n, max_model_len) for n in query_lens])
+    num_blocks = blocks_needed(max_model_len, block_size)
     one_layer = KVShape(1, shape.num_kv_heads, shape.head_dim, shape.dtype)
-    cache = KVCache(one_layer, sum(num_blocks), block_size, device)
-    firsts = np.cumsum([0, *num_blocks])
-    slots = [first * block_size + np.arange(n) for first, n in zip(firsts, lens, strict=False)]
-    positions = send(np.concatenate([np.arange(n) for n in lens]), device)
-    query_lens = np.array(lens)
+    cache = KVCache(one_layer, num_blocks, block_size, device)
     batch = PagedBatch(
         query_lens=query_lens,
-        context_lens=query_lens,
-        block_tables=[list(range(lo, hi)) for lo, hi in zip(firsts, firsts[1:], strict=False)],
-        slot_mapping=np.concatenate(slots),
+        context_lens=np.full(num_chunks, max_model_len),
+        block_tables=[list(range(num_blocks))] * num_chunks,
+        slot_mapping=positions,  # of blocks 0, 1, 2, ... in order
         num_decodes=0,
-        owners=list(range(len(lens))),
+        owners=list(range(num_chunks)),
     )
     # The loop over blocks needs less memory than any other backend, and hours for a step of this size.
     backend = "auto" if config.attention_backend == "reference" else config.attention_backend
     attend = make_attention(backend, cache, 1.0).plan(batch)
+    positions = send(positions, device)
     hidden = model(positions * 0, positions, lambda layer, q, k, v: attend(0, q, k, v))
     params = SamplingParams(top_k=10, top_p=0.9)  # sorts all scores: the most that sampling can take
-    rows = [SampleRow(params, 0, i, 0, []) for i in range(config.max_num_seqs)]
+    rows = [SampleRow(params, 0, i, 0, []) for i in range(max(config.max_num_seqs, LOGITS_TILE))]
     sample(model.logits(hidden[:1].expand(len(rows), -1)), Draws(rows, device))
 
 

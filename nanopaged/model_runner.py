@@ -15,15 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import PagedBatch, make_attention, send, slots_of
+from nanopaged.attention import PagedBatch, make_attention, slots_of
 from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.config import EngineConfig
+from nanopaged.device import pick_device, send
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.memory_budget import size_pool
 from nanopaged.model_config import ModelConfig
 from nanopaged.next_tokens import NextTokens
 from nanopaged.outputs import Logprobs
-from nanopaged.sampler import top_logprobs
+from nanopaged.sampler import LOGITS_TILE, top_logprobs
 from nanopaged.sequence import Request, Sequence
 from nanopaged.swap import SwapCosts
 from nanopaged.weights import load_model
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from nanopaged.cuda_graphs import DecodeGraphs
 
 HOST_BYTES = 4 << 30  # of host memory for swapped requests, if the config leaves it open
-LOGITS_TILE = 256  # prompt positions projected to the vocabulary at once
 
 
 class ModelRunner:
@@ -53,6 +53,8 @@ class ModelRunner:
         step_budget: int,
     ) -> None:
         self.device = pick_device(config.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # where Triton's kernels and CUDA's graphs go
         dtype_name = model_config.dtype if config.dtype == "auto" else config.dtype
         self.dtype = getattr(torch, dtype_name)
         self.block_size = config.block_size
@@ -71,7 +73,7 @@ class ModelRunner:
         scale = model_config.head_dim**-0.5
         self.attention = make_attention(config.attention_backend, self.kv_cache, scale)
         self.graphs: DecodeGraphs | None = None
-        tables = getattr(self.attention, "tables", None)
+        tables = self.attention.tables
         if self.device.type == "cuda" and tables is not None and not config.enforce_eager:
             from nanopaged.cuda_graphs import DecodeGraphs
 
@@ -137,7 +139,7 @@ class ModelRunner:
         for lo in range(first, end, LOGITS_TILE):
             hi = min(lo + LOGITS_TILE, end)
             logprobs = self.model.logits(hidden[lo - start : hi - start]).log_softmax(-1)
-            actual = torch.tensor(seq.token_ids[lo + 1 : hi + 1], device=self.device)
+            actual = send(np.array(seq.token_ids[lo + 1 : hi + 1]), self.device)
             scored += top_logprobs(logprobs, actual, [request.params.prompt_logprobs] * (hi - lo))
         return scored
 
@@ -177,21 +179,3 @@ def _flat(parts: list[list[int] | np.ndarray]) -> np.ndarray:
     """Integers end to end, as int64."""
     arrays = [np.array(part, dtype=np.int64) for part in parts]
     return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-
-
-def pick_device(name: str) -> torch.device:
-    """The torch device of that name; "auto" is CUDA where there is one, else the CPU.
-
-    Raises:
-        ValueError: no such device here.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used here: {error}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {name!r} cannot be used here: only 'cpu' and 'cuda' are supported")
-    return device

@@ -7,16 +7,16 @@ and from those one is drawn, or several (a prompt about to fork), or the most li
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import send
 from nanopaged.batch import ScheduledBatch
+from nanopaged.device import send
 from nanopaged.outputs import Sample
-from nanopaged.sampler import Draws, SampleRow, most_likely, sample
+from nanopaged.sampler import Draws, SampleRow, most_likely, sample, send_banned
 from nanopaged.sequence import Sequence
 
 
@@ -49,6 +49,10 @@ class NextTokens:
         one_each = drawers == list(range(len(self.ready)))
         self.logit_rows = None if one_each else send(np.array(drawers, dtype=np.int64), device)
         self.draws = Draws(rows, device)
+        beams = [self.sequences[i] for i in self.beams]
+        self.num_candidates = [beam.request.beam_search.num_candidates for beam in beams]
+        self.beams_banned = send_banned([banned_token_ids(beam) for beam in beams], device)
+        self.beam_rows = send(np.array(self.beams, dtype=np.int64), device)
 
     def draw(self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> list[list[Sample]]:
         """For each sequence of the batch what may follow it; nothing for those that have not caught up.
@@ -61,7 +65,8 @@ class NextTokens:
             return samples
         logits = logits_of(hidden[self.hidden_rows])  # [ready, vocab_size]
         if self.beams:
-            for i, proposals in zip(self.beams, self._propose(logits), strict=True):
+            proposed = most_likely(logits[self.beam_rows], self.num_candidates, self.beams_banned)
+            for i, proposals in zip(self.beams, proposed, strict=True):
                 samples[self.ready[i]] = proposals
         if self.drawers:
             chosen = logits if self.logit_rows is None else logits[self.logit_rows]
@@ -69,14 +74,6 @@ class NextTokens:
                 samples[self.ready[i]].append(drawn)
         self._check_finite([samples[i][0].logprob for i in self.ready], hidden.dtype)
         return samples
-
-    def _propose(self, logits: Tensor) -> list[list[Sample]]:
-        beams = [self.sequences[i] for i in self.beams]
-        return most_likely(
-            logits if len(beams) == len(logits) else logits[self.beams],
-            [beam.request.beam_search.num_candidates for beam in beams],
-            [beam.request.stop_rules.banned_token_ids(beam) for beam in beams],
-        )
 
     def _check_finite(self, logprobs: list[float], dtype: torch.dtype) -> None:
         if math.isfinite(sum(logprobs)):
@@ -92,9 +89,13 @@ class NextTokens:
 
 def _sample_rows(seq: Sequence) -> list[SampleRow]:
     """The draws to make after `seq`: one, or one for each output if the request is about to fork."""
-    request, position = seq.request, seq.num_tokens
-    banned = request.stop_rules.banned_token_ids(seq)
+    request, position, banned = seq.request, seq.num_tokens, banned_token_ids(seq)
     if not request.unforked:
         return [SampleRow(request.params, request.seed, seq.index, position, banned)]
     indices = range(request.params.num_sequences)
     return [SampleRow(request.params, request.seed, i, position, banned) for i in indices]
+
+
+def banned_token_ids(seq: Sequence) -> Collection[int]:
+    """What must not follow `seq` yet."""
+    return seq.request.stop_rules.banned_token_ids(seq)

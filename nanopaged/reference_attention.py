@@ -58,6 +58,8 @@ def reference_paged_attention(
 class ReferenceAttention:
     """The loop above, for every query of the batch."""
 
+    tables = None  # it reads them from the batch
+
     def __init__(self, cache: KVCache, scale: float) -> None:
         self.cache = cache
         self.scale = scale

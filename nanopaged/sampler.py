@@ -20,9 +20,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from nanopaged.attention import send
-from nanopaged.config import NO_TOP_K, SamplingParams
+from nanopaged.config import SamplingParams
+from nanopaged.device import send
 from nanopaged.outputs import Logprob, Logprobs, Sample
+
+LOGITS_TILE = 256  # positions of a prompt that are projected to the vocabulary at once
 
 
 @dataclass(slots=True)
@@ -46,15 +48,13 @@ class Draws:
     def __init__(self, rows: list[SampleRow], device: torch.device) -> None:
         params = [row.params for row in rows]
         self.num_logprobs = [p.logprobs for p in params]
-        banned = [(i, token_id) for i, row in enumerate(rows) for token_id in row.banned_token_ids]
-        self.banned = send(np.array(banned).T, device) if banned else None  # [2, ...]: row, token id
+        self.banned = send_banned([row.banned_token_ids for row in rows], device)
         greedy = [p.is_greedy for p in params]
         self.all_greedy = all(greedy)
         if self.all_greedy:
             return
         filters = np.array([p.filters for p in params], dtype=np.float32).T
-        _, top_k, top_p, log_min_p = filters
-        self.largest_k = int(top_k.max(where=top_k < NO_TOP_K, initial=0))
+        _, self.ks, top_p, log_min_p = filters
         self.any_top_p = bool((top_p < 1.0).any())
         self.any_min_p = bool((log_min_p > -math.inf).any())
         draws = [uniform(row.seed, row.index, row.position) for row in rows]
@@ -63,13 +63,19 @@ class Draws:
         self.temperature, self.top_k, self.top_p, self.log_min_p, self.uniform, self.is_greedy = numbers
 
 
+def send_banned(token_ids: list[Collection[int]], device: torch.device) -> Tensor | None:
+    """The tokens banned in each row as [2, ...], rows and token ids; None if there are none."""
+    pairs = [(row, token_id) for row, ids in enumerate(token_ids) for token_id in ids]
+    return send(np.array(pairs).T, device) if pairs else None
+
+
 def sample(logits: Tensor, draws: Draws) -> list[Sample]:
     """Draw one token for each row of `logits` [rows, vocab_size] (float32)."""
     token_ids = choose(logits, draws)
     logprobs = logits.log_softmax(-1)
     scores = logprobs.gather(1, token_ids[:, None])[:, 0]
     tables = top_logprobs(logprobs, token_ids, draws.num_logprobs)
-    # Ids and scores come to the host together: float64 holds both exactly, and waiting once is enough.
+    # Ids and scores come to the host together, so that it waits once; float64 holds both exactly.
     drawn = torch.stack((token_ids.double(), scores.double())).tolist()
     return list(map(Sample, map(int, drawn[0]), drawn[1], tables))
 
@@ -77,7 +83,7 @@ def sample(logits: Tensor, draws: Draws) -> list[Sample]:
 def choose(logits: Tensor, draws: Draws) -> Tensor:
     """Token ids [rows]: the most likely for greedy rows, a random draw for the others."""
     if draws.banned is not None:
-        logits = logits.index_put(tuple(draws.banned), logits.new_tensor(-math.inf))
+        logits = logits.index_put(tuple(draws.banned), logits.new_full((), -math.inf))
     greedy = logits.argmax(-1)
     if draws.all_greedy:
         return greedy
@@ -92,11 +98,12 @@ def filter_logits(logits: Tensor, draws: Draws) -> Tensor:
     """
     logits = logits - logits.amax(-1, keepdim=True)  # so that no division can overflow to +inf
     logits /= draws.temperature
-    if draws.largest_k > 0:
-        most = min(draws.largest_k, logits.shape[-1])
-        best = logits.topk(most).values  # [rows, largest k], falling
-        last = draws.top_k.clamp(max=most).long() - 1
-        threshold = best.gather(1, last).masked_fill(draws.top_k >= NO_TOP_K, -math.inf)
+    vocab_size = logits.shape[-1]
+    largest_k = int(draws.ks.max(where=draws.ks < vocab_size, initial=0))
+    if largest_k > 0:
+        best = logits.topk(largest_k).values  # [rows, largest k], falling
+        last = draws.top_k.clamp(max=largest_k).long() - 1
+        threshold = best.gather(1, last).masked_fill(draws.top_k >= vocab_size, -math.inf)
         logits = logits.masked_fill(logits < threshold, -math.inf)
     if draws.any_top_p:
         logits = _filter_top_p(logits, draws.top_p)
@@ -115,6 +122,7 @@ def _filter_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     probs = falling.softmax(-1)
     before = probs.cumsum(-1) - probs
     drop = (before >= top_p) & (top_p < 1.0)
+    drop[:, 0] = False  # also where float32 knows no number as small as top_p
     return logits.masked_fill(torch.zeros_like(drop).scatter_(1, order, drop), -math.inf)
 
 
@@ -131,19 +139,20 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (xxhash.xxh3_64_intdigest(message) >> 40) / 2**24
 
 
-def most_likely(
-    logits: Tensor, num: list[int], banned_token_ids: list[Collection[int]]
-) -> list[list[Sample]]:
-    """For each row of `logits` [rows, vocab_size] its `num` most likely tokens, in falling order."""
+def most_likely(logits: Tensor, num: list[int], banned: Tensor | None) -> list[list[Sample]]:
+    """For each row of `logits` [rows, vocab_size] its `num` most likely tokens, in falling order.
+
+    Args:
+        banned: [2, ...]: rows and token ids that must not be among them.
+    """
     logprobs = logits.log_softmax(-1)
-    for row, banned in zip(logprobs, banned_token_ids, strict=True):
-        if banned:
-            row[list(banned)] = -math.inf
+    if banned is not None:
+        logprobs.index_put_(tuple(banned), logprobs.new_full((), -math.inf))
     best = logprobs.topk(min(max(num), logits.shape[-1]))
     ids, values = torch.stack((best.indices.double(), best.values.double())).tolist()
     return [
-        [Sample(int(token_id), value) for token_id, value in zip(*row, strict=True)][:n]
-        for *row, n in zip(ids, values, num, strict=True)
+        list(map(Sample, map(int, row_ids[:n]), row_values[:n]))
+        for row_ids, row_values, n in zip(ids, values, num, strict=True)
     ]
 
 

@@ -18,6 +18,7 @@ from nanopaged.attention import PagedBatch
 from nanopaged.kv_cache import KVCache
 
 QUERY_TILE = 128  # queries of a prefill that attend at once: their scores stay in the CPU's cache
+LOG2_E = math.log2(math.e)
 ROW_KEYS = 64  # keys in a row of decodes: smaller matrix products cost nearly as much
 KV_TILE = 8 << 20  # bytes of K/V that decodes read at once; see `DecodePlan`
 
@@ -70,7 +71,7 @@ class DecodePlan:
         blocks = torch.tensor(full + last, device=device).view(-1, width)
         runs = cache.run_ids(blocks).transpose(2, 3)  # [2, num_rows, num_kv_heads, width]
         self.cache = cache
-        self.scale_log2 = scale * math.log2(math.e)
+        self.scale = scale
         self.owners = torch.tensor(owners + list(range(batch.num_decodes)), device=device)  # [num_rows]
         self.tiles = list(_tiles(runs, self.owners, is_key, cache))
         # A tile's K, then its V: [the longest list of runs, block_size · head_dim]
@@ -79,17 +80,17 @@ class DecodePlan:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries [num_seqs, num_heads, head_dim] → their outputs, of the same shape.
 
-        Each row gives a partial result (its maximum m, its sum l, its unnormalised output o); those
-        of one owner are then combined as in the reference, only all at once:
+        Each row gives a partial result (its maximum m, its sum l, its output o); those of one owner are then
+        combined as in the reference, only all at once:
 
-            out = Σ 2^(m_i - M) · o_i / Σ 2^(m_i - M) · l_i       with M = max m_i
+            out = Σ w_i · o_i / Σ w_i       with w_i = 2^(m_i - M) · l_i and M = max m_i
 
-        The scale has log2(e) in it, for 2^(x · log2(e)) = e^x and PyTorch's exp2 takes a third of exp's time.
+        Scores are multiplied by log2(e), for 2^(x · log2(e)) = e^x and exp2 takes a third of exp's time.
         """
         num_seqs, num_heads, head_dim = q.shape
         num_kv_heads, num_rows = self.cache.shape.num_kv_heads, len(self.owners)
         # [num_seqs, num_kv_heads, group, head_dim]: the query heads that share a KV head lie together
-        q = (q * self.scale_log2).view(num_seqs, num_kv_heads, -1, head_dim)
+        q = (q * self.scale).view(num_seqs, num_kv_heads, -1, head_dim)
         o = q.new_empty((num_rows, *q.shape[1:]))
         m = q.new_empty((num_rows, *q.shape[1:3], 1), dtype=torch.float32)
         l = torch.empty_like(m)
@@ -100,21 +101,21 @@ class DecodePlan:
             # What is no key may be anything, even NaN, which neither -inf nor a weight of 0 makes good.
             kv[:, tile.last].view(tile.bits.dtype).bitwise_and_(tile.bits)
             keys, values = kv
-            scores = torch.matmul(q.index_select(0, tile.owners), keys.mT).float()
+            scores = torch.matmul(q.index_select(0, tile.owners), keys.mT).float().mul_(LOG2_E)
             scores[tile.last] += tile.bias
             torch.amax(scores, -1, keepdim=True, out=m[tile.rows])
             p = scores.sub_(m[tile.rows]).exp2_()
             torch.sum(p, -1, keepdim=True, out=l[tile.rows])
-            torch.matmul(p.to(q.dtype), values, out=o[tile.rows])
+            torch.matmul(p.div_(l[tile.rows]).to(q.dtype), values, out=o[tile.rows])
         return self._combine(m, l, o, num_seqs).view(num_seqs, num_heads, head_dim).to(q.dtype)
 
     def _combine(self, m: Tensor, l: Tensor, o: Tensor, num_seqs: int) -> Tensor:
-        """The partial results of each owner, weighted by 2^(m - M) and normalised by their sum."""
+        """The partial results of each owner, weighted by 2^(m - M) · l."""
         owners = self.owners
         index = owners[:, None, None, None].expand_as(m)
         top = m.new_full((num_seqs, *m.shape[1:]), -math.inf).scatter_reduce_(0, index, m, "amax")
-        weight = m.sub_(top.index_select(0, owners)).exp2_()
-        total = torch.zeros_like(top).index_add_(0, owners, l.mul_(weight))
+        weight = m.sub_(top.index_select(0, owners)).exp2_().mul_(l)
+        total = torch.zeros_like(top).index_add_(0, owners, weight)
         out = m.new_zeros((num_seqs, *o.shape[1:]))
         return out.index_add_(0, owners, o * weight).div_(total)
 

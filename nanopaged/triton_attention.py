@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from nanopaged import kernels
-from nanopaged.attention import PagedBatch, send
+from nanopaged.attention import PagedBatch
+from nanopaged.device import send
 from nanopaged.kv_cache import KVCache
 
 
@@ -94,15 +95,18 @@ class BlockTables:
             self.reserve(2 * len(owners), 2 * longest)  # doubling: it happens seldom
         rows = self._rows_of(owners)
         changes: list[tuple[int, int, int]] = []
+        changed: dict[int, list[int]] = {}
         for row, table in zip(rows, tables, strict=True):
             sent = self.sent[row]
             if table != sent:
                 start = len(sent) if table[: len(sent)] == sent else 0
                 changes += [(row, column, table[column]) for column in range(start, len(table))]
-                sent[start:] = table[start:]
+                changed[row] = list(table)
         if changes:
             row, column, block = send(np.array(changes).T, self.data.device)
             self.data[row, column] = block.int()
+        for row, table in changed.items():  # only now: if sending failed, it is still to be sent
+            self.sent[row] = table
         return rows
 
     def _rows_of(self, owners: list[int]) -> list[int]:

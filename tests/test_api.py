@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 @pytest.fixture(scope="module")
 def llm(qwen3: Oracle) -> LLM:
-    return LLM(qwen3.folder, num_blocks=8, block_size=8)
+    return LLM(qwen3.folder, num_blocks=8, block_size=8, enforce_eager=True)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,9 @@ def test_memory_that_does_not_suffice(qwen3: Oracle, monkeypatch: pytest.MonkeyP
     """The message has the numbers: blocks needed, bytes of each, blocks that fit."""
     monkeypatch.setattr("nanopaged.memory_budget.available_memory", lambda _: 100_000)
     with pytest.raises(ValueError, match=r"needs 10 blocks of 8,192 bytes.*only 6 fit in the 50,000 bytes"):
-        LLM(qwen3.folder, dtype="float32", block_size=16)
-    assert LLM(qwen3.folder, dtype="float32", memory_utilization=1.0).engine.stats().num_blocks == 12
+        LLM(qwen3.folder, dtype="float32", block_size=16, device="cpu")
+    llm = LLM(qwen3.folder, dtype="float32", memory_utilization=1.0, device="cpu")
+    assert llm.engine.stats().num_blocks == 12
 
 
 def test_the_pool_is_never_larger_than_useful(qwen3: Oracle) -> None:
@@ -219,7 +220,13 @@ def test_wrong_kinds_of_arguments(llm: LLM, tiny: LLM) -> None:
     with pytest.raises(ValueError, match="device 'meta' cannot be used"):
         LLM(device="meta")
     with pytest.raises(ValueError, match="blocks of K/V need .* bytes on cpu"):
-        LLM(num_blocks=10**9, block_size=10**6)
+        LLM(num_blocks=10**9, block_size=10**6, device="cpu")
+
+
+def test_all_tokens_stop_but_none_may(llm: LLM) -> None:
+    everything = SamplingParams(stop_token_ids=range(llm.engine.vocab_size), min_tokens=2)
+    with pytest.raises(ValueError, match="min_tokens is 2, but stop_token_ids has all 97 tokens"):
+        llm.generate([[1]], everything, use_tqdm=False)
 
 
 def test_mismatched_lists(llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
 import sys
@@ -28,7 +29,12 @@ class Case:
     """Sequences with some K/V in the cache and some new, in random blocks; every other slot holds NaN."""
 
     def __init__(
-        self, lengths: list[tuple[int, int]], block_size: int, heads: tuple[int, int], head_dim: int
+        self,
+        lengths: list[tuple[int, int]],
+        block_size: int,
+        heads: tuple[int, int],
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """`lengths`: (cached, new) tokens of each sequence; those with one new token first."""
         torch.manual_seed(sum(cached + new for cached, new in lengths) + block_size + head_dim)
@@ -39,12 +45,12 @@ class Case:
         ids = rng.sample(range(sum(num_blocks) + 3), sum(num_blocks))
         self.tables = [[ids.pop() for _ in range(n)] for n in num_blocks]
         self.cache = KVCache(
-            KVShape(LAYERS, num_kv_heads, head_dim, torch.float32), sum(num_blocks) + 3, block_size, CPU
+            KVShape(LAYERS, num_kv_heads, head_dim, dtype), sum(num_blocks) + 3, block_size, CPU
         )
         self.cache.data.fill_(math.nan)
-        self.keys = [torch.randn(c + n, num_kv_heads, head_dim) for c, n in lengths]
-        self.values = [torch.randn(c + n, num_kv_heads, head_dim) for c, n in lengths]
-        self.queries = [torch.randn(n, num_heads, head_dim) for _, n in lengths]
+        self.keys = [torch.randn(c + n, num_kv_heads, head_dim).to(dtype) for c, n in lengths]
+        self.values = [torch.randn(c + n, num_kv_heads, head_dim).to(dtype) for c, n in lengths]
+        self.queries = [torch.randn(n, num_heads, head_dim).to(dtype) for _, n in lengths]
         k_cache, v_cache = self.cache.layer(LAYER)
         slots: list[int] = []
         for table, (cached, new), k, v in zip(self.tables, lengths, self.keys, self.values, strict=True):
@@ -111,7 +117,9 @@ def test_backends_equal_dense_attention(
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("block_size", [4, 7])
 def test_interpreted_kernels_equal_dense_attention(lengths: list[tuple[int, int]], block_size: int) -> None:
-    pytest.importorskip("triton")
+    kernels = pytest.importorskip("nanopaged.kernels", reason="the kernels are written in Triton")
+    if not kernels.INTERPRETED:
+        pytest.skip("the kernels are compiled here; tests/test_kernels.py has them")
     case = Case(lengths, block_size, (6, 2), 20)
     torch.testing.assert_close(case.run("triton"), case.dense(), atol=2e-5, rtol=1e-4)
 
@@ -130,11 +138,16 @@ def dense_varlen(
 
 @pytest.mark.parametrize("lengths", [c for c in CASES.values() if c[-1][1] > 1])
 @pytest.mark.parametrize("block_size", [1, 7, 16])
+@pytest.mark.parametrize("gather_keys", [1, 30, 1 << 16])
 def test_what_flash_attention_is_given(
-    lengths: list[tuple[int, int]], block_size: int, monkeypatch: pytest.MonkeyPatch
+    lengths: list[tuple[int, int]], block_size: int, gather_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The flat layout of queries and contexts, with the kernel itself replaced by plain PyTorch."""
+    """The flat layout of queries and contexts, with the kernel itself replaced by plain PyTorch.
+
+    Contexts are gathered one by one, a few together, or all at once.
+    """
     monkeypatch.setattr(flash_attention, "varlen", lambda: dense_varlen)
+    monkeypatch.setattr(flash_attention, "GATHER_KEYS", gather_keys)
     case = Case(lengths, block_size, (6, 2), 20)
     backend = PagedAttention(
         store=lambda batch: Store(batch, case.cache),
@@ -179,9 +192,12 @@ def test_how_flash_attention_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KVCache(KVShape(1, 1, 8, torch.float32), 2, 4, CPU)
-    with pytest.raises(ValueError, match="attention_backend='flash' cannot run here: .*needs a GPU, not cpu"):
+    reason = "(flash attention needs a GPU, not cpu|Triton is not there)"
+    with pytest.raises(ValueError, match=f"attention_backend='flash' cannot run here: {reason}"):
         make_attention("flash", cache, 1.0)
-    if "nanopaged.kernels" in sys.modules:
+    with pytest.raises(ValueError, match="attention_backend is 'magic', but must be one of .*'triton'"):
+        make_attention("magic", cache, 1.0)
+    if importlib.util.find_spec("triton"):
         monkeypatch.setattr("nanopaged.kernels.INTERPRETED", False)
         with pytest.raises(ValueError, match="'triton' cannot run here: .*need a GPU.*TRITON_INTERPRET=1"):
             make_attention("triton", cache, 1.0)
@@ -210,6 +226,16 @@ def test_scores_far_apart_do_not_overflow() -> None:
     case.cache.layer(LAYER)[0].mul_(1e4)
     torch.testing.assert_close(case.run("torch"), case.dense(), atol=2e-4, rtol=1e-3)
     torch.testing.assert_close(case.run("reference"), case.dense(), atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_float16_does_not_overflow(block_size: int) -> None:
+    """Hundreds of values of 1000 sum up to more than float16 holds; their mean does not."""
+    case = Case([(250, 1), (40, 1)], block_size, (4, 2), 16, torch.float16)
+    case.cache.layer(LAYER)[1].mul_(0).add_(1000.0)
+    for v in case.values:
+        v.fill_(1000.0)
+    assert torch.equal(case.run("torch"), torch.full((2, 4, 16), 1000.0, dtype=torch.float16))
 
 
 def test_one_physical_block_read_by_several_sequences() -> None:

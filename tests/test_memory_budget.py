@@ -10,6 +10,7 @@ from conftest import MAX_MODEL_LEN, Oracle
 
 from nanopaged import LLM, EngineConfig, memory_budget
 from nanopaged.kv_cache import KVShape
+from nanopaged.sampler import LOGITS_TILE
 
 GB = 1 << 30
 SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)  # 2 MiB a block of 16
@@ -40,11 +41,11 @@ def test_a_gpu_too_small_for_one_sequence(monkeypatch: pytest.MonkeyPatch) -> No
             size_on_a_gpu(monkeypatch, 4 * GB, memory_utilization=utilization)
 
 
-@pytest.mark.parametrize(("max_num_seqs", "budget"), [(3, 40), (50, 400)])
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(3, 40), (50, 400), (300, 17)])
 def test_the_largest_step(
     qwen3: Oracle, max_num_seqs: int, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It computes as many tokens as a step may have, in prompts of lengths that there can be, and samples."""
+    """It computes as many tokens as a step may have, and samples for as many sequences as there can be."""
     llm = LLM(qwen3.folder, dtype="float32", max_num_seqs=max_num_seqs, num_blocks=20)
     runner, drawn = llm.engine.runner, []
     before = runner.kv_cache.data.fill_(1.0).clone()
@@ -59,6 +60,6 @@ def test_the_largest_step(
     hook.remove()
     (positions,), (logits,) = computed, drawn
     assert len(positions) == budget
-    assert int(positions.max()) == min(budget, MAX_MODEL_LEN) - 1
-    assert len(logits) == max_num_seqs
+    assert int(positions.max()) == MAX_MODEL_LEN - 1, "the end of a context as long as can be"
+    assert len(logits) == max(max_num_seqs, LOGITS_TILE)
     assert torch.equal(runner.kv_cache.data, before), "its blocks are its own"

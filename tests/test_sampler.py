@@ -60,6 +60,15 @@ def draws_of(params: list[SamplingParams]) -> Draws:
     return Draws([SampleRow(p, 0, 0, 0, []) for p in params], CPU)
 
 
+def test_filters_out_of_all_proportion() -> None:
+    """A top_k no float can hold keeps all; a top_p that float32 rounds to 0 keeps the most likely."""
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    params = [SamplingParams(top_k=10**400), SamplingParams(top_k=VOCAB), SamplingParams(top_p=1e-50)]
+    kept = filter_logits(logits, draws_of(params)).isfinite()
+    assert kept.sum(-1).tolist() == [VOCAB, VOCAB, 1]
+    assert kept[2].int().argmax() == logits[2].argmax()
+
+
 def rows_of(params: SamplingParams, num: int, **fields: object) -> list[SampleRow]:
     defaults = {"seed": 1, "index": 0, "banned_token_ids": []}
     return [SampleRow(params=params, position=i, **(defaults | fields)) for i in range(num)]

@@ -40,7 +40,7 @@ DECODES = [
     (4, 128, 16, torch.float32, 1),
     (2, 256, 32, torch.float32, 4),
     (3, 64, 16, torch.float32, 1),
-    (5, 20, 4, torch.float32, 1),
+    (64, 128, 16, torch.bfloat16, 64),  # one KV head for all, and a long context
 ]
 
 
@@ -84,7 +84,12 @@ def source(
             signature[name] = "constexpr"
         else:
             signature[name] = f"*{pointers[name]}" if name in pointers else (others or {}).get(name, "i32")
-    aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name] not in ("constexpr", "fp32")]
+    unaligned = kernel.do_not_specialize_on_alignment or ()
+    aligned = [
+        i
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name] not in ("constexpr", "fp32") and name not in unaligned
+    ]
     attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
     return ASTSource(kernel, signature, constants, attrs)
 
