@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -33,10 +34,9 @@ class NextTokens:
         self.num_sequences = len(sequences)
         self.ready = [i for i, seq in enumerate(sequences) if seq.catches_up]
         self.sequences = [sequences[i] for i in self.ready]
-        last_rows = np.cumsum([seq.num_new_tokens for seq in sequences]) - 1
-        self.hidden_rows = send(last_rows[self.ready], device)
+        ends = list(accumulate(seq.num_new_tokens for seq in sequences))
         self.beams: list[int] = []  # which of the ready ones are beams
-        drawers: list[int] = []  # for each token to draw, which of them it is for
+        self.drawers: list[int] = []  # for each token to draw, which of them it is for
         rows: list[SampleRow] = []
         for i, seq in enumerate(self.sequences):
             if seq.request.beam_search is not None:
@@ -44,15 +44,14 @@ class NextTokens:
             else:
                 wanted = _sample_rows(seq)
                 rows += wanted
-                drawers += [i] * len(wanted)
-        self.drawers = drawers
-        one_each = drawers == list(range(len(self.ready)))
-        self.logit_rows = None if one_each else send(np.array(drawers, dtype=np.int64), device)
+                self.drawers += [i] * len(wanted)
+        self.hidden_rows = Rows([ends[i] - 1 for i in self.ready], max(ends, default=0), device)
+        self.drawn_rows = Rows(self.drawers, len(self.ready), device)
+        self.beam_rows = Rows(self.beams, len(self.ready), device)
         self.draws = Draws(rows, device)
         beams = [self.sequences[i] for i in self.beams]
         self.num_candidates = [beam.request.beam_search.num_candidates for beam in beams]
         self.beams_banned = send_banned([banned_token_ids(beam) for beam in beams], device)
-        self.beam_rows = send(np.array(self.beams, dtype=np.int64), device)
 
     def draw(self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> list[list[Sample]]:
         """For each sequence of the batch what may follow it; nothing for those that have not caught up.
@@ -63,14 +62,14 @@ class NextTokens:
         samples: list[list[Sample]] = [[] for _ in range(self.num_sequences)]
         if not self.ready:
             return samples
-        logits = logits_of(hidden[self.hidden_rows])  # [ready, vocab_size]
+        logits = logits_of(self.hidden_rows.of(hidden))  # [ready, vocab_size]
         if self.beams:
-            proposed = most_likely(logits[self.beam_rows], self.num_candidates, self.beams_banned)
+            proposed = most_likely(self.beam_rows.of(logits), self.num_candidates, self.beams_banned)
             for i, proposals in zip(self.beams, proposed, strict=True):
                 samples[self.ready[i]] = proposals
         if self.drawers:
-            chosen = logits if self.logit_rows is None else logits[self.logit_rows]
-            for i, drawn in zip(self.drawers, sample(chosen, self.draws), strict=True):
+            drawn_each = sample(self.drawn_rows.of(logits), self.draws)
+            for i, drawn in zip(self.drawers, drawn_each, strict=True):
                 samples[self.ready[i]].append(drawn)
         self._check_finite([samples[i][0].logprob for i in self.ready], hidden.dtype)
         return samples
@@ -85,6 +84,19 @@ class NextTokens:
             f"the model's scores for request {seq.request.request_id!r} at position {seq.num_tokens} are "
             f"not finite in {dtype}: abort the request, or use a dtype with a wider range"
         )
+
+
+class Rows:
+    """Some rows of a tensor, sent to its device in time; nothing is sent or copied if they are all, in order."""
+
+    def __init__(self, rows: list[int], num_rows: int, device: torch.device) -> None:
+        self.rows = None
+        if rows and (len(rows) != num_rows or rows != list(range(num_rows))):
+            self.rows = send(np.array(rows), device)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Those rows of `tensor` [num_rows, ...]."""
+        return tensor if self.rows is None else tensor[self.rows]
 
 
 def _sample_rows(seq: Sequence) -> list[SampleRow]:
