@@ -1,7 +1,8 @@
 """Microseconds a token to swap K/V out and in again, and to compute it again (paper, §7.3, Fig. 19).
 
 The paper's engine kept each layer's blocks apart, so a block was 2 · layers small copies, and small blocks
-swapped badly. Here a block is one run of memory; the other layout is measured beside it.
+swapped badly. Here a block is one run of memory; the other layout is measured beside it. Then whole runs in
+pools too small for all their requests: output tokens a second when victims are swapped and when recomputed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import random
 import statistics
 import time
+from pathlib import Path
 
 import torch
 
@@ -39,6 +41,41 @@ def run(args: argparse.Namespace) -> None:
         sizes, *columns = map(list, zip(*rows, strict=True))
         lines = dict(zip(("swap, block-major", "swap, layer-major", "recompute"), columns, strict=True))
         save_lines(args.plot, sizes, lines, "block size (tokens)", "microseconds a token", log_y=True)
+    pool_table(args)
+
+
+def pool_table(args: argparse.Namespace) -> None:
+    """16 requests of 64 tokens in and 96 out, in pools for a share of what they need at most."""
+    needed = 16 * -(-160 // 16)
+    print(f"\n{'pool':>5} {'swap':>9} {'victims':>8} {'recompute':>10} {'victims':>8}   output tokens/s")
+    with checkpoint(args) as folder:
+        for share in (1.0, 0.7, 0.5, 0.3):
+            columns = [serve(folder, round(share * needed), way, args) for way in ("swap", "recompute")]
+            figures = " ".join(
+                f"{rate:{width}.1f} {n:8}" for width, (rate, n) in zip((9, 10), columns, strict=True)
+            )
+            print(f"{share:5.0%} {figures}", flush=True)
+
+
+def serve(
+    folder: Path | str, num_blocks: int, preemption: str, args: argparse.Namespace
+) -> tuple[float, int]:
+    """(output tokens a second, requests preempted)."""
+    llm = LLM(
+        folder,
+        dtype=args.dtype,
+        num_blocks=num_blocks,
+        max_model_len=160,
+        preemption=preemption,
+        enable_prefix_caching=False,
+    )
+    vocab, rng = range(llm.engine.vocab_size), random.Random(args.seed)
+    params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
+    llm.generate([[1] * 64], SamplingParams(max_tokens=2), use_tqdm=False)
+    began = time.perf_counter()
+    llm.generate([rng.choices(vocab, k=64) for _ in range(16)], params)
+    seconds, stats = time.perf_counter() - began, llm.engine.stats()
+    return 16 * 96 / seconds, stats.num_preemptions_swap + stats.num_preemptions_recompute
 
 
 def time_swap(

@@ -5,8 +5,8 @@ the weights once for many tokens. So the least time a step can take is the large
 
     (bytes of the weights + bytes of the K/V) / bandwidth         and          operations / speed,
 
-with the bandwidth of a copy and the speed of a linear layer, the best that this run could measure. "model" is the
-time from the start of the forward pass to the tokens' arrival, "host" the rest of the step.
+with the bandwidth of a copy and the speed of a linear layer, the best that this run could measure. "model"
+is the time from the start of the forward pass to the tokens' arrival, "host" the rest of the step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Blocks saved by parallel sampling and beam search: 1 - blocks in use / entries of the block tables (§6.3).
 
 Requests of exponentially distributed lengths go through the real scheduler and block manager, without a
-model; the prefix cache is off, so that requests share nothing with each other.
+model; the prefix cache is off, so that requests share nothing with each other. "cache alone" is parallel
+sampling without forks or copies on write: each output is a request of its own with the same prompt, and what
+they share is what the prefix cache finds, whole blocks of the prompt.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from nanopaged.scheduler import Scheduler
 
 PAPER = {
     ("Alpaca-like", "parallel"): "6.1 to 9.8 %",
+    ("Alpaca-like", "cache alone"): "",
+    ("ShareGPT-like", "cache alone"): "",
     ("Alpaca-like", "beam"): "37.6 to 55.2 %",
     ("ShareGPT-like", "parallel"): "16.2 to 30.5 %",
     ("ShareGPT-like", "beam"): "44.3 to 66.3 %",
@@ -33,27 +37,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     print(f"{args.requests} requests a row, blocks of {args.block_size}; widths 2, 4, 6")
-    print(f"{'trace':15} {'sharing':9} {'n = 2':>7} {'n = 4':>7} {'n = 6':>7}   paper, 2 to 6")
+    print(f"{'trace':15} {'sharing':12} {'n = 2':>7} {'n = 4':>7} {'n = 6':>7}   paper, 2 to 6")
     for trace, means in TRACES.items():
-        for kind in ("parallel", "beam"):
+        for kind in ("parallel", "cache alone", "beam"):
             saved = [replay(kind, width, means, args) for width in (2, 4, 6)]
             columns = " ".join(f"{share:7.1%}" for share in saved)
-            print(f"{trace:15} {kind:9} {columns}   {PAPER[trace, kind]}")
+            print(f"{trace:15} {kind:12} {columns}   {PAPER[trace, kind]}")
 
 
 def replay(kind: str, width: int, means: tuple[int, int], args: argparse.Namespace) -> float:
     rng = random.Random(args.seed)
-    manager = BlockManager(100_000, args.block_size, enable_prefix_caching=False)
+    manager = BlockManager(100_000, args.block_size, enable_prefix_caching=kind == "cache alone")
     scheduler = Scheduler(manager, max_num_seqs=64 * width, max_num_batched_tokens=8192)
     for i in range(args.requests):
         num_input, num_output = (min(2048, 1 + int(rng.expovariate(1 / mean))) for mean in means)
+        prompt = [rng.randrange(32000) for _ in range(num_input)]
         if kind == "beam":
             params = BeamSearchParams(beam_width=width, max_tokens=num_output)
         else:
-            params = SamplingParams(n=width, max_tokens=num_output)
-        scheduler.add(make_request(str(i), [rng.randrange(32000) for _ in range(num_input)], params))
+            params = SamplingParams(n=width if kind == "parallel" else 1, max_tokens=num_output)
+        for copy in range(width if kind == "cache alone" else 1):
+            scheduler.add(make_request(f"{i}-{copy}", prompt, params))
     runner, saved, entries = NoModel(args.seed), 0, 0
-    with tqdm(total=args.requests, desc=f"{kind} {width}", leave=False) as bar:
+    with tqdm(total=len(scheduler.waiting), desc=f"{kind} {width}", leave=False) as bar:
         while scheduler.has_unfinished:
             batch = scheduler.schedule()
             for request in scheduler.update(batch, runner.execute(batch)):

@@ -87,7 +87,7 @@ class NextTokens:
 
 
 class Rows:
-    """Some rows of a tensor, sent to its device in time; nothing is sent or copied if they are all, in order."""
+    """Some rows of a tensor, sent to its device in time; nothing is done if they are all, in order."""
 
     def __init__(self, rows: list[int], num_rows: int, device: torch.device) -> None:
         self.rows = None

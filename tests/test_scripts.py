@@ -69,16 +69,23 @@ def test_bench_throughput_beside_transformers() -> None:
 
 def test_bench_sharing_saves_more_with_more_sequences() -> None:
     printed = run("bench.py", "sharing", "--requests", "30")
-    rows = re.findall(r"-like +(parallel|beam) +([\d.]+)% +([\d.]+)% +([\d.]+)%", printed)
-    assert len(rows) == 4
+    rows = re.findall(r"-like +(parallel|cache alone|beam) +([\d.]+)% +([\d.]+)% +([\d.]+)%", printed)
+    assert [row[0] for row in rows] == ["parallel", "cache alone", "beam"] * 2
     for _, *shares in rows:
         assert 0 < float(shares[0]) < float(shares[1]) < float(shares[2]) < 100
+    for forked, cached in ((rows[0], rows[1]), (rows[3], rows[4])):
+        assert all(float(a) >= float(b) for a, b in zip(forked[1:], cached[1:], strict=True))
 
 
 def test_bench_preemption_and_overhead(tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
     printed = run("bench.py", "preemption", "--shape", "test", "--plot", str(picture))
     assert len(re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ +[\d.]+$", printed, flags=re.MULTILINE)) == 9
+    pools = re.findall(r"^ *(\d+)% +[\d.]+ +(\d+) +[\d.]+ +(\d+)$", printed, flags=re.MULTILINE)
+    assert [int(share) for share, *_ in pools] == [100, 70, 50, 30]
+    assert pools[0][1:] == ("0", "0"), "nobody is preempted where there is room for all"
+    assert int(pools[3][1]) > 0
+    assert int(pools[3][2]) > 0
     assert "<svg" in picture.read_text()
     printed = run("bench.py", "overhead", "--steps", "5", "--sequences", "1", "40")
     assert len(re.findall(r"^1,000,000 +\d+ +[\d.]+ +[\d.]+$", printed, flags=re.MULTILINE)) == 2
