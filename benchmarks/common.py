@@ -181,12 +181,12 @@ def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
 def save_lines(
     path: str, xs: list[float], lines: dict[str, list[float]], x_label: str, y_label: str, log_y: bool = False
 ) -> None:
-    """A picture of one line for each name over `xs`, which double or so from one to the next."""
+    """A picture of one line for each name over `xs` (or the first of them), which double or so each time."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.6))
     for name, ys in lines.items():
-        axes.plot(xs, ys, marker="o", label=name)
+        axes.plot(xs[: len(ys)], ys, marker="o", label=name)
     axes.set(xscale="symlog" if min(xs) == 0 else "log", xlabel=x_label, ylabel=y_label)
     axes.set_yscale("log" if log_y else "linear")
     axes.set_xticks(xs, [str(x) for x in xs])

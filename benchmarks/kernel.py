@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import DTYPES, at_least, copy_bandwidth, machine, time_call
+from benchmarks.common import DTYPES, at_least, copy_bandwidth, machine, save_bars, time_call
 from nanopaged.attention import PagedBatch, make_attention
 from nanopaged.device import pick_device
 from nanopaged.kv_cache import KVCache, KVShape
@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=at_least(1), default=128)
     parser.add_argument("--layers", type=at_least(1), default=2, help="in the cache; one of them is read")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, or float32 on a CPU")
+    parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -162,17 +163,26 @@ class Case:
 def time_decodes(args: argparse.Namespace, device: torch.device, bandwidth: float) -> None:
     columns = f"{'batch':>5} {'context':>10} {'block':>5} {'layout':>6} {'us':>9} {'GB/s':>7} {'share':>6}"
     print(f"\n{'decode':24} {columns}")
-    for batch, context in product(args.batch, args.context):
+    cases, bars = list(product(args.batch, args.context)), {}
+    for batch, context in cases:
         lens = draw_lens(batch, context, args.seed)
         for block_size, layout in product(args.block_size, args.layout):
             with_others = (block_size, layout) == (args.block_size[0], args.layout[0])
             case = Case(lens, block_size, layout, args, device)
             for name, seconds in time_case(case, args.splits, with_others).items():
                 rate = case.num_bytes / seconds
+                if block_size == args.block_size[0]:
+                    bars.setdefault(f"{name}, {layout}-major" if "paged" in name else name, []).append(
+                        rate / bandwidth
+                    )
                 where = f"{batch:5} {context:>10} {block_size:5} {layout:>6}"
                 figures = f"{1e6 * seconds:9.1f} {rate / 1e9:7.1f} {rate / bandwidth:6.1%}"
                 print(f"{name:24} {where} {figures}", flush=True)
             del case  # before the next takes its memory
+    if args.plot:
+        whole = {name: shares for name, shares in bars.items() if len(shares) == len(cases)}
+        groups = [f"{batch} of\n{context}" for batch, context in cases]
+        save_bars(args.plot, groups, whole, "share of the copy bandwidth")
 
 
 def time_case(case: Case, splits: list[int], with_others: bool) -> dict[str, float]:

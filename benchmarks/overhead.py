@@ -17,7 +17,7 @@ import time
 import torch
 
 from benchmarks import nano_vllm
-from benchmarks.common import at_least, machine
+from benchmarks.common import at_least, machine, save_lines
 from benchmarks.no_model import NoModel, make_request
 from nanopaged import SamplingParams
 from nanopaged.batch import ScheduledBatch, StepResult
@@ -33,19 +33,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nano-vllm", metavar="CHECKOUT", help="a folder to compare with")
     parser.add_argument("--steps", type=at_least(4), default=100, help="the median of so many counts")
     parser.add_argument("--block-size", type=at_least(1), default=16)
+    parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
     parser.add_argument("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace) -> None:
     print(f"blocks of {args.block_size}, prompts of 100 tokens; median of {args.steps} steps; {machine()}")
     print(f"{'blocks':>9} {'sequences':>9} {'us a step':>10} {'us a sequence':>14}")
+    lines: dict[str, list[float]] = {}
     for num_blocks in (1000, 10_000, 100_000, 1_000_000):
         for num_seqs in args.sequences:
             if num_seqs * ((100 + args.steps) // args.block_size + 2) <= num_blocks:
                 schedule, _, update = time_parts(num_blocks, num_seqs, args, NoModel(args.seed))
                 us = 1e6 * (schedule + update)
+                lines.setdefault(f"{num_blocks:,} blocks", []).append(us)
                 print(f"{num_blocks:9,} {num_seqs:9,} {us:10.1f} {us / num_seqs:14.3f}")
 
+    if args.plot:
+        save_lines(args.plot, args.sequences, lines, "running sequences", "microseconds a step", log_y=True)
     host_table(args)
 
 

@@ -13,7 +13,7 @@ import random
 
 from tqdm import tqdm
 
-from benchmarks.common import at_least
+from benchmarks.common import at_least, save_lines
 from benchmarks.no_model import TRACES, NoModel, make_request
 from nanopaged import BeamSearchParams, SamplingParams, audit
 from nanopaged.block_manager import BlockManager
@@ -32,17 +32,22 @@ PAPER = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=at_least(1), default=500)
     parser.add_argument("--block-size", type=at_least(1), default=16)
+    parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
     parser.add_argument("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace) -> None:
     print(f"{args.requests} requests a row, blocks of {args.block_size}; widths 2, 4, 6")
     print(f"{'trace':15} {'sharing':12} {'n = 2':>7} {'n = 4':>7} {'n = 6':>7}   paper, 2 to 6")
+    lines: dict[str, list[float]] = {}
     for trace, means in TRACES.items():
         for kind in ("parallel", "cache alone", "beam"):
             saved = [replay(kind, width, means, args) for width in (2, 4, 6)]
+            lines[f"{kind}, {trace}"] = saved
             columns = " ".join(f"{share:7.1%}" for share in saved)
             print(f"{trace:15} {kind:12} {columns}   {PAPER[trace, kind]}")
+    if args.plot:
+        save_lines(args.plot, [2, 4, 6], lines, "sequences a request", "share of blocks saved")
 
 
 def replay(kind: str, width: int, means: tuple[int, int], args: argparse.Namespace) -> float:

@@ -67,8 +67,10 @@ def test_bench_throughput_beside_transformers() -> None:
     )
 
 
-def test_bench_sharing_saves_more_with_more_sequences() -> None:
-    printed = run("bench.py", "sharing", "--requests", "30")
+def test_bench_sharing_saves_more_with_more_sequences(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    printed = run("bench.py", "sharing", "--requests", "30", "--plot", str(picture))
+    assert "<svg" in picture.read_text()
     rows = re.findall(r"-like +(parallel|cache alone|beam) +([\d.]+)% +([\d.]+)% +([\d.]+)%", printed)
     assert [row[0] for row in rows] == ["parallel", "cache alone", "beam"] * 2
     for _, *shares in rows:
@@ -87,16 +89,21 @@ def test_bench_preemption_and_overhead(tmp_path: Path) -> None:
     assert int(pools[3][1]) > 0
     assert int(pools[3][2]) > 0
     assert "<svg" in picture.read_text()
-    printed = run("bench.py", "overhead", "--steps", "5", "--sequences", "1", "40")
+    picture.unlink()
+    printed = run("bench.py", "overhead", "--steps", "5", "--sequences", "1", "40", "--plot", str(picture))
+    assert "<svg" in picture.read_text()
     assert len(re.findall(r"^1,000,000 +\d+ +[\d.]+ +[\d.]+$", printed, flags=re.MULTILINE)) == 2
     rows = len(re.findall(r"^ +(?:1|40)(?: +[\d.]+){4}$", printed, flags=re.MULTILINE))
     assert rows == (2 if importlib.util.find_spec("triton") else 0)
 
 
-def test_bench_kernel() -> None:
+def test_bench_kernel(tmp_path: Path) -> None:
     """Every way to decode, over a fixed length and a range, in both layouts; and the moves."""
     small = ["--layers", "2", "--kv-heads", "2", "--group", "2", "--head-dim", "16"]
+    picture = tmp_path / "picture.svg"
+    small += ["--plot", str(picture)]
     printed = run("bench.py", "kernel", "--batch", "1", "3", "--context", "40", "10-60", *small)
+    assert "<svg" in picture.read_text()
     assert "copying memory: " in printed
     for way, times in {"paged": 8, "dense": 4, "store": 4, "copy": 3}.items():
         assert len(re.findall(rf"^{way} .* [\d.]+%$", printed, flags=re.MULTILINE)) == times
