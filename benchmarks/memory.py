@@ -18,6 +18,7 @@ import argparse
 import heapq
 import random
 from collections.abc import Callable
+from itertools import islice
 
 from tqdm import tqdm
 
@@ -28,6 +29,7 @@ from nanopaged.block_manager import BlockManager
 from nanopaged.scheduler import Scheduler
 
 MAX_LEN = 2048
+LINE = 64  # requests that wait at a time
 POLICIES: dict[str, Callable[[int, int], int]] = {
     "max": lambda num_input, num_output: MAX_LEN,
     "pow2": lambda num_input, num_output: min(MAX_LEN, num_input + (1 << (num_output - 1).bit_length())),
@@ -122,15 +124,16 @@ def give_back(holes: list[tuple[int, int]], start: int, length: int) -> None:
 
 def paged(lengths: Lengths, num_slots: int, block_size: int, seed: int) -> tuple[float, float]:
     """The same by the real scheduler and block manager."""
-    rng = random.Random(seed)
     manager = BlockManager(num_slots // block_size, block_size, enable_prefix_caching=False)
     scheduler = Scheduler(manager, max_num_seqs=1 << 20, max_num_batched_tokens=MAX_LEN)
-    for i, (num_input, num_output) in enumerate(lengths):
-        prompt = [rng.randrange(32000) for _ in range(num_input)]
-        scheduler.add(make_request(str(i), prompt, SamplingParams(max_tokens=num_output)))
     runner, steps, token_steps, request_steps = NoModel(seed), 0, 0, 0
+    coming = enumerate(lengths)
     with tqdm(total=len(lengths), leave=False) as bar:
-        while scheduler.has_unfinished:
+        while scheduler.has_unfinished or bar.n < len(lengths):
+            # A short line of waiting requests is as good as a long one, and a million need not exist at once.
+            for i, (num_input, num_output) in islice(coming, max(0, LINE - len(scheduler.waiting))):
+                params = SamplingParams(max_tokens=num_output)
+                scheduler.add(make_request(str(i), [0] * num_input, params))
             batch = scheduler.schedule()
             if scheduler.waiting:
                 steps += 1
