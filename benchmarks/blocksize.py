@@ -14,7 +14,7 @@ import random
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import at_least, save_lines, time_call
+from benchmarks.common import add_plot_argument, at_least, save_lines, time_call
 from benchmarks.kernel import Case, draw_lens
 from benchmarks.no_model import TRACES, NoModel, make_request
 from nanopaged import SamplingParams
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--requests", type=at_least(1), default=200)
     parser.add_argument("--slots", type=at_least(1), default=15700, help="tokens for which there is memory")
-    parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
+    add_plot_argument(parser)
     parser.add_argument("--seed", type=int, default=0)
 
 

@@ -12,7 +12,14 @@ import statistics
 import time
 from pathlib import Path
 
-from benchmarks.common import add_model_arguments, at_least, checkpoint, machine, save_lines
+from benchmarks.common import (
+    add_model_arguments,
+    add_plot_argument,
+    at_least,
+    checkpoint,
+    machine,
+    save_lines,
+)
 from nanopaged import LLM, SamplingParams
 
 
@@ -23,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", type=at_least(1), nargs="+", default=[64, 128, 256, 512], help="tokens a step, in chunks"
     )
-    parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
+    add_plot_argument(parser)
 
 
 def run(args: argparse.Namespace) -> None:

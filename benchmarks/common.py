@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from nanopaged.device import pick_device
 from nanopaged.layers import Linear
 from nanopaged.model_config import read_model_config
 from nanopaged.weights import find_model
@@ -86,6 +87,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, shape: str = "100m") ->
     parser.add_argument("--seed", type=int, default=0)
 
 
+def add_plot_argument(parser: argparse.ArgumentParser) -> None:
+    """--plot, for `save_lines` or `save_bars`."""
+    parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
+
+
 def model_name(args: argparse.Namespace) -> str:
     """For a headline."""
     return f"{args.model}, {args.dtype}" if args.model else f"shape {args.shape}, {args.dtype}"
@@ -114,7 +120,7 @@ def checkpoint(args: argparse.Namespace) -> Iterator[Path | str]:
         return
     config = hf_config(SHAPES[args.shape])
     torch.manual_seed(args.seed)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with pick_device("auto"):
         dtype = getattr(torch, args.dtype)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:

@@ -22,8 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import DTYPES, at_least, copy_bandwidth, machine, save_bars, time_call
+from benchmarks.common import (
+    DTYPES,
+    add_plot_argument,
+    at_least,
+    copy_bandwidth,
+    machine,
+    save_bars,
+    time_call,
+)
 from nanopaged.attention import PagedBatch, make_attention
+from nanopaged.block_pool import blocks_needed
 from nanopaged.device import pick_device
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.torch_attention import gather_context
@@ -48,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=at_least(1), default=128)
     parser.add_argument("--layers", type=at_least(1), default=2, help="in the cache; one of them is read")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, or float32 on a CPU")
-    parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
+    add_plot_argument(parser)
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -79,7 +88,7 @@ class Case:
     ) -> None:
         rng = random.Random(args.seed)
         self.lens, self.block_size, self.layer = lens, block_size, args.layers - 1
-        needed = [-(-n // block_size) for n in lens]
+        needed = [blocks_needed(n, block_size) for n in lens]
         ids = rng.sample(range(sum(needed) + 8), sum(needed))
         self.tables = [[ids.pop() for _ in range(n)] for n in needed]
         shape = KVShape(args.layers, args.kv_heads, args.head_dim, getattr(torch, args.dtype))
@@ -114,7 +123,9 @@ class Case:
     def gathered(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """K and V as [num_seqs, num_kv_heads, longest, head_dim], and a mask if lengths differ."""
         longest = max(self.lens)
-        padded = [table + [0] * (-(-longest // self.block_size) - len(table)) for table in self.tables]
+        padded = [
+            table + [0] * (blocks_needed(longest, self.block_size) - len(table)) for table in self.tables
+        ]
         index = torch.tensor(padded, device=self.q.device)
         k, v = (
             part[index].transpose(1, 2).flatten(2, 3)[:, :, :longest] for part in self.cache.layer(self.layer)

@@ -22,7 +22,7 @@ from itertools import islice
 
 from tqdm import tqdm
 
-from benchmarks.common import at_least, save_bars
+from benchmarks.common import add_plot_argument, at_least, save_bars
 from benchmarks.no_model import TRACES, NoModel, make_request
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=at_least(1), default=2000, help="of each trace; up to a million")
     parser.add_argument("--slots", type=at_least(1), default=15700, help="tokens for which there is memory")
     parser.add_argument("--block-size", type=at_least(1), default=16)
-    parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
+    add_plot_argument(parser)
     parser.add_argument("--seed", type=int, default=0)
 
 

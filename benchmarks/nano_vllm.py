@@ -17,6 +17,8 @@ from unittest import mock
 
 import torch
 
+from nanopaged.block_pool import blocks_needed
+
 NOT_NEEDED = {
     "nanovllm.config": ["Config"],
     "nanovllm.models.qwen3": ["Qwen3ForCausalLM"],
@@ -58,7 +60,7 @@ def time_host(checkout: str, num_seqs: int, num_steps: int, block_size: int, see
             max_num_batched_tokens=1 << 20,
             eos=-1,
             kvcache_block_size=block_size,
-            num_kvcache_blocks=num_seqs * (-(-(100 + num_steps) // block_size) + 1),
+            num_kvcache_blocks=num_seqs * (blocks_needed(100 + num_steps, block_size) + 1),
         )
         nano.Sequence.block_size = block_size
         scheduler, runner = nano.Scheduler(config), nano.ModelRunner.__new__(nano.ModelRunner)

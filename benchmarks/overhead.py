@@ -17,11 +17,12 @@ import time
 import torch
 
 from benchmarks import nano_vllm
-from benchmarks.common import at_least, machine, save_lines
+from benchmarks.common import add_plot_argument, at_least, machine, save_lines
 from benchmarks.no_model import NoModel, make_request
 from nanopaged import SamplingParams
 from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.block_manager import BlockManager
+from nanopaged.block_pool import blocks_needed
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model_runner import prepare
 from nanopaged.next_tokens import NextTokens
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nano-vllm", metavar="CHECKOUT", help="a folder to compare with")
     parser.add_argument("--steps", type=at_least(4), default=100, help="the median of so many counts")
     parser.add_argument("--block-size", type=at_least(1), default=16)
-    parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
+    add_plot_argument(parser)
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -48,7 +49,6 @@ def run(args: argparse.Namespace) -> None:
                 us = 1e6 * (schedule + update)
                 lines.setdefault(f"{num_blocks:,} blocks", []).append(us)
                 print(f"{num_blocks:9,} {num_seqs:9,} {us:10.1f} {us / num_seqs:14.3f}")
-
     if args.plot:
         save_lines(args.plot, args.sequences, lines, "running sequences", "microseconds a step", log_y=True)
     host_table(args)
@@ -110,7 +110,7 @@ class HostPath:
 def time_host(num_seqs: int, args: argparse.Namespace) -> list[float]:
     """Seconds of schedule, execute and update, the medians."""
     runner = HostPath(args.block_size, num_seqs, 4096)
-    num_blocks = num_seqs * (-(-(100 + args.steps) // args.block_size) + 1)
+    num_blocks = num_seqs * (blocks_needed(100 + args.steps, args.block_size) + 1)
     return time_parts(num_blocks, num_seqs, args, runner)
 
 

@@ -15,15 +15,23 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import add_model_arguments, checkpoint, machine, model_name, save_lines
+from benchmarks.common import (
+    add_model_arguments,
+    add_plot_argument,
+    checkpoint,
+    machine,
+    model_name,
+    save_lines,
+)
 from nanopaged import LLM, SamplingParams
+from nanopaged.block_pool import blocks_needed
 from nanopaged.device import pick_device
 from nanopaged.kv_cache import KVCache, KVShape
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
+    add_plot_argument(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -46,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
 def pool_table(args: argparse.Namespace) -> None:
     """16 requests of 64 tokens in and 96 out, in pools for a share of what they need at most."""
-    needed = 16 * -(-160 // 16)
+    needed = 16 * blocks_needed(160, 16)
     print(f"\n{'pool':>5} {'swap':>9} {'victims':>8} {'recompute':>10} {'victims':>8}   output tokens/s")
     with checkpoint(args) as folder:
         for share in (1.0, 0.7, 0.5, 0.3):

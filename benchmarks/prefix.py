@@ -8,7 +8,14 @@ import statistics
 import time
 from pathlib import Path
 
-from benchmarks.common import add_model_arguments, at_least, checkpoint, machine, save_lines
+from benchmarks.common import (
+    add_model_arguments,
+    add_plot_argument,
+    at_least,
+    checkpoint,
+    machine,
+    save_lines,
+)
 from nanopaged import LLM, SamplingParams
 
 
@@ -21,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--own", type=at_least(1), default=32, help="tokens of each prompt after the prefix")
     parser.add_argument("--output", type=at_least(1), default=32)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
+    add_plot_argument(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -28,6 +28,7 @@ from benchmarks.common import (
     model_name,
 )
 from nanopaged import LLM, SamplingParams
+from nanopaged.device import pick_device
 from nanopaged.model_config import ModelConfig
 from nanopaged.model_runner import ModelRunner
 
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = pick_device("auto")
     batches = args.batch or ([1, 8, 64, 256] if device.type == "cuda" else [1, 8, 32])
     bandwidth, speed = copy_bandwidth(device), matmul_rate(getattr(torch, args.dtype), device)
     print(f"{model_name(args)}, prompts of {args.context}; {machine()}")
@@ -110,9 +111,9 @@ def time_steps(llm: LLM, batch: int, args: argparse.Namespace) -> list[Row]:
     middle = decodes[1:-1]
     parts = tuple(statistics.median(part) for part in list(zip(*middle, strict=True))[:2])
     keys = statistics.median(row[3] for row in middle)
-    head = config.vocab_size * config.hidden_size
-    num_bytes = itemsize * (weights(config) + head) + keys * engine.runner.kv_cache.shape.block_bytes(1)
-    operations = 2 * batch * (weights(config) + head) + attention_operations(config, keys)
+    num_weights = weights(config) + head_weights(config)
+    num_bytes = itemsize * num_weights + keys * engine.runner.kv_cache.shape.block_bytes(1)
+    operations = 2 * batch * num_weights + attention_operations(config, keys)
     return [*rows, ("decode", parts, num_bytes, operations)]
 
 
@@ -120,6 +121,11 @@ def weights(config: ModelConfig) -> int:
     """Numbers in the matrices of all layers; the output projection and the embedding left out."""
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim  # q, o and k, v
     return config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+
+
+def head_weights(config: ModelConfig) -> int:
+    """Numbers in the output projection."""
+    return config.vocab_size * config.hidden_size
 
 
 def attention_operations(config: ModelConfig, pairs: float) -> float:

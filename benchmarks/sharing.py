@@ -13,7 +13,7 @@ import random
 
 from tqdm import tqdm
 
-from benchmarks.common import at_least, save_lines
+from benchmarks.common import add_plot_argument, at_least, save_lines
 from benchmarks.no_model import TRACES, NoModel, make_request
 from nanopaged import BeamSearchParams, SamplingParams, audit
 from nanopaged.block_manager import BlockManager
@@ -32,7 +32,7 @@ PAPER = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=at_least(1), default=500)
     parser.add_argument("--block-size", type=at_least(1), default=16)
-    parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
+    add_plot_argument(parser)
     parser.add_argument("--seed", type=int, default=0)
 
 

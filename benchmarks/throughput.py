@@ -27,8 +27,9 @@ from benchmarks.common import (
     machine,
     model_name,
 )
-from benchmarks.roofline import weights
+from benchmarks.roofline import head_weights, weights
 from nanopaged import LLM, RequestOutput, SamplingParams
+from nanopaged.device import pick_device
 
 DEFAULTS = {  # (on CUDA, elsewhere)
     "shape": ("qwen3-0.6b", "100m"),
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = pick_device("auto")
     for name, (on_cuda, elsewhere) in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, on_cuda if device.type == "cuda" else elsewhere)
@@ -185,7 +186,7 @@ def bytes_read(llm: LLM, workload: Workload, num_steps: int) -> float:
     """What had to be read: all weights at each step, and for each token but the first its context."""
     runner = llm.engine.runner
     config = runner.model.config
-    numbers = weights(config) + config.vocab_size * config.hidden_size
+    numbers = weights(config) + head_weights(config)
     keys = sum(
         (n - 1) * len(prompt) + n * (n - 1) // 2
         for prompt, n in zip(workload.prompts, workload.max_tokens, strict=True)
@@ -209,7 +210,7 @@ def report_rates(rates: dict[str, list[float]]) -> None:
 def load_hf(folder: Path | str, args: argparse.Namespace) -> transformers.PreTrainedModel:
     dtype = getattr(torch, args.dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return model.to(pick_device("auto")).eval()
 
 
 @torch.inference_mode()

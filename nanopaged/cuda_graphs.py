@@ -24,6 +24,8 @@ from torch import Tensor
 
 from nanopaged import kernels
 from nanopaged.attention import PagedBatch
+from nanopaged.block_pool import blocks_needed
+from nanopaged.device import pinned, send
 from nanopaged.kv_cache import KVCache
 from nanopaged.model import Model
 from nanopaged.triton_attention import BlockTables, DecodePlan, Store, num_processors
@@ -68,7 +70,7 @@ class DecodeGraphs:
         self.model, self.cache, self.scale, self.tables = model, cache, scale, tables
         self.max_context_len = max_context_len
         self.capture = capture or Capture()
-        tables.reserve(max_num_seqs, -(-max_context_len // cache.block_size))
+        tables.reserve(max_num_seqs, blocks_needed(max_context_len, cache.block_size))
         self.sizes = graph_sizes(max_num_seqs)
         gc.collect()
         gc.disable()  # what the collector might free of another engine must not be freed in a capture
@@ -81,7 +83,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _graph(self, size: int) -> Graph:
         device, num_kv_heads = self.cache.data.device, self.cache.shape.num_kv_heads
-        inputs = torch.from_numpy(np.repeat(PADDING, size, axis=1)).to(device)
+        inputs = send(np.repeat(PADDING, size, axis=1), device)
         input_ids, positions, slots, rows, context_lens = inputs
         most = self.max_context_len
         num_splits = kernels.choose_num_splits(size, num_kv_heads, most, num_processors(device))
@@ -102,10 +104,7 @@ class DecodeGraphs:
         inputs = np.repeat(PADDING, size, axis=1)
         rows = self.tables.update(batch.owners, batch.block_tables)
         inputs[:, :n] = input_ids, positions, batch.slot_mapping, rows, batch.context_lens
-        pinned = torch.from_numpy(inputs)
-        if graph.inputs.is_cuda:
-            pinned = pinned.pin_memory()
-        graph.inputs.copy_(pinned, non_blocking=True)
+        graph.inputs.copy_(pinned(inputs, graph.inputs.device), non_blocking=True)
         graph.replay()
         return graph.hidden[:n]
 

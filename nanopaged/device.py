@@ -24,9 +24,12 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """To the device without waiting for it: a GPU fetches pinned memory by itself, when it gets there."""
+def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the host, where the device can fetch it: a GPU reads pinned memory by itself."""
     tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """To the device without waiting for it: a GPU fetches the numbers when it gets there."""
+    return pinned(array, device).to(device, non_blocking=True)

@@ -17,6 +17,7 @@ result.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -333,7 +334,7 @@ def paged_decode(
         context_lens,
         partial,
         lse,
-        scale * 1.4426950408889634,  # log2(e): 2^(x · log2(e)) = e^x
+        scale * math.log2(math.e),  # 2^(x · log2(e)) = e^x
         *q.stride()[:2],
         *k_cache.stride()[:3],
         block_tables.stride(0),

@@ -11,10 +11,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanopaged.attention import PagedBatch
+from nanopaged.device import send
 from nanopaged.kv_cache import KVCache
 
 QUERY_TILE = 128  # queries of a prefill that attend at once: their scores stay in the CPU's cache
@@ -68,11 +70,11 @@ class DecodePlan:
             last += rest + rest[-1:] * (width - len(rest))
         last_lens = torch.from_numpy(context_lens - (num_rows - 1) * keys)
         is_key = (torch.arange(keys) < last_lens[:, None]).to(device)
-        blocks = torch.tensor(full + last, device=device).view(-1, width)
+        blocks = send(np.array(full + last), device).view(-1, width)
         runs = cache.run_ids(blocks).transpose(2, 3)  # [2, num_rows, num_kv_heads, width]
         self.cache = cache
         self.scale = scale
-        self.owners = torch.tensor(owners + list(range(batch.num_decodes)), device=device)  # [num_rows]
+        self.owners = send(np.array(owners + list(range(batch.num_decodes))), device)  # [num_rows]
         self.tiles = list(_tiles(runs, self.owners, is_key, cache))
         # A tile's K, then its V: [the longest list of runs, block_size · head_dim]
         self.buffer = cache.data.new_empty(len(self.tiles[0].runs), cache.block_size * cache.shape.head_dim)
@@ -156,7 +158,7 @@ class ChunkPlan:
             query_len, context_len = int(batch.query_lens[i]), int(batch.context_lens[i])
             table = None
             if context_len > query_len:
-                table = torch.tensor(batch.block_tables[i], device=cache.data.device)
+                table = send(np.array(batch.block_tables[i]), cache.data.device)
             self.chunks.append((slice(row, row + query_len), table, context_len))
             row += query_len
 
