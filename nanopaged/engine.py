@@ -91,6 +91,9 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Compute one batch. Returns the requests that got a token, finished or not.
 
+        Those of `LLM.generate` are left out until they are finished: nobody looks, and to describe a few
+        hundred takes longer than to schedule them.
+
         If the model fails, the exception passes through, no request has made progress, and the next step
         tries again: abort the request that is to blame, or go on.
         """
@@ -107,7 +110,8 @@ class LLMEngine:
         finally:
             self._forget_finished(batch)
         self.num_steps += 1
-        return self._hand_out([RequestOutput.of(request) for request in progressed])
+        shown = [request for request in progressed if request.finished or not request.final_only]
+        return self._hand_out([RequestOutput.of(request) for request in shown])
 
     def _forget_finished(self, batch: ScheduledBatch) -> None:
         for seq in batch.sequences:

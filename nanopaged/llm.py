@@ -72,6 +72,8 @@ class LLM:
             self.engine.make_request(self._new_id(), prompt, its_params)
             for prompt, its_params in zip(prompts, params, strict=True)
         ]
+        for request in requests:
+            request.final_only = True
         with self._serving(requests):
             self._run(requests, use_tqdm)
         return [RequestOutput.of(request) for request in requests]
@@ -93,11 +95,13 @@ class LLM:
                 if self.engine.requests.get(request.request_id) is request:
                     self.engine.abort_request(request.request_id)
 
-    def _step(self) -> None:
-        """One step of the engine; what it finishes for somebody else is kept for them."""
-        for output in self.engine.step():
-            if output.finished and output.request_id not in self._ids:
+    def _step(self) -> bool:
+        """One step of the engine: did a request finish? What finishes for somebody else is kept for them."""
+        finished = [output for output in self.engine.step() if output.finished]
+        for output in finished:
+            if output.request_id not in self._ids:
                 self.engine.hold(output)
+        return bool(finished)
 
     def beam_search(
         self,
@@ -116,15 +120,15 @@ class LLM:
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
         """Step until all `requests` are done, with a bar that tells the tokens per second."""
-        done = 0
+        left = requests
         bar = tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not use_tqdm)
         tokens_before = self.engine.scheduler.num_generated_tokens
         with bar:
-            while done < len(requests):
-                self._step()
-                finished = sum(request.finished for request in requests)
-                bar.update(finished - done)
-                done = finished
+            while left:
+                if self._step():
+                    still = [request for request in left if not request.finished]
+                    bar.update(len(left) - len(still))
+                    left = still
                 seconds = bar.format_dict["elapsed"]
                 tokens = self.engine.scheduler.num_generated_tokens - tokens_before
                 bar.set_postfix_str(f"{tokens / max(seconds, 1e-6):.0f} tokens/s", refresh=False)

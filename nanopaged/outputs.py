@@ -41,7 +41,7 @@ class Sample:
     logprobs: Logprobs | None = None  # of the most likely tokens beside it, if asked
 
 
-@dataclass
+@dataclass(slots=True)
 class CompletionOutput:
     """One of the outputs of a request.
 
@@ -81,7 +81,7 @@ class CompletionOutput:
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestMetrics:
     """What happened to a request. Times are `time.monotonic()` seconds; None = not yet.
 
@@ -98,7 +98,7 @@ class RequestMetrics:
     num_preemptions: int
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestOutput:
     """The state of a request after a step; the last one has `finished=True`.
 

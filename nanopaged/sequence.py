@@ -141,6 +141,7 @@ class Request:
     sequences: list[Sequence]  # one until the prompt is computed, then all that were asked for
     beam_search: BeamSearch | None = None
     prompt_logprobs: list[Logprobs | None] | None = None  # filled as the prompt is computed
+    final_only: bool = False  # whether nobody looks at its outputs before the last
 
     live: list[Sequence] = field(init=False)  # the sequences that still grow
     arrival_time: float = field(default_factory=time.monotonic)

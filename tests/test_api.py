@@ -319,6 +319,26 @@ def test_outputs_for_others_are_not_lost(llm: LLM) -> None:
     assert not llm.engine.has_unfinished_requests()
 
 
+def test_generate_has_its_requests_described_only_at_their_end(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside it, somebody else's request is described after every step."""
+    shown: list[tuple[str, bool]] = []
+    step = llm.engine.step
+
+    def watched() -> list[RequestOutput]:
+        outputs = step()
+        shown.extend((output.request_id, output.finished) for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(llm.engine, "step", watched)
+    llm.engine.add_request("theirs", [1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
+    (ours,) = llm.generate([[3, 4]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert [finished for name, finished in shown if name == ours.request_id] == [True]
+    assert [finished for name, finished in shown if name == "theirs"][:3] == [False, False, True]
+    llm.engine.step()  # returns theirs again, for whom it is
+
+
 def test_ids_of_the_front_end_and_of_the_user_do_not_collide(llm: LLM) -> None:
     for i in range(1000):
         llm.engine.add_request(f"llm-{i}", [1], GREEDY)

@@ -57,18 +57,22 @@ def test_text_is_what_the_tokenizer_decodes(tokenizer: PreTrainedTokenizerBase) 
         assert set(whole[len(shown) :]) <= {"\ufffd"}
 
 
-def test_a_fork_goes_on_with_the_same_text(tokenizer: PreTrainedTokenizerBase) -> None:
+@pytest.mark.parametrize("looked_at", [True, False])
+def test_a_fork_goes_on_with_the_same_text(tokenizer: PreTrainedTokenizerBase, looked_at: bool) -> None:
     """Forked anywhere, in the middle of a character too, both say what a single one would have said."""
     token_ids = tokenizer.encode("a naïve 漢字 🙂, <|im_end|>and so on.")
     for cut in range(len(token_ids)):
         original = Detokenizer(tokenizer.backend_tokenizer)
         for token_id in token_ids[:cut]:
             original.push(token_id)
+        if looked_at:
+            original.visible(False)
         fork = original.fork()
         for token_id in token_ids[cut:]:
             original.push(token_id)
             fork.push(token_id)
-        assert fork.text == original.text == tokenizer.decode(token_ids, skip_special_tokens=True)
+        whole = tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert fork.visible(False) == original.visible(True) == whole
 
 
 def test_a_stop_string_split_over_tokens_ends_the_text_before_it(
