@@ -1,9 +1,10 @@
 """What a step of decodes costs on the host: to schedule it and book its results, and all but the model.
 
 The first table has scheduler and block manager alone, over the size of the pool. The second has the whole
-path of a step on a GPU (schedule, prepare, bring the block tables up to date, fill a graph's buffers, sample,
-book) with a model that returns at once and a vocabulary of 32; beside it, if a checkout is given, nano-vllm's
-scheduler and batch preparation on the same sequences.
+path of a step on a GPU with a model that returns at once and a vocabulary of 32. For what comes before the
+launch (schedule; prepare: lay the batch out, bring the block tables up to date, fill a graph's buffers) and
+after the tokens have come (update) the device waits; drawing tokens is prepared while it computes. Beside it,
+if a checkout is given, nano-vllm's scheduler and batch preparation on the same sequences.
 """
 
 from __future__ import annotations
@@ -59,13 +60,15 @@ def host_table(args: argparse.Namespace) -> None:
     if importlib.util.find_spec("triton") is None:
         print("\nThe host path of a step on a GPU needs Triton, which is not installed here.")
         return
-    print(f"\n{'sequences':>9} {'schedule':>9} {'execute':>9} {'update':>9} {'all, us':>9}", end="")
+    columns = ("schedule", "prepare", "draw", "update", "all", "waited")
+    print(f"\n{'sequences':>9}" + "".join(f" {column:>9}" for column in columns), end="")
     peers = {f"nano-vllm, blocks of {size}": size for size in (16, 256)} if args.nano_vllm else {}
     print("".join(f" {name:>24} {'ratio':>6}" for name in peers))
     for num_seqs in args.sequences:
         parts = time_host(num_seqs, args)
         ours = sum(parts)
-        print(f"{num_seqs:9,} " + " ".join(f"{1e6 * part:9.1f}" for part in (*parts, ours)), end="")
+        shown = (*parts, ours, ours - parts[2])  # all but the drawing
+        print(f"{num_seqs:9,} " + " ".join(f"{1e6 * part:9.1f}" for part in shown), end="")
         for size in peers.values():
             theirs = nano_vllm.time_host(args.nano_vllm, num_seqs, args.steps, size, args.seed)
             print(f" {1e6 * theirs:24.1f} {ours / theirs:6.2f}", end="")
@@ -94,24 +97,29 @@ class HostPath:
             max_context_len=max_context_len,
             capture=lambda work: (work(), lambda: None),
         )
+        self.prepare_seconds: list[float] = []
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """As `ModelRunner.execute`, with prompts answered without being prepared."""
-        next_tokens = NextTokens(batch, self.hidden.device)
+        began = time.perf_counter()
         if batch.num_decodes < len(batch.sequences):
             rows = sum(seq.num_new_tokens for seq in batch.sequences)
             hidden = torch.zeros(1, 8).expand(rows, 8)
         else:
             hidden = self.graphs.run(*prepare(batch, self.block_size))
+            self.prepare_seconds.append(time.perf_counter() - began)
+        next_tokens = NextTokens(batch, self.hidden.device)
         return StepResult(next_tokens.draw(hidden, lambda rows: self.scores[: len(rows)]))
 
 
 def time_host(num_seqs: int, args: argparse.Namespace) -> list[float]:
-    """Seconds of schedule, execute and update, the medians."""
+    """Seconds to schedule, to prepare the launch, to draw tokens after it, to update, the medians."""
     runner = HostPath(args.block_size, num_seqs, 4096)
     num_blocks = num_seqs * (blocks_needed(100 + args.steps, args.block_size) + 1)
-    return time_parts(num_blocks, num_seqs, args, runner)
+    schedule, execute, update = time_parts(num_blocks, num_seqs, args, runner)
+    prepare = statistics.median(runner.prepare_seconds)
+    return [schedule, prepare, execute - prepare, update]
 
 
 def time_parts(

@@ -103,18 +103,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        """Run one step: move blocks, compute, sample."""
+        """Run one step: move blocks, compute, sample.
+
+        A GPU is behind: it still computes when the host has long sent it the work. So what is needed last,
+        to draw tokens, is made last; the host waits for the device once, in `draw`.
+        """
         self.kv_cache.swap_out(batch.swap_out)
         self.kv_cache.swap_in(batch.swap_in)
         self.kv_cache.copy_blocks([(copy.src, copy.dst) for copy in batch.copies])
         input_ids, positions, paged = prepare(batch, self.block_size)
-        next_tokens = NextTokens(batch, self.device)
         if self.graphs is not None and batch.num_decodes == len(batch.sequences):
             hidden = self.graphs.run(input_ids, positions, paged)
         else:
             attend = self.attention.plan(paged)
             hidden = self.model(send(input_ids, self.device), send(positions, self.device), attend)
-        samples = next_tokens.draw(hidden, self.model.logits)
+        samples = NextTokens(batch, self.device).draw(hidden, self.model.logits)
         return StepResult(samples, self._score_prompts(batch, hidden))
 
     def _score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> dict[Request, list[Logprobs]]:

@@ -22,7 +22,7 @@ from nanopaged.sequence import Sequence
 
 
 class NextTokens:
-    """What is to be drawn after a batch: made before the model runs, asked for the tokens afterwards.
+    """What is to be drawn after a batch: made while the device runs the model, and then asked for tokens.
 
     Three sequences with 1, 4 and 1 new tokens, of which the second has not caught up:
 

@@ -41,8 +41,8 @@ class SampleRow:
 class Draws:
     """The rows of a step, and what they ask for as tensors.
 
-    It is made before the model runs, so that the device has the numbers when the logits come: a tensor made
-    from a list in the midst would wait for the model, and the device then for Python.
+    All is sent in pinned memory, so it can be made while the device still computes the logits: a tensor made
+    from a list would wait for them, and the device then for Python.
     """
 
     def __init__(self, rows: list[SampleRow], device: torch.device) -> None:
