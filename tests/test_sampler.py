@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.sampler import Draws, SampleRow, choose, filter_logits, sample, uniform
+from nanopaged.sampler import RUN, Draws, SampleRow, choose, filter_logits, sample, uniform
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -135,6 +135,23 @@ def test_a_nearly_impossible_draw_stays_in_the_distribution(monkeypatch: pytest.
     assert choose(logits, Draws(rows_of(SamplingParams(), 1), CPU)).tolist() == [20]
     monkeypatch.setattr("nanopaged.sampler.uniform", lambda *_: 0.0)
     assert choose(logits, Draws(rows_of(SamplingParams(), 1), CPU)).tolist() == [3]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, RUN - 1, RUN, RUN + 1, 3 * RUN, 5 * RUN + 7])
+def test_a_draw_inverts_the_distribution(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For vocabularies of whole runs and not; half the tokens are out of the question."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(300, vocab_size, generator=generator) * 3
+    logits[torch.rand(logits.shape, generator=generator) < 0.5] = -math.inf
+    logits[:, vocab_size // 2] = 0.0
+    numbers = [0.0, (2**24 - 1) / 2**24, *torch.rand(298, generator=generator).tolist()]
+    monkeypatch.setattr("nanopaged.sampler.uniform", lambda seed, index, position: numbers[position])
+    drawn = choose(logits, Draws(rows_of(SamplingParams(), 300), CPU))
+    ends = logits.double().softmax(-1).cumsum(-1)
+    for u, row, token_id in zip(numbers, ends, drawn.tolist(), strict=True):
+        begin = row[token_id - 1] if token_id else 0.0
+        assert begin < row[token_id], "a token that was filtered out was drawn"
+        assert begin - 1e-6 <= u <= row[token_id] + 1e-6
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
