@@ -1,11 +1,14 @@
-"""The pieces a decoder is made of: linear, RMSNorm, rotary embedding.
+"""The pieces a decoder is made of: linear, RMSNorm, rotary embedding, activation.
 
-Weights are made empty, on their device and in their type; `weights.py` fills them.
+Weights are made empty, on their device and in their type; `weights.py` fills them. What is here in plain
+PyTorch is in few kernels on a GPU: see `fused.py`.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cache
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +52,15 @@ class Linear(nn.Module):
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
+    def add_to(self, sum: Tensor, x: Tensor) -> None:
+        """sum += forward(x). A GPU adds as it multiplies, without a kernel of its own for it."""
+        if not x.is_cuda:
+            sum += self(x)
+            return
+        sum.addmm_(x, self.weight.t())
+        if self.bias is not None:
+            sum += self.bias
+
 
 class RMSNorm(nn.Module):
     """x / √(mean(x²) + ε) · w over the last dimension (Zhang and Sennrich, arXiv 1910.07467)."""
@@ -59,17 +71,17 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:  # PyTorch has one kernel for it
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return rms_normalize(x, self.eps).mul_(self.weight)
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:
     """x / √(mean(x²) + ε) over the last dimension: worked out in float32, returned in the type of x.
 
-    A GPU has one kernel for it. On a CPU PyTorch takes eight steps with a temporary each, which for a
-    long prompt in bfloat16 costs ten times the arithmetic; here it is one temporary, changed in place.
+    On a CPU PyTorch takes eight steps with a temporary each, which for a long prompt in bfloat16 costs ten
+    times the arithmetic; here it is one temporary, changed in place.
     """
-    if x.is_cuda:
-        return F.rms_norm(x, x.shape[-1:], None, eps)
     y = x.to(torch.float32, copy=True)
     mean = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.shape[-1])
     return y.mul_(mean.add_(eps).rsqrt_()).to(x.dtype)
@@ -120,3 +132,43 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out_first.addcmul_(second, sin, value=-1)
     out_second.addcmul_(first, sin)
     return turned
+
+
+def norm_rotate(
+    qk: Tensor, num_q: int, weights: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Queries and keys of the new tokens, normalised head by head (if there are weights) and turned.
+
+    Args:
+        qk: [num_tokens, heads, head_dim], the first `num_q` heads queries, the others keys; may be changed.
+        weights: of the norms of queries and of keys, each [head_dim].
+    """
+    if (kernels := fused_kernels(qk)) is not None:
+        return kernels.norm_rotate(qk, num_q, weights, eps, cos, sin)
+    if weights is not None:
+        qk = rms_normalize(qk, eps)
+        for heads, weight in zip((qk[:, :num_q], qk[:, num_q:]), weights, strict=True):
+            heads *= weight
+    return rotate(qk, cos, sin)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up, from both in one tensor [num_tokens, 2 · width] (Shazeer, arXiv 2002.05202)."""
+    if (kernels := fused_kernels(gate_up)) is not None:
+        return kernels.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def fused_kernels(x: Tensor) -> ModuleType | None:
+    """The kernels of `fused.py`, if x is on a GPU and Triton is there."""
+    return _import_fused() if x.is_cuda else None
+
+
+@cache
+def _import_fused() -> ModuleType | None:
+    try:
+        from nanopaged import fused
+    except ImportError:
+        return None
+    return fused

@@ -9,11 +9,10 @@ is inside the function `attend` that is passed in.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopaged.attention import Attend
-from nanopaged.layers import Linear, RMSNorm, Rotary, rms_normalize, rotate
+from nanopaged.layers import Linear, RMSNorm, Rotary, norm_rotate, silu_mul
 from nanopaged.model_config import ModelConfig
 
 
@@ -24,6 +23,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
+        self.eps = config.rms_norm_eps
         self.heads = [config.num_heads, config.num_kv_heads]
         width = config.num_heads * config.head_dim
         qkv_width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -32,16 +32,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, like) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, like) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor) -> None:
         num_heads, num_kv_heads = self.heads
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
-        if self.q_norm is not None:
-            qk = rms_normalize(qk, self.q_norm.eps)  # head by head
-            qk[:, :num_heads] *= self.q_norm.weight
-            qk[:, num_heads:] *= self.k_norm.weight
-        q, k = rotate(qk, cos, sin).split(self.heads, dim=1)  # each [num_tokens, its heads, head_dim]
-        return self.o_proj(attend(self.layer, q, k, v).flatten(1))
+        weights = (self.q_norm.weight, self.k_norm.weight) if self.q_norm is not None else None
+        qk = norm_rotate(qk, num_heads, weights, self.eps, cos, sin)
+        q, k = qk.split(self.heads, dim=1)  # each [num_tokens, its heads, head_dim]
+        self.o_proj.add_to(residual, attend(self.layer, q, k, v).flatten(1))
 
 
 class MLP(nn.Module):
@@ -53,13 +51,12 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(hidden, 2 * inner, config.mlp_bias, like)
         self.down_proj = Linear(inner, hidden, config.mlp_bias, like)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
+    def forward(self, x: Tensor, residual: Tensor) -> None:
+        self.down_proj.add_to(residual, silu_mul(self.gate_up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each after a norm and added to what came in."""
+    """Attention and MLP, each after a norm; what comes out of them is added to what came in."""
 
     def __init__(self, config: ModelConfig, layer: int, like: Tensor) -> None:
         super().__init__()
@@ -69,8 +66,8 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, like)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x += self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        x += self.mlp(self.post_attention_layernorm(x))
+        self.self_attn(self.input_layernorm(x), cos, sin, attend, residual=x)
+        self.mlp(self.post_attention_layernorm(x), residual=x)
         return x
 
 

@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanopaged import kernels
+from nanopaged import fused, kernels
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # (query heads a KV head, head dim, block size, type, splits): the models people run, and the odd ones
@@ -69,6 +69,21 @@ def sources() -> Iterator[tuple[str, ASTSource, dict[str, int]]]:
         yield f"store {kind} heads 8 dim 128", source(kernels.store_kernel, pointers, constants), {}
         pointers = {"data_ptr": kind, "pairs_ptr": "i64"}
         yield f"copy {kind}", source(kernels.copy_kernel, pointers, {"CHUNK": kernels.COPY_CHUNK}), {}
+        for weight in (kind, None):
+            pointers = dict.fromkeys(("qk_ptr", "q_weight_ptr", "k_weight_ptr", "cos_ptr", "sin_ptr"), kind)
+            constants = {
+                "NUM_Q": 16,
+                "NUM_HEADS": 24,
+                "HALF": 64,
+                "HEADS_TILE": fused.HEADS_TILE,
+                "HALF_PAD": 64,
+            }
+            if weight is None:
+                constants |= {"q_weight_ptr": None, "k_weight_ptr": None}
+            name = f"{'norm, ' if weight else ''}rotate {kind} dim 128"
+            yield name, source(fused.norm_rotate_kernel, pointers, constants, {"eps": "fp32"}), {}
+        pointers = dict.fromkeys(("gate_up_ptr", "out_ptr"), kind)
+        yield f"silu, mul {kind}", source(fused.silu_mul_kernel, pointers, {"TILE": fused.SILU_TILE}), {}
 
 
 def source(

@@ -1,0 +1,87 @@
+"""The kernels between the matrix products: against the formulas in float64, and in the engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import Oracle, random_prompts
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform has not")
+
+from nanopaged import LLM, SamplingParams, fused, layers
+from nanopaged.layers import Linear, RMSNorm
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+TYPES = list(TOLERANCE)
+
+
+def randn(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(
+    ("num_q", "num_k", "head_dim"), [(2, 1, 8), (16, 8, 64), (17, 1, 20), (6, 2, 2), (28, 4, 128)]
+)
+def test_norm_rotate(dtype: torch.dtype, normalise: bool, num_q: int, num_k: int, head_dim: int) -> None:
+    """Part of a wider projection, whose values stay as they are; heads for one program, and for more."""
+    torch.manual_seed(head_dim)
+    eps, num_tokens, num_heads = 1e-3, 5, num_q + num_k
+    qkv = randn(num_tokens, num_heads + num_k, head_dim, dtype=dtype) * 3
+    weights = tuple(randn(head_dim, dtype=dtype) for _ in range(2)) if normalise else None
+    angles = torch.randn(num_tokens, 1, head_dim // 2, device=DEVICE) * 10
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    before, x = qkv.clone(), qkv[:, :num_heads].double()
+    if normalise:
+        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+        x = torch.cat((x[:, :num_q] * weights[0].double(), x[:, num_q:] * weights[1].double()), dim=1)
+    turned = torch.complex(*x.chunk(2, dim=-1)) * torch.complex(cos.double(), sin.double())
+    qk = fused.norm_rotate(qkv[:, :num_heads], num_q, weights, eps, torch.cat((cos, cos), dim=-1), sin)
+    assert_close(qk, torch.cat((turned.real, turned.imag), dim=-1))
+    assert torch.equal(qkv[:, num_heads:], before[:, num_heads:])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [1, 48, 1024, 1025])
+def test_silu_mul(dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(width)
+    gate_up = randn(3, 2 * width, dtype=dtype) * 5
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_close(fused.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up)
+
+
+def test_the_engine_with_fused_kernels(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biases, head norms, odd head sizes, chunks and decodes: transformers' tokens."""
+    used = []
+    monkeypatch.setattr(layers, "fused_kernels", lambda x: used.append(x) or fused)
+    prompts = random_prompts(3, seed=8, longest=20)
+    llm = LLM(oracle.folder, dtype="float32", num_blocks=100, max_num_batched_tokens=16)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle.greedy(prompt, 8)
+    assert used
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES)
+def test_norm_and_sum_on_a_gpu(dtype: torch.dtype) -> None:
+    """Where PyTorch's own kernels are taken: RMSNorm in one, a sum within the multiplication."""
+    torch.manual_seed(0)
+    like = torch.empty(0, dtype=dtype, device=DEVICE)
+    x, total = randn(7, 96, dtype=dtype), randn(7, 48, dtype=dtype)
+    norm, linear = RMSNorm(96, 1e-3, like), Linear(96, 48, True, like)
+    for weight in (norm.weight, linear.weight, linear.bias):
+        weight.data.copy_(torch.randn(weight.shape) / 8)
+    mean = x.double().square().mean(-1, keepdim=True)
+    assert_close(norm(x), x.double() / (mean + 1e-3).sqrt() * norm.weight.double())
+    expected = total.double() + x.double() @ linear.weight.double().T + linear.bias.double()
+    linear.add_to(total, x)
+    assert_close(total, expected)
