@@ -73,12 +73,14 @@ class DecodeGraphs:
         tables.reserve(max_num_seqs, blocks_needed(max_context_len, cache.block_size))
         self.sizes = graph_sizes(max_num_seqs)
         gc.collect()
+        was_enabled = gc.isenabled()
         gc.disable()  # what the collector might free of another engine must not be freed in a capture
         try:
             # The largest first: the others then find the memory they need in the pool.
             self.graphs = {size: self._graph(size) for size in reversed(self.sizes)}
         finally:
-            gc.enable()
+            if was_enabled:
+                gc.enable()
 
     @torch.inference_mode()
     def _graph(self, size: int) -> Graph:

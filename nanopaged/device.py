@@ -7,7 +7,7 @@ import torch
 
 
 def pick_device(name: str) -> torch.device:
-    """The torch device of that name; "auto" is CUDA where there is one, else the CPU.
+    """The torch device of that name, with its number; "auto" is CUDA where there is one, else the CPU.
 
     Raises:
         ValueError: no such device here.
@@ -15,8 +15,7 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
+        device = torch.empty(0, device=name).device  # "cuda" has become "cuda:0": some functions insist on it
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used here: {error}") from error
     if device.type not in ("cpu", "cuda"):

@@ -36,7 +36,7 @@ class Group:
     """Some of a batch's chunks, whose contexts are gathered and attended together."""
 
     rows: slice  # of the chunks' queries
-    slots: Tensor | None  # of all keys; None if nothing was cached, and the new K/V are all there is
+    slots: Tensor | None  # [2, keys], block and offset of each; None if nothing was cached: K/V are all new
     cu_query_lens: Tensor
     cu_context_lens: Tensor
     longest: tuple[int, int]  # query, context
@@ -67,7 +67,7 @@ class ChunkPlan:
         if (context_lens > query_lens).any():
             size = self.cache.block_size
             parts = [slots_of(t, np.arange(n), size) for t, n in zip(tables, context_lens, strict=True)]
-            slots = send(np.concatenate(parts), device)
+            slots = send(np.array(np.divmod(np.concatenate(parts), size)), device)
         return Group(
             rows=slice(row, row + int(query_lens.sum())),
             slots=slots,
@@ -82,15 +82,11 @@ class ChunkPlan:
         for group in self.groups:
             keys, values = k[group.rows], v[group.rows]
             if group.slots is not None:
-                keys, values = (self._gather(part, group.slots) for part in self.cache.layer(layer))
+                blocks, offsets = group.slots
+                keys, values = (part[blocks, :, offsets] for part in self.cache.layer(layer))
             lens = group.cu_query_lens, group.cu_context_lens
             outs.append(varlen()(q[group.rows], keys, values, *lens, *group.longest, self.scale))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
-
-    def _gather(self, part: Tensor, slots: Tensor) -> Tensor:
-        """K or V of a layer at `slots`, as [num_keys, num_kv_heads, head_dim]."""
-        size = self.cache.block_size
-        return part[slots // size, :, slots % size]
 
 
 def _group(context_lens: np.ndarray) -> Iterator[tuple[int, int]]:

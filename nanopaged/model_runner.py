@@ -24,7 +24,7 @@ from nanopaged.memory_budget import size_pool
 from nanopaged.model_config import ModelConfig
 from nanopaged.next_tokens import NextTokens
 from nanopaged.outputs import Logprobs
-from nanopaged.sampler import LOGITS_TILE, top_logprobs
+from nanopaged.sampler import LOGITS_TILE, describe
 from nanopaged.sequence import Request, Sequence
 from nanopaged.swap import SwapCosts
 from nanopaged.weights import load_model
@@ -143,7 +143,8 @@ class ModelRunner:
             hi = min(lo + LOGITS_TILE, end)
             logprobs = self.model.logits(hidden[lo - start : hi - start]).log_softmax(-1)
             actual = send(np.array(seq.token_ids[lo + 1 : hi + 1]), self.device)
-            scored += top_logprobs(logprobs, actual, [request.params.prompt_logprobs] * (hi - lo))
+            wanted = [request.params.prompt_logprobs] * (hi - lo)
+            scored += [token.logprobs for token in describe(logprobs, actual, wanted)]
         return scored
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanopaged.config import SamplingParams
 from nanopaged.device import send
-from nanopaged.outputs import Logprob, Logprobs, Sample
+from nanopaged.outputs import Logprob, Sample
 
 LOGITS_TILE = 256  # positions of a prompt that are projected to the vocabulary at once
 RUN = 256  # tokens of the vocabulary whose probabilities are added up first when one is drawn
@@ -73,12 +73,7 @@ def send_banned(token_ids: list[Collection[int]], device: torch.device) -> Tenso
 def sample(logits: Tensor, draws: Draws) -> list[Sample]:
     """Draw one token for each row of `logits` [rows, vocab_size] (float32)."""
     logprobs = logits.log_softmax(-1)
-    token_ids = choose(logprobs, draws)
-    scores = logprobs.gather(1, token_ids[:, None])[:, 0]
-    tables = top_logprobs(logprobs, token_ids, draws.num_logprobs)
-    # Ids and scores come to the host together, so that it waits once; float64 holds both exactly.
-    drawn = torch.stack((token_ids.double(), scores.double())).tolist()
-    return list(map(Sample, map(int, drawn[0]), drawn[1], tables))
+    return describe(logprobs, choose(logprobs, draws), draws.num_logprobs)
 
 
 def choose(logprobs: Tensor, draws: Draws) -> Tensor:
@@ -129,32 +124,27 @@ def _filter_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 def _draw(probs: Tensor, u: Tensor) -> Tensor:
     """One token a row by inverting the cumulative distribution at the row's uniform number u [rows, 1].
 
-    A running sum over a whole vocabulary is slow on a GPU, so first a run of tokens is found, then the token.
+    A running sum over a whole vocabulary is slow, so first a run of tokens is found, then one of them.
 
-        RUN = 2    probabilities .1 .2 | .3 .0 | .4    runs .3 .3 .4    u = .5: .2 into the second, token 2
+        RUN = 2    probabilities .1 .2 | .3 .0 | .4    runs .3 .3 .4    u = .5: 2/3 of the second, token 2
+
+    Running sums are in float64, which adds up float32 numbers next to exactly: what has no probability is not
+    drawn by a rounding error.
     """
     vocab_size = probs.shape[-1]
     whole = vocab_size // RUN * RUN
-    runs = probs[:, :whole].unflatten(1, (-1, RUN)).sum(-1)
-    runs = torch.cat((runs, probs[:, whole:].sum(-1, keepdim=True)), dim=1)  # what is left over, if anything
-    run, left = _invert(runs, u * runs.sum(-1, keepdim=True))
+    rest = probs[:, whole:].sum(-1, keepdim=True)  # what is left over, if anything
+    runs = torch.cat((probs[:, :whole].unflatten(1, (-1, RUN)).sum(-1), rest), dim=1).double()
+    ends = runs.cumsum(-1)
+    target = u * ends[:, -1:]
+    run = torch.searchsorted(ends, target, right=True).clamp(max=runs.shape[-1] - 1)  # NaN is beyond all
+    weight = runs.gather(1, run)
+    share = (target - ends.gather(1, run) + weight) / weight
     tokens = run * RUN + torch.arange(RUN, device=run.device)  # [rows, RUN]
     inside = probs.gather(1, tokens.clamp(max=vocab_size - 1)).masked_fill(tokens >= vocab_size, 0.0)
-    drawn = run * RUN + _invert(inside, left)[0]
-    return drawn[:, 0].clamp(max=vocab_size - 1)  # of NaN anything is drawn, but a token
-
-
-def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the running sum of each row passes `target` [rows, 1], and how far into that weight it lies.
-
-    Never at a weight of 0: float64 adds up so few float32 numbers next to exactly.
-    """
-    weights = weights.double()
-    ends = weights.cumsum(-1)
-    total = ends[:, -1:]
-    target = target.clamp(min=0.0).minimum(torch.nextafter(total, total * 0.0))
-    index = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[-1] - 1)  # NaN: beyond all
-    return index, target - (ends - weights).gather(1, index)
+    ends = inside.double().cumsum(-1)
+    drawn = tokens[:, :1] + torch.searchsorted(ends, share * ends[:, -1:], right=True)
+    return drawn[:, 0].clamp(max=vocab_size - 1)
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -180,30 +170,28 @@ def most_likely(logits: Tensor, num: list[int], banned: Tensor | None) -> list[l
     ]
 
 
-def top_logprobs(
-    logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int | None]
-) -> list[Logprobs | None]:
-    """For each row that asks: the chosen token's log-probability and those of the most likely ones.
+def describe(logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int | None]) -> list[Sample]:
+    """Each row's token with its log-probability, and beside it the most likely ones where a row asks.
 
     Args:
         logprobs: [rows, vocab_size], of all tokens.
-        token_ids: [rows], the chosen (or, in a prompt, the actual) tokens.
-        num_logprobs: how many of the most likely each row wants; None wants nothing at all.
+        token_ids: [rows], the drawn (or, in a prompt, the actual) tokens.
+        num_logprobs: how many of the most likely each row wants; None wants no table at all.
     """
-    if all(k is None for k in num_logprobs):
-        return [None] * len(num_logprobs)
     chosen = logprobs.gather(1, token_ids[:, None])
-    ranks = (logprobs > chosen).sum(-1) + 1
-    best = logprobs.topk(max(k for k in num_logprobs if k is not None))
-    table: list[Logprobs | None] = []
-    columns = (token_ids, chosen[:, 0], ranks, best.values, best.indices)
-    for k, token_id, logprob, rank, values, ids in zip(
-        num_logprobs, *(column.tolist() for column in columns), strict=True
-    ):
-        if k is None:
-            table.append(None)
-            continue
-        row = {ids[i]: Logprob(values[i], i + 1) for i in range(k)}
-        row.setdefault(token_id, Logprob(logprob, rank))
-        table.append(row)
-    return table
+    columns = [token_ids[:, None], chosen]
+    most = max((k for k in num_logprobs if k is not None), default=None)
+    if most is not None:
+        ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
+        columns += [ranks, *logprobs.topk(most)]
+    # All comes to the host in one piece, so that it waits once; float64 holds ids and scores exactly.
+    fetched = torch.cat([column.double() for column in columns], dim=1).T.tolist()
+    samples = list(map(Sample, map(int, fetched[0]), fetched[1]))
+    if most is not None:
+        values, ids = fetched[3 : 3 + most], fetched[3 + most :]
+        for row, (sample, k) in enumerate(zip(samples, num_logprobs, strict=True)):
+            if k is not None:
+                sample.logprobs = {int(ids[i][row]): Logprob(values[i][row], i + 1) for i in range(k)}
+                chosen_one = Logprob(sample.logprob, int(fetched[2][row]))
+                sample.logprobs.setdefault(sample.token_id, chosen_one)
+    return samples

@@ -68,8 +68,8 @@ class DecodePlan:
             owners += [owner] * (n - 1)
             rest = table[(n - 1) * width : n * width]
             last += rest + rest[-1:] * (width - len(rest))
-        last_lens = torch.from_numpy(context_lens - (num_rows - 1) * keys)
-        is_key = (torch.arange(keys) < last_lens[:, None]).to(device)
+        last_lens = context_lens - (num_rows - 1) * keys
+        is_key = send(np.arange(keys) < last_lens[:, None], device)
         blocks = send(np.array(full + last), device).view(-1, width)
         runs = cache.run_ids(blocks).transpose(2, 3)  # [2, num_rows, num_kv_heads, width]
         self.cache = cache

@@ -1,0 +1,328 @@
+"""A GPU that is not there: tensors that say they are on one, and hold nothing.
+
+PyTorch's fake tensors have a device, a type, a shape and strides, and that is all that is worked out. Around
+them stands `FakeCuda`, which notes what a GPU would be slow at (copies for which the host waits), and fails
+where a real one would: numbers of the host among those of the device, kernels given the wrong things, and
+anything but launches while a graph is captured. Whatever is fetched from it is 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from numbers import Integral
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nanopaged
+from nanopaged import cuda_graphs, flash_attention, fused, kernels
+
+CUDA = torch.device("cuda:0")
+PACKAGE = Path(nanopaged.__file__).parent
+GRID_LIMITS = (2**31 - 1, 65535, 65535)
+INTEGERS = {  # what the kernels index with; everything else they are given is in floating point
+    "slots_ptr": torch.int64,
+    "tables_ptr": torch.int32,
+    "rows_ptr": torch.int64,
+    "lens_ptr": torch.int64,
+    "pairs_ptr": torch.int64,
+}
+
+
+class FakeCuda(TorchDispatchMode):
+    """Sees every operation on fake tensors, before and after it.
+
+    Attributes:
+        events: (what, where) in order. What: "send" and "fetch" of pinned memory, which nobody waits for,
+            "blocking send", "wait", "launch" of a Triton kernel, "capture" and "replay". Where: the file and
+            function of the package, or the kernel.
+        launched: the names of all kernels a GPU would run, those behind PyTorch's operations included.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.events: list[tuple[str, str]] = []
+        self.launched: list[str] = []
+        self.pinned: dict[int, object] = {}  # storages; they are kept, so that no other gets their number
+        self.capturing = False
+
+    def note(self, what: str, where: str | None = None) -> None:
+        if where is None:
+            where = _where()
+        assert not self.capturing or what == "launch", f"{what} in {where}, while a graph is captured"
+        self.events.append((what, where))
+
+    def taken(self) -> list[tuple[str, str]]:
+        """The events since it was last asked."""
+        taken, self.events = self.events, []
+        return taken
+
+    # ── operations ────────────────────────────────────────────────────────────────────────────────
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        given = _tensors([*args, *kwargs.values()])
+        for tensor in given:
+            if isinstance(tensor, FakeTensor):
+                tensor.constant = None  # known numbers would be sent to a real GPU
+        out = func(*args, **kwargs)
+        got = _tensors(out)
+        if kwargs.get("pin_memory"):
+            self._pin(out)
+        host = [tensor for tensor in given if not tensor.is_cuda]
+        if not any(tensor.is_cuda for tensor in given + got):
+            return out
+        assert not self.capturing or not host, f"{func} reads {host} of the host, while a graph is captured"
+        if name in ("to", "_to_copy", "copy_") and (host or not got[0].is_cuda):
+            self._copied(func, args, kwargs, *(args[:2] if name == "copy_" else (got[0], args[0])))
+            return out
+        # A single number of the host is an argument of the kernel.
+        assert all(tensor.dim() == 0 for tensor in host), f"{func} mixes {host} of the host with the device's"
+        self._launched(name, func, args, given, got)
+        return out
+
+    def _copied(self, func: Any, args: tuple, kwargs: dict[str, Any], dst: Tensor, src: Tensor) -> None:
+        """Between host and device: the host goes on at once if its memory is pinned, and it says so."""
+        names = (argument.name for argument in func._schema.arguments)
+        options = dict(zip(names, args, strict=False)) | kwargs
+        host = dst if src.is_cuda else src
+        at_once = bool(options.get("non_blocking")) and _storage(host) in self.pinned
+        at_once &= dst.stride() == src.stride() and dst.dtype == src.dtype  # it can be copied as it lies
+        if src.is_cuda:
+            self.note("fetch" if at_once else "wait")
+        else:
+            self.note("send" if at_once else "blocking send")
+
+    def _launched(self, name: str, func: Any, args: tuple, given: list[Tensor], got: list[Tensor]) -> None:
+        """Note a kernel, unless the operation only allocates memory or looks at it in another way."""
+        storages = set(map(_storage, given))
+        changes_or_makes = func._schema.is_mutable or any(_storage(tensor) not in storages for tensor in got)
+        if not changes_or_makes or name.startswith(("empty", "new_empty")):
+            return
+        if name == "copy_" and _layout(args[0]) == _layout(args[1]):
+            return  # x[:, :2] *= y ends with this; PyTorch notices that it is the same memory
+        if name == "rms_norm" and not args[0].is_contiguous():
+            self.launched.append("clone")  # its kernel wants the rows end to end
+        self.launched.append(name)
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        self.pinned[_storage(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    # ── methods of tensors for which PyTorch would ask for a driver ───────────────────────────────
+
+    def getitem(self, tensor: Tensor, index: object) -> Tensor:
+        if not tensor.is_cuda:
+            return torch.Tensor.__getitem__(tensor, index)
+        view, indices = _index(tensor, index)
+        return torch.ops.aten.index(view, indices) if indices else view
+
+    def setitem(self, tensor: Tensor, index: object, value: object) -> None:
+        if not tensor.is_cuda:
+            torch.Tensor.__setitem__(tensor, index, value)
+            return
+        view, indices = _index(tensor, index)
+        if indices:
+            assert isinstance(value, Tensor), "a number to be put at indices is sent first, which waits"
+            torch.ops.aten.index_put_(view, indices, value)
+        elif isinstance(value, Tensor):
+            self.copy_(view, value)
+        else:
+            view.fill_(value)
+
+    def copy_(self, tensor: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+        return torch.ops.aten.copy_(tensor, src, non_blocking)
+
+    def to(self, tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
+        if args[:1] == (torch.device("cuda"),):
+            args = (CUDA, *args[1:])
+        return torch.Tensor.to(tensor, *args, **kwargs)
+
+    def pin_memory(self, tensor: Tensor) -> Tensor:
+        return self._pin(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
+
+    def tolist(self, tensor: Tensor) -> list[Any]:
+        if tensor.is_cuda:
+            self.note("wait")
+        return np.zeros(tensor.shape, dtype=float if tensor.is_floating_point() else int).tolist()
+
+    def item(self, tensor: Tensor) -> float:
+        return self.tolist(tensor)
+
+
+def _tensors(value: object) -> list[Tensor]:
+    """Those in lists and tuples of lists and tuples."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for part in value for t in _tensors(part)] if isinstance(value, list | tuple) else []
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _where() -> str:
+    """The innermost function of the package that is being run, but for `send` and comprehensions."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if file.parent == PACKAGE and file.name != "device.py" and frame.f_code.co_name[0] != "<":
+            return f"{file.name} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "a test"
+
+
+def _index(tensor: Tensor, index: object) -> tuple[Tensor, list[Tensor | None]]:
+    """What numbers and slices leave of it, and the tensors by which that is still to be indexed."""
+    index = list(index) if isinstance(index, tuple) else [index]
+    for at, i in enumerate(index):
+        if i is Ellipsis:
+            index[at : at + 1] = [slice(None)] * (tensor.dim() + 1 - sum(j is not None for j in index))
+            break
+    view, dim, indices = tensor, 0, []
+    for i in index:
+        if isinstance(i, Integral):
+            view = view.select(dim, int(i))
+            continue
+        if i is None:
+            view = view.unsqueeze(dim)
+        elif isinstance(i, slice):
+            if i != slice(None):
+                view = torch.ops.aten.slice(view, dim, i.start, i.stop, i.step or 1)
+        else:
+            assert isinstance(i, Tensor), f"an index that is a {type(i).__name__} is sent first, which waits"
+            assert i.is_cuda, "an index of the host is sent first, which waits"
+            assert i.dtype != torch.bool, "how many a mask selects has to be asked, which waits"
+            indices += [None] * (dim - len(indices)) + [i]
+        dim += 1
+    return view, indices
+
+
+class Launcher:
+    """Stands for a Triton kernel: `launcher[grid](...)` checks what a GPU would be given."""
+
+    def __init__(self, cuda: FakeCuda, name: str, kernel: Any) -> None:
+        self.cuda, self.name = cuda, name
+        self.signature = inspect.signature(kernel.fn)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert isinstance(grid, tuple)
+        assert all(type(n) is int and 0 < n <= most for n, most in zip(grid, GRID_LIMITS, strict=False)), grid
+        return self.launch
+
+    def launch(self, *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
+        for name, value in self.signature.bind(*args, **constants).arguments.items():
+            if name.endswith("_weight_ptr") and value is None:
+                continue
+            if name.endswith("_ptr"):
+                assert value.is_cuda, f"{name} of {self.name} is on the host"
+                is_right = value.dtype == INTEGERS[name] if name in INTEGERS else value.is_floating_point()
+                assert is_right, f"{name} of {self.name} is {value.dtype}"
+                assert value.is_contiguous() or name not in INTEGERS, f"{name} of {self.name} has gaps"
+            elif name != "DOT":
+                assert type(value) in (int, float), f"{name} of {self.name} is {value!r}"
+        self.cuda.note("launch", self.name)
+        self.cuda.launched.append(self.name)
+
+
+def fake_varlen(cuda: FakeCuda) -> flash_attention.Varlen:
+    """Flash attention that checks what it is given."""
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        longest_q: int,
+        longest_k: int,
+        scale: float,
+    ) -> Tensor:
+        assert all(t.is_cuda for t in (q, k, v, cu_q, cu_k))
+        assert q.dtype == k.dtype == v.dtype
+        assert q.dtype in (torch.float16, torch.bfloat16)
+        assert k.shape == v.shape == (len(k), k.shape[1], q.shape[2])
+        assert q.shape[1] % k.shape[1] == q.shape[2] % 8 == 0
+        assert q.stride(2) == k.stride(2) == v.stride(2) == 1
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        assert cu_q.shape == cu_k.shape
+        assert type(longest_q) is type(longest_k) is int
+        assert 0 < longest_q <= longest_k <= len(k)
+        assert longest_q <= len(q)
+        assert type(scale) is float
+        cuda.note("launch", "varlen")
+        cuda.launched.append("varlen")
+        return torch.empty_like(q)
+
+    return attend
+
+
+def fake_capture(cuda: FakeCuda) -> Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]:
+    """In place of `cuda_graphs.Capture`: nothing may touch the host while it lasts."""
+
+    def capture(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        cuda.note("capture")
+        cuda.capturing = True
+        try:
+            out = work()
+        finally:
+            cuda.capturing = False
+        return out, lambda: cuda.note("replay")
+
+    return capture
+
+
+@contextmanager
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """While it lasts all tensors are fake, those on "cuda:0" work, and weights are not read."""
+    cuda = FakeCuda()
+    for name in ("getitem", "setitem", "copy_", "to", "pin_memory", "tolist", "item"):
+        method = getattr(cuda, name)
+        monkeypatch.setattr(
+            FakeTensor,
+            f"__{name}__" if name.endswith("etitem") else name,
+            lambda *args, method=method, **kwargs: method(*args, **kwargs),
+            raising=False,
+        )
+    for module in (kernels, fused):
+        for name, kernel in vars(module).copy().items():
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Launcher(cuda, name, kernel))
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(kernels, "MIN_SPLIT", 16)  # so that short contexts have splits, too
+    monkeypatch.setattr(flash_attention, "varlen", lambda: fake_varlen(cuda))
+    monkeypatch.setattr(cuda_graphs, "Capture", lambda: fake_capture(cuda))
+    monkeypatch.setattr("nanopaged.weights._read_weights", lambda model, folder: None)
+    driver = {
+        "synchronize": lambda _: cuda.note("wait"),
+        "get_device_properties": lambda _: SimpleNamespace(multi_processor_count=132),
+        "get_device_capability": lambda _: (9, 0),
+        "mem_get_info": lambda _: (60 << 30, 80 << 30),
+        "reset_peak_memory_stats": lambda _: None,
+        "memory_allocated": lambda _: 1 << 30,
+        "max_memory_allocated": lambda _: 2 << 30,
+        "empty_cache": lambda: None,
+    }
+    monkeypatch.setattr("gc.collect", lambda: 0)  # a quarter of a second for each engine
+    for name, answer in driver.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", lambda _: None, raising=False)
+    with cuda.fake, cuda:
+        yield cuda

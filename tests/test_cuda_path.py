@@ -1,0 +1,380 @@
+"""The CUDA path without a GPU: the whole engine on `fake_cuda.py`'s tensors.
+
+What goes where, in which type, for what the host waits, and how many kernels are launched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import MAX_MODEL_LEN, VOCAB_SIZE, Oracle
+from torch import Tensor
+
+pytest.importorskip("triton", reason="on a GPU, K/V is stored and read by Triton kernels")
+
+from fake_cuda import CUDA, FakeCuda, pretend
+
+from nanopaged import LLM, BeamSearchParams, SamplingParams, flash_attention
+from nanopaged import engine as engine_module
+from nanopaged import model_runner as runner_module
+from nanopaged.attention import PagedBatch
+from nanopaged.batch import ScheduledBatch
+from nanopaged.kv_cache import KVCache, KVShape
+from nanopaged.model_config import read_model_config
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    with pretend(monkeypatch) as cuda:
+        yield cuda
+
+
+# ── what the fake is worth ────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x, host: x + host,
+        lambda x, host: x[host.long()],
+        lambda x, host: x[[0, 1]],
+        lambda x, host: x[x > 0],
+        lambda x, host: x.__setitem__(x > 0, x),
+        lambda x, host: x.__setitem__(x.long(), 0.0),
+        lambda x, host: x.nonzero(),
+        lambda x, host: bool(x[0] > 0),
+        lambda x, host: x.numpy(),
+    ],
+)
+def test_what_is_refused(cuda: FakeCuda, wrong: Callable[[Tensor, Tensor], object]) -> None:
+    with pytest.raises((AssertionError, RuntimeError)):
+        wrong(torch.zeros(3, device=CUDA), torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("copy", "events"),
+    [
+        (lambda x, host: host.to(CUDA), ["blocking send"]),
+        (lambda x, host: host.to(CUDA, non_blocking=True), ["blocking send"]),
+        (lambda x, host: host.pin_memory().to(CUDA), ["blocking send"]),
+        (lambda x, host: host.pin_memory().to(CUDA, non_blocking=True), ["send"]),
+        (lambda x, host: host.pin_memory()[:2].to(CUDA, non_blocking=True), ["send"]),
+        (lambda x, host: host[:, ::2].pin_memory().to(CUDA, non_blocking=True), ["blocking send"]),
+        (lambda x, host: x.copy_(host), ["blocking send"]),
+        (lambda x, host: x.copy_(host.pin_memory().T, non_blocking=True), ["blocking send"]),
+        (lambda x, host: torch.tensor([1, 2], device=CUDA), ["blocking send"]),
+        (lambda x, host: torch.from_numpy(np.arange(3)).to(CUDA, non_blocking=True), ["blocking send"]),
+        (lambda x, host: x.cpu(), ["wait"]),
+        (lambda x, host: host.copy_(x, non_blocking=True), ["wait"]),
+        (lambda x, host: host.pin_memory().copy_(x, non_blocking=True), ["fetch"]),
+        (lambda x, host: x.tolist(), ["wait"]),
+        (lambda x, host: x[0].item(), ["wait"]),
+        (lambda x, host: x[1:].add_(x[0]).to(CUDA).tril_(1).sum(), []),
+    ],
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_noted(
+    cuda: FakeCuda, copy: Callable[[Tensor, Tensor], object], events: list[str], mode: Callable[[], Any]
+) -> None:
+    with mode():
+        copy(torch.zeros(3, 3, device=CUDA), torch.zeros(3, 3))
+    assert [what for what, _ in cuda.taken()] == events
+
+
+# ── the engine on it ──────────────────────────────────────────────────────────────────────────────
+
+Steps = list[list[tuple[str, str]]]  # the events of each
+
+
+def on_cuda(oracle: Oracle, **options: object) -> LLM:
+    defaults = {
+        "device": "cuda:0",
+        "dtype": "bfloat16",
+        "block_size": 4,
+        "num_blocks": 60,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "enable_prefix_caching": False,
+        "preemption": "swap",
+    }
+    return LLM(oracle.folder, **defaults | options)
+
+
+def run(cuda: FakeCuda, llm: LLM, lengths: list[int], params: object) -> Steps:
+    """Prompts of these lengths to their ends."""
+    params = params if isinstance(params, list) else [params] * len(lengths)
+    hook = llm.engine.runner.model.register_forward_pre_hook(lambda *_: cuda.note("model"))
+    for i, (length, p) in enumerate(zip(lengths, params, strict=True)):
+        prompt = [(i + j) % VOCAB_SIZE for j in range(length)]
+        llm.engine.queue(llm.engine.make_request(str(i), prompt, p))
+    cuda.taken()
+    steps = []
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+        llm.engine.check_invariants()
+        steps.append(cuda.taken())
+    hook.remove()
+    return steps
+
+
+def where(step: list[tuple[str, str]], *kinds: str) -> list[str]:
+    return [where for what, where in step if what in kinds]
+
+
+def check(step: list[tuple[str, str]], waits: list[str], sent_late: list[str] | None = None) -> None:
+    """The host waits there and nowhere else, and when it has begun to, it sends nothing but `sent_late`."""
+    assert where(step, "wait") == waits
+    assert where(step, "blocking send") == []
+    if waits:
+        assert where(step[step.index(("wait", waits[0])) :], "send") == (sent_late or [])
+
+
+DRAWN = ["sampler.py describe"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "enforce_eager"),
+    [
+        ("flash", "bfloat16", False),
+        ("triton", "float32", True),
+        ("torch", "float16", True),
+    ],
+)
+def test_a_step_waits_for_the_tokens_alone(
+    oracle: Oracle,
+    cuda: FakeCuda,
+    backend: str,
+    dtype: str,
+    enforce_eager: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decodes, new prompts, later chunks of prompts, and mixtures; decodes alone are a graph's business."""
+    seen, prepare, read = [], runner_module.prepare, read_model_config
+
+    def watched(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, PagedBatch]:
+        prepared = prepare(batch, block_size)
+        seen.append((prepared[2], any(seq.catches_up for seq in batch.sequences)))
+        return prepared
+
+    monkeypatch.setattr(runner_module, "prepare", watched)
+    if backend == "flash":  # which wants a multiple of 8
+        monkeypatch.setattr(
+            engine_module, "read_model_config", lambda folder: dataclasses.replace(read(folder), head_dim=16)
+        )
+    llm = on_cuda(oracle, attention_backend=backend, dtype=dtype, enforce_eager=enforce_eager)
+    params = SamplingParams(max_tokens=2)
+    steps = run(cuda, llm, [20], params) + run(cuda, llm, [5, 20], params)
+    kinds = set()
+    for (batch, draws), step in zip(seen, steps, strict=True):
+        check(step, DRAWN if draws else [])
+        n, cached = batch.num_decodes, batch.context_lens > batch.query_lens
+        alone = n == len(cached)
+        kinds.add((n > 0, None if alone else bool(cached[n:].any())))
+        if backend != "torch":
+            replayed = alone and not enforce_eager
+            assert len(where(step, "replay")) == int(replayed)
+            assert len(where(step, "model")) == int(not replayed)
+            assert where(step, "send").count("cuda_graphs.py run") == int(replayed), "all inputs go together"
+            launches = Counter(where(step, "launch"))
+            assert launches["store_kernel"] == (0 if replayed else 2)
+            assert launches["decode_kernel"] == (0 if replayed or n == 0 else 2)
+            assert launches["varlen"] == (2 if backend == "flash" and not alone else 0)
+    assert kinds == {(True, None), (False, False), (False, True), (True, True)}
+
+
+def test_what_torch_own_varlen_attention_takes(
+    qwen3: Oracle, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's own checks are made, as far as they need no GPU."""
+    try:
+        varlen = flash_attention._torch_varlen()
+    except ImportError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(flash_attention, "varlen", lambda: varlen)
+    run(cuda, on_cuda(qwen3, attention_backend="flash"), [30, 5], SamplingParams(max_tokens=2))
+    assert cuda.launched.count("_varlen_attn") == 2 * 3
+
+
+def test_graphs_are_captured_without_the_host(oracle: Oracle, cuda: FakeCuda) -> None:
+    """That nothing else happens in a capture, `FakeCuda` sees to; each has its inputs sent before."""
+    on_cuda(oracle, attention_backend="triton", max_num_seqs=9)
+    events = cuda.taken()
+    assert len(where(events, "capture")) == len([1, 2, 4, 8, 9])
+    first = events.index(("capture", "cuda_graphs.py _graph"))
+    assert where(events[first:], "wait", "blocking send") == []
+
+
+def test_the_device_needs_no_number(qwen3: Oracle, cuda: FakeCuda) -> None:
+    """A device named "cuda" is what "auto" stands for where there is a GPU."""
+    llm = on_cuda(qwen3, device="cuda", attention_backend="triton")
+    for step in run(cuda, llm, [5], SamplingParams(max_tokens=3)):
+        check(step, DRAWN)
+
+
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0),
+    "temperature": SamplingParams(temperature=0.7),
+    "top_k": SamplingParams(top_k=5),
+    "top_p": SamplingParams(top_p=0.9),
+    "min_p": SamplingParams(min_p=0.1),
+    "all filters": SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1),
+    "banned tokens": SamplingParams(min_tokens=3, stop_token_ids=[3, 4]),
+    "several": SamplingParams(n=3),
+    "log-probabilities": SamplingParams(logprobs=2),
+    "beams": BeamSearchParams(beam_width=3),
+    "banned beams": BeamSearchParams(beam_width=3, min_tokens=3),
+}
+
+
+@pytest.mark.parametrize("name", list(SAMPLING))
+def test_what_is_drawn_comes_in_one_piece(qwen3: Oracle, cuda: FakeCuda, name: str) -> None:
+    """Log-probabilities of other tokens, too."""
+    llm = on_cuda(qwen3, attention_backend="triton", enforce_eager=True)
+    waits = ["sampler.py most_likely"] if "beams" in name else DRAWN
+    steps = run(cuda, llm, [9], dataclasses.replace(SAMPLING[name], max_tokens=3))
+    assert len(steps) == 3
+    for step in steps:
+        check(step, waits)
+
+
+def test_all_that_may_be_in_one_batch(qwen3: Oracle, cuda: FakeCuda) -> None:
+    """One wait for the beams, one for what is drawn."""
+    llm = on_cuda(
+        qwen3, num_blocks=200, max_num_seqs=20, max_num_batched_tokens=200, attention_backend="triton"
+    )
+    params = [dataclasses.replace(params, max_tokens=3) for params in SAMPLING.values()]
+    steps = run(cuda, llm, [4] * len(params), params)
+    assert len(steps) == 3
+    for step in steps:
+        check(step, ["sampler.py most_likely"] + DRAWN)
+
+
+def test_scores_of_prompts(qwen3: Oracle, cuda: FakeCuda) -> None:
+    """They come after what is drawn; the actual tokens are sent when it is their turn."""
+    llm = on_cuda(qwen3, attention_backend="triton")
+    first, second, third = run(cuda, llm, [30], SamplingParams(max_tokens=2, prompt_logprobs=1))
+    check(first, DRAWN)
+    check(second, DRAWN + DRAWN, ["model_runner.py _score_prompt"])
+    check(third, DRAWN)
+
+
+# ── blocks that move, and how many there are ──────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("block_major", [True, False])
+def test_blocks_move_while_the_host_goes_on(cuda: FakeCuda, block_major: bool) -> None:
+    """Any number of copies is a launch. To and from the host goes a block at a time, or its 2 · 3 parts."""
+    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=20, dtype=torch.bfloat16)
+    cache = KVCache(shape, 8, 4, CUDA, num_host_blocks=5, block_major=block_major)
+    parts = 1 if block_major else 6
+    cache.copy_blocks([(0, 1), (2, 3), (2, 4)])
+    cache.swap_out([(0, 4), (3, 2)])
+    cache.swap_in([(2, 7)])
+    assert [what for what, _ in cuda.taken()] == ["send", "launch"] + ["fetch"] * 2 * parts + ["send"] * parts
+    cache.copy_blocks([])
+    assert cuda.taken() == []
+    assert cuda.launched == ["copy_kernel"]
+
+
+@pytest.mark.parametrize(("preemption", "enforce_eager"), [("swap", False), ("auto", True)])
+def test_forks_and_swaps(qwen3: Oracle, cuda: FakeCuda, preemption: str, enforce_eager: bool) -> None:
+    """Too few blocks for all: what is swapped and copied on write is no reason to wait."""
+    llm = on_cuda(
+        qwen3,
+        preemption=preemption,
+        enforce_eager=enforce_eager,
+        attention_backend="triton",
+        num_blocks=16,
+        max_num_seqs=9,
+    )
+    moved = {"fetch": 0, "send": 0}
+    for step in run(cuda, llm, [7, 9, 6], SamplingParams(n=3, max_tokens=8)):
+        check(step, DRAWN if where(step, "wait") else [])
+        for what in moved:
+            moved[what] += where(step, what).count("kv_cache.py _move")
+    stats = llm.engine.stats()
+    assert stats.num_blocks_copied > 0
+    assert cuda.launched.count("copy_kernel") > 0
+    if preemption == "swap":
+        assert stats.num_preemptions_swap > 0
+        assert moved["fetch"] > 0
+        assert moved["send"] > 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("flash", "bfloat16"), ("triton", "float32"), ("torch", "float16")]
+)
+def test_the_largest_step(qwen3: Oracle, cuda: FakeCuda, backend: str, dtype: str) -> None:
+    """The step that is measured runs: contexts are cached, all that is drawn is sorted."""
+    llm = on_cuda(qwen3, num_blocks=None, attention_backend=backend, dtype=dtype, enforce_eager=True)
+    events = cuda.taken()
+    assert where(events, "wait") == DRAWN
+    assert set(where(events, "blocking send")) == {"layers.py __init__"}  # the tables of rotary embedding
+    assert llm.engine.stats().num_blocks == 4 * MAX_MODEL_LEN // 4
+    assert "sort" in cuda.launched
+    if backend != "torch":
+        assert "store_kernel" in where(events, "launch")
+    if backend == "flash":
+        assert "varlen" in where(events, "launch")
+
+
+# ── launches ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def count_launches(cuda: FakeCuda, work: Callable[[], object]) -> Counter[str]:
+    """The kernels that a GPU would run, by the name of PyTorch's operation or of ours."""
+    before = len(cuda.launched)
+    with torch.inference_mode():
+        work()
+    return Counter(cuda.launched[before:])
+
+
+def decode_launches(
+    cuda: FakeCuda, llm: LLM, num_seqs: int, context_len: int
+) -> tuple[Counter[str], Counter[str]]:
+    """(of one decoder layer, of the whole model) when each of `num_seqs` sequences decodes."""
+    runner, blocks = llm.engine.runner, -(-context_len // llm.engine.config.block_size)
+    tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(num_seqs)]
+    batch = PagedBatch(
+        query_lens=np.ones(num_seqs, dtype=np.int64),
+        context_lens=np.full(num_seqs, context_len),
+        block_tables=tables,
+        slot_mapping=np.arange(num_seqs),
+        num_decodes=num_seqs,
+        owners=list(range(num_seqs)),
+    )
+    model, ids = runner.model, torch.zeros(num_seqs, dtype=torch.int64, device=CUDA)
+    attend = runner.attention.plan(batch)
+    x = torch.empty(num_seqs, model.config.hidden_size, dtype=runner.dtype, device=CUDA)
+    cos, sin = model.rotary(ids)
+    layer = count_launches(cuda, lambda: model.layers[0](x, cos, sin, attend))
+    return layer, count_launches(cuda, lambda: model(ids, ids, attend))
+
+
+@pytest.mark.parametrize("context_len", [10, 100])
+def test_launches_of_a_decode_step(oracle: Oracle, cuda: FakeCuda, context_len: int) -> None:
+    """Ten a layer, or eleven. If their number changes, that was the aim, or it is worth a look."""
+    llm = on_cuda(oracle, attention_backend="triton", num_blocks=100, enforce_eager=True)
+    layer, model = decode_launches(cuda, llm, num_seqs=3, context_len=context_len)
+    expected = {
+        "rms_norm": 2,
+        "linear": 2,
+        "norm_rotate_kernel": 1,
+        "store_kernel": 1,
+        "decode_kernel": 1,
+        "addmm_": 2,  # the other two products, added to the residual
+        "silu_mul_kernel": 1,
+    }
+    if context_len == 100:
+        expected["reduce_kernel"] = 1
+    assert layer == expected
+    ends = Counter({"embedding": 1, "index": 2, "rms_norm": 1})  # cos and sin of the positions
+    assert model == layer + layer + ends
