@@ -7,6 +7,8 @@ defaults are nano-vllm's workload on Qwen3-0.6B's shape; elsewhere a model and r
 from __future__ import annotations
 
 import argparse
+import gc
+import inspect
 import json
 import statistics
 import time
@@ -40,12 +42,14 @@ DEFAULTS = {  # (on CUDA, elsewhere)
     "min_output": (100, 16),
     "max_output": (1024, 256),
     "budget": (16384, 2048),
+    "static": ([64], [8, 16]),  # and all at once
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--baseline", choices=["hf"], help="also run transformers on the same requests")
+    parser.add_argument("--static", type=at_least(1), nargs="*", help="sizes of transformers' static batches")
     parser.add_argument("--repeat", type=at_least(1), default=1, help="rounds, in turns; the median counts")
     parser.add_argument("--requests", type=at_least(1))
     for name in ("min-input", "max-input", "min-output", "max-output"):
@@ -74,13 +78,15 @@ def run(args: argparse.Namespace) -> None:
     with checkpoint(args) as folder:
         sides = {"nanopaged": lambda: run_ours(folder, workload, args, reports)}
         if args.baseline == "hf":
-            for size in dict.fromkeys((8, 16, args.requests)):
+            for size in dict.fromkeys((*args.static, args.requests)):
                 name = f"transformers, static batches of {size}"
                 sides[name] = lambda size=size: run_static(folder, workload, args, size)
             sides["transformers, continuous"] = lambda: run_continuous(folder, workload, args)
         for _ in range(args.repeat):  # in turns, so that a slow minute of the machine meets all of them
             for name, side in sides.items():
                 rates.setdefault(name, []).append(side())
+                gc.collect()  # or the next side finds the memory taken
+                torch.cuda.empty_cache()
     best = sorted(reports, key=lambda report: report.seconds)[len(reports) // 2]  # the median run
     best.print(copy_bandwidth(device))
     report_rates(rates)
@@ -138,22 +144,24 @@ def run_ours(
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in workload.max_tokens]
     warm_up = [[1] + prompt[1:] for prompt in workload.prompts[:4]]  # as long, but nothing to be found again
     llm.generate(warm_up, SamplingParams(max_tokens=3), use_tqdm=False)
-    before, slots, done = engine.stats(), [], {}
+    before, slots, done = engine.stats(), [], []
     began = time.perf_counter()
     for i, (prompt, p) in enumerate(zip(workload.prompts, params, strict=True)):
-        engine.add_request(str(i), prompt, p)
-    with tqdm(total=sum(workload.max_tokens), desc="nanopaged", unit=" tokens") as bar:
+        request = engine.make_request(str(i), prompt, p)
+        request.final_only = True  # as `generate` does
+        engine.queue(request)
+    with tqdm(total=len(workload.prompts), desc="nanopaged", unit="request") as bar:
         while engine.has_unfinished_requests():
             outputs = engine.step()
             bar.update(len(outputs))
-            done.update((output.request_id, output) for output in outputs if output.finished)
+            done += outputs
             if (engine.num_steps - before.num_steps) % 16 == 0:
                 slots.append(engine.stats().slot_utilization)
     seconds = time.perf_counter() - began
     stats, num_output = engine.stats(), sum(workload.max_tokens)
     num_steps = stats.num_steps - before.num_steps
     num_prompt = sum(map(len, workload.prompts))
-    firsts, gaps = latencies(list(done.values()))
+    firsts, gaps = latencies(done)
     report = Report(
         seconds=seconds,
         output_tokens_per_second=num_output / seconds,
@@ -237,12 +245,18 @@ def run_static(folder: Path | str, workload: Workload, args: argparse.Namespace,
 
 
 def run_continuous(folder: Path | str, workload: Workload, args: argparse.Namespace) -> float:
-    """transformers' own continuous batching, with a pool and a budget that hold all requests at once."""
+    """transformers' own continuous batching, on a GPU with the pool it chooses, else with room for all."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     model = load_hf(folder, args)
     config = transformers.GenerationConfig(do_sample=False, max_new_tokens=max(workload.max_tokens))
-    settings = ContinuousBatchingConfig(num_blocks=1024, max_batch_tokens=args.budget, page_size=32)
+    options = {"max_batch_tokens": args.budget}
+    if model.device.type != "cuda":
+        known = inspect.signature(ContinuousBatchingConfig).parameters
+        size_name = "page_size" if "page_size" in known else "block_size"  # as it was called before
+        tokens = zip(workload.prompts, workload.max_tokens, strict=True)
+        options |= {size_name: 32, "num_blocks": sum((len(p) + n) // 32 + 2 for p, n in tokens)}
+    settings = ContinuousBatchingConfig(**options)
     began = time.perf_counter()
     with model.continuous_batching_context_manager(
         generation_config=config, continuous_batching_config=settings
