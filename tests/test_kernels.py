@@ -224,6 +224,7 @@ def test_kernels_compile_without_spills() -> None:
     Two is what `choose_num_splits` counts on.
     """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, str(ROOT / "tools" / "compile_kernels.py"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
