@@ -1,10 +1,10 @@
 """What a step of decodes costs on the host: to schedule it and book its results, and all but the model.
 
 The first table has scheduler and block manager alone, over the size of the pool. The second has the whole
-path of a step on a GPU with a model that returns at once and a vocabulary of 32. For what comes before the
-launch (schedule; prepare: lay the batch out, bring the block tables up to date, fill a graph's buffers) and
-after the tokens have come (update) the device waits; drawing tokens is prepared while it computes. Beside it,
-if a checkout is given, nano-vllm's scheduler and batch preparation on the same sequences.
+path of a step on a GPU with a model that returns at once and a vocabulary of 32. The device waits while a
+step is scheduled, prepared (laid out; block tables brought up to date; a graph's buffers filled) and booked.
+The drawing of tokens is prepared while it computes, so it stands apart; here, it is also carried out. Beside
+it, if a checkout is given, nano-vllm's scheduler and batch preparation on the same sequences.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def host_table(args: argparse.Namespace) -> None:
     if importlib.util.find_spec("triton") is None:
         print("\nThe host path of a step on a GPU needs Triton, which is not installed here.")
         return
-    columns = ("schedule", "prepare", "draw", "update", "all", "waited")
+    columns = ("schedule", "prepare", "update", "together", "(draw)")
     print(f"\n{'sequences':>9}" + "".join(f" {column:>9}" for column in columns), end="")
     peers = {f"nano-vllm, blocks of {size}": size for size in (16, 256)} if args.nano_vllm else {}
     print("".join(f" {name:>24} {'ratio':>6}" for name in peers))
     for num_seqs in args.sequences:
-        parts = time_host(num_seqs, args)
-        ours = sum(parts)
-        shown = (*parts, ours, ours - parts[2])  # all but the drawing
-        print(f"{num_seqs:9,} " + " ".join(f"{1e6 * part:9.1f}" for part in shown), end="")
+        schedule, prepare, draw, update = time_host(num_seqs, args)
+        ours = schedule + prepare + update
+        parts = (schedule, prepare, update, ours, draw)
+        print(f"{num_seqs:9,} " + " ".join(f"{1e6 * part:9.1f}" for part in parts), end="")
         for size in peers.values():
             theirs = nano_vllm.time_host(args.nano_vllm, num_seqs, args.steps, size, args.seed)
             print(f" {1e6 * theirs:24.1f} {ours / theirs:6.2f}", end="")

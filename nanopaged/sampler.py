@@ -132,15 +132,16 @@ def _draw(probs: Tensor, u: Tensor) -> Tensor:
     drawn by a rounding error.
     """
     vocab_size = probs.shape[-1]
-    whole = vocab_size // RUN * RUN
+    length = min(RUN, vocab_size)
+    whole = vocab_size // length * length
     rest = probs[:, whole:].sum(-1, keepdim=True)  # what is left over, if anything
-    runs = torch.cat((probs[:, :whole].unflatten(1, (-1, RUN)).sum(-1), rest), dim=1).double()
+    runs = torch.cat((probs[:, :whole].unflatten(1, (-1, length)).sum(-1), rest), dim=1).double()
     ends = runs.cumsum(-1)
     target = u * ends[:, -1:]
     run = torch.searchsorted(ends, target, right=True).clamp(max=runs.shape[-1] - 1)  # NaN is beyond all
     weight = runs.gather(1, run)
     share = (target - ends.gather(1, run) + weight) / weight
-    tokens = run * RUN + torch.arange(RUN, device=run.device)  # [rows, RUN]
+    tokens = run * length + torch.arange(length, device=run.device)  # [rows, length]
     inside = probs.gather(1, tokens.clamp(max=vocab_size - 1)).masked_fill(tokens >= vocab_size, 0.0)
     ends = inside.double().cumsum(-1)
     drawn = tokens[:, :1] + torch.searchsorted(ends, share * ends[:, -1:], right=True)
