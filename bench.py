@@ -9,6 +9,7 @@ python bench.py prefix                   prompts that share a beginning, with th
 python bench.py chunked                  what a long prompt does to requests that are running
 python bench.py preemption               swapping against recomputing, over block sizes, in both layouts
 python bench.py kernel                   paged decode, storing and copying beside the speed of memory
+python bench.py sampling                 drawing tokens, beside transformers' filters
 python bench.py roofline                 prefill and decode steps beside what this machine could do at best
 python bench.py overhead                 what a step costs on the host, over pool sizes and sequences
 
@@ -29,6 +30,7 @@ from benchmarks import (
     preemption,
     prefix,
     roofline,
+    sampling,
     sharing,
     throughput,
 )
@@ -42,6 +44,7 @@ EXPERIMENTS = {
     "chunked": chunked,
     "preemption": preemption,
     "kernel": kernel,
+    "sampling": sampling,
     "roofline": roofline,
     "overhead": overhead,
 }

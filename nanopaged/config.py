@@ -8,7 +8,6 @@ This module knows no tensors: `dtype` and `device` are names here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -235,13 +234,11 @@ class SamplingParams:
 
     @cached_property
     def filters(self) -> tuple[float, ...]:
-        """Temperature, top-k, top-p and the logarithm of min-p as numbers that filter nothing where unset."""
-        return (
-            1.0 if self.is_greedy else max(self.temperature, 1e-6),
-            min(self.top_k, NO_TOP_K) if self.top_k > 0 else NO_TOP_K,
-            self.top_p,
-            math.log(self.min_p) if self.min_p > 0 else -math.inf,
-        )
+        """Temperature, top-k, top-p and min-p as numbers that filter nothing where unset."""
+        if self.is_greedy:
+            return 1.0, NO_TOP_K, 1.0, 0.0
+        top_k = min(self.top_k, NO_TOP_K) if self.top_k > 0 else NO_TOP_K
+        return max(self.temperature, 1e-6), top_k, self.top_p, self.min_p
 
     @property
     def num_sequences(self) -> int:

@@ -55,13 +55,11 @@ class Draws:
         if self.all_greedy:
             return
         filters = np.array([p.filters for p in params], dtype=np.float32).T
-        _, self.ks, top_p, log_min_p = filters
-        self.any_top_p = bool((top_p < 1.0).any())
-        self.any_min_p = bool((log_min_p > -math.inf).any())
+        _, self.ks, self.top_ps, self.min_ps = filters  # on the host, to know what is to be done
         draws = [uniform(row.seed, row.index, row.position) for row in rows]
         columns = np.concatenate((filters, np.array([draws, greedy], dtype=np.float32)))
         numbers = send(columns[:, :, None], device)  # each [rows, 1]
-        self.temperature, self.top_k, self.top_p, self.log_min_p, self.uniform, self.is_greedy = numbers
+        self.temperature, self.top_k, self.top_p, self.min_p, self.uniform, self.is_greedy = numbers
 
 
 def send_banned(token_ids: list[Collection[int]], device: torch.device) -> Tensor | None:
@@ -82,43 +80,45 @@ def choose(logprobs: Tensor, draws: Draws) -> Tensor:
         logprobs = logprobs.index_put(tuple(draws.banned), logprobs.new_full((), -math.inf))
     if draws.all_greedy:
         return logprobs.argmax(-1)
-    drawn = _draw(filter_logits(logprobs, draws).softmax(-1), draws.uniform)
+    drawn = _draw(filtered_probs(logprobs, draws), draws.uniform)
     return torch.where(draws.is_greedy[:, 0] > 0, logprobs.argmax(-1), drawn) if draws.any_greedy else drawn
 
 
-def filter_logits(logits: Tensor, draws: Draws) -> Tensor:
-    """Scale by temperature, then set what top-k, top-p and min-p drop to -inf. Ties at the k-th are kept.
+def filtered_probs(logits: Tensor, draws: Draws) -> Tensor:
+    """Probabilities [rows, vocab_size] at the rows' temperatures, 0 for what top-k, top-p and min-p drop.
 
-    Each filter runs only if a row asks for it; the other rows pass through unchanged. Log-probabilities will
-    do for logits, and cannot overflow to +inf.
+    Each filter runs only if a row asks for it; the other rows pass through unchanged. What is left of a row
+    is not scaled up again to a sum of 1. Tokens as likely as the last one kept are kept, too.
+    Log-probabilities will do for logits, and cannot overflow to +inf.
     """
     logits = logits / draws.temperature
     vocab_size = logits.shape[-1]
-    largest_k = int(draws.ks.max(where=draws.ks < vocab_size, initial=0))
-    if largest_k > 0:
-        best = logits.topk(largest_k).values  # [rows, largest k], falling
-        last = draws.top_k.clamp(max=largest_k).long() - 1
-        threshold = best.gather(1, last).masked_fill(draws.top_k >= vocab_size, -math.inf)
-        logits = logits.masked_fill(logits < threshold, -math.inf)
-    if draws.any_top_p:
-        logits = _filter_top_p(logits, draws.top_p)
-    if draws.any_min_p:
-        lowest = logits.amax(-1, keepdim=True) + draws.log_min_p
-        logits = logits.masked_fill(logits < lowest, -math.inf)
-    return logits
+    has_top_k = draws.ks < vocab_size
+    if has_top_k.any():
+        best = logits.topk(int(draws.ks.max(where=has_top_k, initial=0)))  # [rows, largest k], falling
+        last = draws.top_k.clamp(max=best.values.shape[-1]).long() - 1
+        threshold = best.values.gather(1, last).masked_fill(draws.top_k >= vocab_size, -math.inf)
+        logits.masked_fill_(logits < threshold, -math.inf)
+    probs = logits.softmax(-1)
+    has_top_p = draws.top_ps < 1.0
+    if has_top_p.any():
+        all_have_k = has_top_k[has_top_p].all()  # then the likeliest are at hand, and nothing else is left
+        rising = probs.gather(1, best.indices).flip(-1) if all_have_k else _sort(probs)
+        # A token is dropped if it and all that are less likely come to 1 - top_p at most, but never the last.
+        # top_p = 0.8    rising 0.1 0.4 0.5    sums 0.1 0.5 1.0    one is dropped: the threshold is 0.4
+        num_dropped = (rising.cumsum(-1) <= 1.0 - draws.top_p).sum(-1, keepdim=True)
+        threshold = rising.gather(1, num_dropped.clamp(max=rising.shape[-1] - 1))
+        probs.masked_fill_((probs < threshold) & (draws.top_p < 1.0), 0.0)
+    if draws.min_ps.any():
+        probs.masked_fill_(probs < draws.min_p * probs.amax(-1, keepdim=True), 0.0)
+    return probs
 
 
-def _filter_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Keep a token if those more likely than it do not reach `top_p` together.
-
-    top_p = 0.8    probabilities 0.5 0.4 0.1    before each 0 0.5 0.9    kept: the first two
-    """
-    falling, order = logits.sort(-1, descending=True)
-    probs = falling.softmax(-1)
-    before = probs.cumsum(-1) - probs
-    drop = (before >= top_p) & (top_p < 1.0)
-    drop[:, 0] = False  # also where float32 knows no number as small as top_p
-    return logits.masked_fill(torch.zeros_like(drop).scatter_(1, order, drop), -math.inf)
+def _sort(probs: Tensor) -> Tensor:
+    """Each row in rising order. On a CPU numpy is ten times as fast as PyTorch, which sorts indices, too."""
+    if probs.device.type == "cpu":
+        return torch.from_numpy(np.sort(probs.numpy(), axis=-1))
+    return probs.sort(-1).values
 
 
 def _draw(probs: Tensor, u: Tensor) -> Tensor:

@@ -165,3 +165,9 @@ def test_bench_prefix_and_chunked(tmp_path: Path) -> None:
     printed = run("bench.py", "chunked", "--budget", "32", "64", "--prompt", "200", *small)
     assert len(re.findall(r"^ +(?:32|64|whole)(?: +[\d.]+){3}$", printed, flags=re.MULTILINE)) == 3
     assert "<svg" in picture.read_text()
+
+
+def test_bench_sampling() -> None:
+    """Each setting beside transformers', rows by vocabularies."""
+    printed = run("bench.py", "sampling", "--rows", "1", "3", "--vocab", "300", "--repeat", "1")
+    assert len(re.findall(r"^ +[13] +300 .+( +[\d.]+){3}$", printed, flags=re.MULTILINE)) == 2 * 6
