@@ -106,7 +106,9 @@ def filtered_probs(logits: Tensor, draws: Draws) -> Tensor:
         rising = probs.gather(1, best.indices).flip(-1) if all_have_k else _sort(probs)
         # A token is dropped if it and all that are less likely come to 1 - top_p at most, but never the last.
         # top_p = 0.8    rising 0.1 0.4 0.5    sums 0.1 0.5 1.0    one is dropped: the threshold is 0.4
-        num_dropped = (rising.cumsum(-1) <= 1.0 - draws.top_p).sum(-1, keepdim=True)
+        sums = rising.cumsum(-1)
+        sums += 1.0 - sums[:, -1:]  # tokens as likely as the k-th, which are kept, but not at hand
+        num_dropped = (sums <= 1.0 - draws.top_p).sum(-1, keepdim=True)
         threshold = rising.gather(1, num_dropped.clamp(max=rising.shape[-1] - 1))
         probs.masked_fill_((probs < threshold) & (draws.top_p < 1.0), 0.0)
     if draws.min_ps.any():

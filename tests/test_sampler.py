@@ -70,6 +70,23 @@ def test_filters_out_of_all_proportion() -> None:
     assert kept[2].int().argmax() == logits[2].argmax()
 
 
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        (SamplingParams(top_k=2), [0, 1, 2, 3]),
+        (SamplingParams(top_p=0.5), [0, 1, 2, 3]),
+        (SamplingParams(top_k=2, top_p=0.5), [0, 1, 2, 3]),
+        (SamplingParams(top_p=0.35), [0]),
+        (SamplingParams(top_k=4, top_p=0.35), [0]),
+    ],
+)
+def test_equals_are_kept_or_dropped_together(params: SamplingParams, kept: list[int]) -> None:
+    """Which of several tokens, all as likely, comes first is not for the order of a sort to say."""
+    logits = torch.tensor([[0.4, 0.19, 0.19, 0.19, 0.03]]).log()
+    probs = filtered_probs(logits, draws_of([params]))
+    assert (probs[0] > 0).nonzero()[:, 0].tolist() == kept
+
+
 def rows_of(params: SamplingParams, num: int, **fields: object) -> list[SampleRow]:
     defaults = {"seed": 1, "index": 0, "banned_token_ids": []}
     return [SampleRow(params=params, position=i, **(defaults | fields)) for i in range(num)]
