@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> None:
         for _ in range(args.repeat):  # in turns, so that a slow minute of the machine meets all of them
             for name, side in sides.items():
                 rates.setdefault(name, []).append(side())
+                print(f"{name}: {rates[name][-1]:.1f} output tokens/s", flush=True)  # whatever comes after it
                 gc.collect()  # or the next side finds the memory taken
                 torch.cuda.empty_cache()
     best = sorted(reports, key=lambda report: report.seconds)[len(reports) // 2]  # the median run
@@ -218,6 +219,7 @@ def report_rates(rates: dict[str, list[float]]) -> None:
 def load_hf(folder: Path | str, args: argparse.Namespace) -> transformers.PreTrainedModel:
     dtype = getattr(torch, args.dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a new plan for every new length of a context
     return model.to(pick_device("auto")).eval()
 
 
@@ -266,5 +268,11 @@ def run_continuous(folder: Path | str, workload: Workload, args: argparse.Namesp
         done = 0
         while done < len(workload.prompts):
             result = manager.get_result(timeout=1)
+            if result is not None and result.error is not None:
+                raise RuntimeError(f"transformers' continuous batching failed: {result.error}")
+            if result is None and not manager.is_running():
+                raise RuntimeError(
+                    "transformers' continuous batching has stopped before its requests were done"
+                )
             done += result is not None and result.is_finished()
     return sum(workload.max_tokens) / (time.perf_counter() - began)
