@@ -71,6 +71,7 @@ class DecodeGraphs:
         self.max_context_len = max_context_len
         self.capture = capture or Capture()
         tables.reserve(max_num_seqs, blocks_needed(max_context_len, cache.block_size))
+        self.captured_tables = tables.data
         self.sizes = graph_sizes(max_num_seqs)
         gc.collect()
         was_enabled = gc.isenabled()
@@ -105,6 +106,7 @@ class DecodeGraphs:
         graph = self.graphs[size]
         inputs = np.repeat(PADDING, size, axis=1)
         rows = self.tables.update(batch.owners, batch.block_tables)
+        assert self.tables.data is self.captured_tables, "they have moved, and the graphs read the old ones"
         inputs[:, :n] = input_ids, positions, batch.slot_mapping, rows, batch.context_lens
         graph.inputs.copy_(pinned(inputs, graph.inputs.device), non_blocking=True)
         graph.replay()

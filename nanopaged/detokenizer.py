@@ -55,13 +55,26 @@ class Detokenizer:
 
     def _read(self) -> None:
         """Turn the tokens that were put by into text, as far as they make whole characters."""
-        for token_id in self._unread:
-            piece = self._stream.step(self.tokenizer, token_id)
+        unread, self._unread = self._unread, []
+        for token_id in unread:
             self._pending.append(token_id)
+            piece = self._step(token_id)
             if piece:  # else there is nothing to show, or not yet a whole character
                 self.text += piece
                 self._shown, self._pending = self._pending, []
-        self._unread.clear()
+
+    def _step(self, token_id: int) -> str | None:
+        """What the stream says to a token.
+
+        It gives up where bytes that are no character would change what it has said (Llama 2: the bytes of
+        "€", then the first of them again, decode to four replacement characters). What was said stands, and
+        a new stream goes on from there.
+        """
+        try:
+            return self._stream.step(self.tokenizer, token_id)
+        except Exception:  # tokenizers has no type of its own for it
+            self._stream, self._shown = DecodeStream(skip_special_tokens=True), []
+            return "".join(self._stream.step(self.tokenizer, pending) or "" for pending in self._pending)
 
     def _read_at_once(self) -> None:
         """The same for a whole text that nothing will follow, unless it ends in half a character."""

@@ -91,8 +91,8 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Compute one batch. Returns the requests that got a token, finished or not.
 
-        Those of `LLM.generate` are left out until they are finished: nobody looks, and to describe a few
-        hundred takes longer than to schedule them.
+        Those that are `final_only`, as `LLM.generate` makes them, are left out until they are finished:
+        nobody looks, and to describe a few hundred takes longer than to schedule them.
 
         If the model fails, the exception passes through, no request has made progress, and the next step
         tries again: abort the request that is to blame, or go on.

@@ -53,7 +53,7 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, sum: Tensor, x: Tensor) -> None:
-        """sum += forward(x). A GPU adds as it multiplies, without a kernel of its own for it."""
+        """sum += forward(x). A GPU adds as it multiplies, and needs a kernel of its own for a bias only."""
         if not x.is_cuda:
             sum += self(x)
             return

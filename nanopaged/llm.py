@@ -95,13 +95,11 @@ class LLM:
                 if self.engine.requests.get(request.request_id) is request:
                     self.engine.abort_request(request.request_id)
 
-    def _step(self) -> bool:
-        """One step of the engine: did a request finish? What finishes for somebody else is kept for them."""
-        finished = [output for output in self.engine.step() if output.finished]
-        for output in finished:
-            if output.request_id not in self._ids:
+    def _step(self) -> None:
+        """One step of the engine; what it finishes for somebody else is kept for them."""
+        for output in self.engine.step():
+            if output.finished and output.request_id not in self._ids:
                 self.engine.hold(output)
-        return bool(finished)
 
     def beam_search(
         self,
@@ -120,12 +118,14 @@ class LLM:
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
         """Step until all `requests` are done, with a bar that tells the tokens per second."""
-        left = requests
+        left, num_unfinished = requests, len(self.engine.requests)
         bar = tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not use_tqdm)
         tokens_before = self.engine.scheduler.num_generated_tokens
         with bar:
             while left:
-                if self._step():
+                self._step()
+                if len(self.engine.requests) != num_unfinished:  # some have ended, or been aborted
+                    num_unfinished = len(self.engine.requests)
                     still = [request for request in left if not request.finished]
                     bar.update(len(left) - len(still))
                     left = still

@@ -106,7 +106,7 @@ class ModelRunner:
         """Run one step: move blocks, compute, sample.
 
         A GPU is behind: it still computes when the host has long sent it the work. So what is needed last,
-        to draw tokens, is made last; the host waits for the device once, in `draw`.
+        to draw tokens, is made last; the host waits for the device in `draw`.
         """
         self.kv_cache.swap_out(batch.swap_out)
         self.kv_cache.swap_in(batch.swap_in)

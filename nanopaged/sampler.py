@@ -142,7 +142,7 @@ def _draw(probs: Tensor, u: Tensor) -> Tensor:
     target = u * ends[:, -1:]
     run = torch.searchsorted(ends, target, right=True).clamp(max=runs.shape[-1] - 1)  # NaN is beyond all
     weight = runs.gather(1, run)
-    share = (target - ends.gather(1, run) + weight) / weight
+    share = ((target - ends.gather(1, run) + weight) / weight).clamp(0.0, 1.0 - 2.0**-53)
     tokens = run * length + torch.arange(length, device=run.device)  # [rows, length]
     inside = probs.gather(1, tokens.clamp(max=vocab_size - 1)).masked_fill(tokens >= vocab_size, 0.0)
     ends = inside.double().cumsum(-1)

@@ -339,6 +339,25 @@ def test_generate_has_its_requests_described_only_at_their_end(
     llm.engine.step()  # returns theirs again, for whom it is
 
 
+def test_generate_ends_when_others_abort_its_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two, and later the other: what they had got is returned."""
+    step, num_steps = llm.engine.step, 0
+
+    def watched() -> list[RequestOutput]:
+        nonlocal num_steps
+        num_steps += 1
+        assert num_steps < 10, "nobody is left"
+        if num_steps in (3, 5):
+            llm.engine.abort_request(next(iter(llm.engine.requests)))
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", watched)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    outputs = llm.generate([[1, 2], [3]], params, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["abort", "abort"]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 4]
+
+
 def test_ids_of_the_front_end_and_of_the_user_do_not_collide(llm: LLM) -> None:
     for i in range(1000):
         llm.engine.add_request(f"llm-{i}", [1], GREEDY)

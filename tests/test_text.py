@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase
 
 from nanopaged import LLM, SamplingParams
@@ -73,6 +74,45 @@ def test_a_fork_goes_on_with_the_same_text(tokenizer: PreTrainedTokenizerBase, l
             fork.push(token_id)
         whole = tokenizer.decode(token_ids, skip_special_tokens=True)
         assert fork.visible(False) == original.visible(True) == whole
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Like Llama 2's: what is not in the vocabulary is spelt in bytes, each a token."""
+    names = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "▁the", "é"]
+    vocab = {name: i for i, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def test_bytes_that_are_no_character_do_not_stop_a_text() -> None:
+    """They may change what a decoder made of the bytes before them: what was shown stays."""
+    tokenizer = byte_fallback_tokenizer()
+    euro, shown = [1 + byte for byte in "€".encode()], []
+    detokenizer = Detokenizer(tokenizer)
+    for token_id in [*euro, euro[0], 258]:
+        detokenizer.push(token_id)
+        shown.append(detokenizer.visible(False))
+    assert shown == ["", "", "€", "€", "€\ufffda"]
+    rng = random.Random(0)
+    for _ in range(1000):
+        token_ids: list[int] = []
+        for _ in range(rng.randint(1, 12)):
+            token_ids += rng.choice([euro, [rng.choice(euro)], [rng.randrange(257, 261)], [1 + ord("A")]])
+        whole, last = Detokenizer(tokenizer), ""
+        for i, token_id in enumerate(token_ids):
+            if i == len(token_ids) // 2:
+                fork = whole.fork()
+            whole.push(token_id)
+            assert whole.visible(False).startswith(last)
+            last = whole.visible(False)
+        for token_id in token_ids[len(token_ids) // 2 :]:
+            fork.push(token_id)
+        expected = tokenizer.decode(token_ids)
+        if "\ufffd" not in expected:
+            assert whole.visible(True) == fork.visible(True) == expected
 
 
 def test_a_stop_string_split_over_tokens_ends_the_text_before_it(
