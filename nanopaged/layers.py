@@ -52,14 +52,14 @@ class Linear(nn.Module):
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
-    def add_to(self, sum: Tensor, x: Tensor) -> None:
-        """sum += forward(x). A GPU adds as it multiplies, and needs a kernel of its own for a bias only."""
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        """total += forward(x). A GPU adds as it multiplies, and needs a kernel of its own for a bias only."""
         if not x.is_cuda:
-            sum += self(x)
+            total += self(x)
             return
-        sum.addmm_(x, self.weight.t())
+        total.addmm_(x, self.weight.t())
         if self.bias is not None:
-            sum += self.bias
+            total += self.bias
 
 
 class RMSNorm(nn.Module):

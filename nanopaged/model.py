@@ -17,7 +17,7 @@ from nanopaged.model_config import ModelConfig
 
 
 class Attention(nn.Module):
-    """q, k, v of the new tokens; what they attend to is `attend`'s business."""
+    """q, k, v of the new tokens; what they attend to is `attend`'s business. Adds to `residual`."""
 
     def __init__(self, config: ModelConfig, layer: int, like: Tensor) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) · up(x)), gate and up in one matrix."""
+    """Adds down(silu(gate(x)) · up(x)) to `residual`, gate and up in one matrix."""
 
     def __init__(self, config: ModelConfig, like: Tensor) -> None:
         super().__init__()

@@ -26,15 +26,12 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("normalise", [True, False])
-@pytest.mark.parametrize(
-    ("num_q", "num_k", "head_dim"), [(2, 1, 8), (16, 8, 64), (17, 1, 20), (6, 2, 2), (28, 4, 128)]
-)
-def test_norm_rotate(dtype: torch.dtype, normalise: bool, num_q: int, num_k: int, head_dim: int) -> None:
-    """Part of a wider projection, whose values stay as they are; heads for one program, and for more."""
+def check_norm_rotate(
+    num_tokens: int, num_q: int, num_k: int, head_dim: int, dtype: torch.dtype, normalise: bool
+) -> None:
+    """On part of a wider projection, whose values stay as they are."""
     torch.manual_seed(head_dim)
-    eps, num_tokens, num_heads = 1e-3, 5, num_q + num_k
+    eps, num_heads = 1e-3, num_q + num_k
     qkv = randn(num_tokens, num_heads + num_k, head_dim, dtype=dtype) * 3
     weights = tuple(randn(head_dim, dtype=dtype) for _ in range(2)) if normalise else None
     angles = torch.randn(num_tokens, 1, head_dim // 2, device=DEVICE) * 10
@@ -49,13 +46,38 @@ def test_norm_rotate(dtype: torch.dtype, normalise: bool, num_q: int, num_k: int
     assert torch.equal(qkv[:, num_heads:], before[:, num_heads:])
 
 
+def check_silu_mul(num_tokens: int, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(width)
+    gate_up = randn(num_tokens, 2 * width, dtype=dtype) * 5
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_close(fused.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(
+    ("num_q", "num_k", "head_dim"), [(2, 1, 8), (16, 8, 64), (17, 1, 20), (6, 2, 2), (28, 4, 128)]
+)
+def test_norm_rotate(dtype: torch.dtype, normalise: bool, num_q: int, num_k: int, head_dim: int) -> None:
+    """As many heads as one program takes, fewer and more."""
+    check_norm_rotate(5, num_q, num_k, head_dim, dtype, normalise)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", [1, 48, 1024, 1025])
 def test_silu_mul(dtype: torch.dtype, width: int) -> None:
-    torch.manual_seed(width)
-    gate_up = randn(3, 2 * width, dtype=dtype) * 5
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    assert_close(fused.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up)
+    check_silu_mul(3, width, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_tokens", [1, 256, 16384])
+def test_fused_kernels_on_a_gpu(dtype: torch.dtype, num_tokens: int) -> None:
+    """The sizes of Qwen3-0.6B and Llama-3-8B, for one token up to a large step of prompts."""
+    check_norm_rotate(num_tokens, 16, 8, 128, dtype, normalise=True)
+    check_norm_rotate(num_tokens, 32, 8, 128, dtype, normalise=False)
+    check_silu_mul(num_tokens, 3072, dtype)
+    check_silu_mul(num_tokens, 14336, dtype)
 
 
 def test_the_engine_with_fused_kernels(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
