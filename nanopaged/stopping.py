@@ -50,7 +50,7 @@ class StopRules:
     def check(self, seq: Sequence, token_id: int) -> tuple[str, int | str | None] | None:
         """(finish_reason, stop_reason) if `token_id`, about to be appended, ends `seq`, else None.
 
-        The token is also turned into text here, unless it is what stops the sequence.
+        The detokenizer gets the token here, unless it is what stops the sequence.
         """
         if token_id in self.token_ids:
             return self.check_token(token_id)
