@@ -68,7 +68,7 @@ class Detokenizer:
 
         It gives up where bytes that are no character would change what it has said (Llama 2: the bytes of
         "€", then the first of them again, decode to four replacement characters). What was said stands, and
-        a new stream goes on from there.
+        a new stream goes on from there; had nobody looked, the text would be what all of it decodes to.
         """
         try:
             return self._stream.step(self.tokenizer, token_id)

@@ -122,6 +122,10 @@ class LLMEngine:
         """Hand `output` out again at the next step: whoever ran this one was not the one to get it."""
         self._held.append(output)
 
+    def is_taken(self, request_id: str) -> bool:
+        """Whether a request of this id is unfinished, or finished but still to be handed out."""
+        return request_id in self.requests or any(held.request_id == request_id for held in self._held)
+
     def _hand_out(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         held, self._held = self._held, []
         return held + outputs

@@ -79,7 +79,7 @@ class LLM:
         return [RequestOutput.of(request) for request in requests]
 
     def _new_id(self) -> str:
-        return next(name for i in self._count if (name := f"llm-{i}") not in self.engine.requests)
+        return next(name for i in self._count if not self.engine.is_taken(name := f"llm-{i}"))
 
     @contextmanager
     def _serving(self, requests: list[Request]) -> Iterator[None]:
@@ -118,17 +118,15 @@ class LLM:
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
         """Step until all `requests` are done, with a bar that tells the tokens per second."""
-        left, num_unfinished = requests, len(self.engine.requests)
+        left = requests
         bar = tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not use_tqdm)
         tokens_before = self.engine.scheduler.num_generated_tokens
         with bar:
             while left:
                 self._step()
-                if len(self.engine.requests) != num_unfinished:  # some have ended, or been aborted
-                    num_unfinished = len(self.engine.requests)
-                    still = [request for request in left if not request.finished]
-                    bar.update(len(left) - len(still))
-                    left = still
+                still = [request for request in left if request.live]
+                bar.update(len(left) - len(still))
+                left = still
                 seconds = bar.format_dict["elapsed"]
                 tokens = self.engine.scheduler.num_generated_tokens - tokens_before
                 bar.set_postfix_str(f"{tokens / max(seconds, 1e-6):.0f} tokens/s", refresh=False)

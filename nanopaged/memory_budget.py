@@ -86,9 +86,11 @@ def largest_step(
     attend = make_attention(backend, cache, 1.0).plan(batch)
     positions = send(positions, device)
     hidden = model(positions * 0, positions, lambda layer, q, k, v: attend(0, q, k, v))
-    params = SamplingParams(top_k=10), SamplingParams(top_p=0.9, min_p=0.1)  # the second sorts all scores
-    rows = [SampleRow(params[i % 2], 0, i, 0, []) for i in range(max(config.max_num_seqs, LOGITS_TILE))]
-    sample(model.logits(hidden[:1].expand(len(rows), -1)), Draws(rows, device))
+    # The second sorts all scores. Banning tokens takes a copy of them, and so do forks and beams before.
+    params = SamplingParams(top_k=10), SamplingParams(top_p=0.9, min_p=0.1)
+    rows = [SampleRow(params[i % 2], 0, i, 0, [0]) for i in range(max(config.max_num_seqs, LOGITS_TILE))]
+    logits = model.logits(hidden[:1].expand(len(rows), -1))
+    sample(logits.clone(), Draws(rows, device))
 
 
 def blocks_that_fit(free_bytes: int, block_bytes: int, max_useful: int, needed: int) -> int:

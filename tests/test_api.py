@@ -358,6 +358,40 @@ def test_generate_ends_when_others_abort_its_requests(llm: LLM, monkeypatch: pyt
     assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 4]
 
 
+def test_generate_ends_though_others_take_the_place_of_its_requests(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are as many requests after every step as before it."""
+    step, num_steps = llm.engine.step, 0
+
+    def watched() -> list[RequestOutput]:
+        nonlocal num_steps
+        num_steps += 1
+        assert num_steps < 20, "generate does not return"
+        before, outputs = len(llm.engine.requests), step()
+        for i in range(before - len(llm.engine.requests)):
+            llm.engine.add_request(f"{num_steps}-{i}", [1], SamplingParams(max_tokens=1))
+        return outputs
+
+    monkeypatch.setattr(llm.engine, "step", watched)
+    (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=6, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 6
+    monkeypatch.undo()
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+
+
+def test_a_held_output_keeps_its_id(llm: LLM) -> None:
+    """The front end makes no request of the same name while it waits for whom it is."""
+    first = int(llm._new_id().removeprefix("llm-"))
+    theirs, params = f"llm-{first + 2}", SamplingParams(max_tokens=2, ignore_eos=True)
+    llm.engine.add_request(theirs, [1], params)
+    for _ in range(3):
+        llm.generate([[5]], SamplingParams(max_tokens=6, ignore_eos=True), use_tqdm=False)
+    (output,) = llm.engine.step()
+    assert output.request_id == theirs
+
+
 def test_ids_of_the_front_end_and_of_the_user_do_not_collide(llm: LLM) -> None:
     for i in range(1000):
         llm.engine.add_request(f"llm-{i}", [1], GREEDY)
