@@ -26,7 +26,7 @@ from nanopaged.block_manager import BlockManager
 from nanopaged.block_pool import blocks_needed
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model_runner import prepare
-from nanopaged.next_tokens import NextTokens
+from nanopaged.next_tokens import draw_next_tokens
 from nanopaged.scheduler import Scheduler
 
 
@@ -109,8 +109,7 @@ class HostPath:
         else:
             hidden = self.graphs.run(*prepare(batch, self.block_size))
             self.prepare_seconds.append(time.perf_counter() - began)
-        next_tokens = NextTokens(batch, self.hidden.device)
-        return StepResult(next_tokens.draw(hidden, lambda rows: self.scores[: len(rows)]))
+        return StepResult(draw_next_tokens(batch, hidden, lambda rows: self.scores[: len(rows)]))
 
 
 def time_host(num_seqs: int, args: argparse.Namespace) -> list[float]:

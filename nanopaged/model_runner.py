@@ -22,7 +22,7 @@ from nanopaged.device import pick_device, send
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.memory_budget import size_pool
 from nanopaged.model_config import ModelConfig
-from nanopaged.next_tokens import NextTokens
+from nanopaged.next_tokens import draw_next_tokens
 from nanopaged.outputs import Logprobs
 from nanopaged.sampler import LOGITS_TILE, describe
 from nanopaged.sequence import Request, Sequence
@@ -106,7 +106,7 @@ class ModelRunner:
         """Run one step: move blocks, compute, sample.
 
         A GPU is behind: it still computes when the host has long sent it the work. So what is needed last,
-        to draw tokens, is made last; the host waits for the device in `draw`.
+        to draw tokens, is made last; the host waits for the device there.
         """
         self.kv_cache.swap_out(batch.swap_out)
         self.kv_cache.swap_in(batch.swap_in)
@@ -117,7 +117,7 @@ class ModelRunner:
         else:
             attend = self.attention.plan(paged)
             hidden = self.model(send(input_ids, self.device), send(positions, self.device), attend)
-        samples = NextTokens(batch, self.device).draw(hidden, self.model.logits)
+        samples = draw_next_tokens(batch, hidden, self.model.logits)
         return StepResult(samples, self._score_prompts(batch, hidden))
 
     def _score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> dict[Request, list[Logprobs]]:

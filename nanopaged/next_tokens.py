@@ -21,82 +21,75 @@ from nanopaged.sampler import Draws, SampleRow, most_likely, sample, send_banned
 from nanopaged.sequence import Sequence
 
 
-class NextTokens:
-    """What is to be drawn after a batch: made while the device runs the model, and then asked for tokens.
+def draw_next_tokens(
+    batch: ScheduledBatch, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+) -> list[list[Sample]]:
+    """For each sequence of the batch what may follow it; nothing for those that have not caught up.
 
     Three sequences with 1, 4 and 1 new tokens, of which the second has not caught up:
 
         hidden states     0 │ 1 2 3 4 │ 5         rows of those that catch up: 0, 5
+
+    A GPU is still computing `hidden` when this begins. Whatever is to be sent to it is sent before anything
+    is fetched from it.
+
+    Args:
+        hidden: [num_tokens, hidden_size], of all tokens of the batch.
+        logits_of: hidden states [n, hidden_size] → float32 scores [n, vocab_size].
+
+    Raises:
+        FloatingPointError: the model's scores are not finite.
     """
-
-    def __init__(self, batch: ScheduledBatch, device: torch.device) -> None:
-        sequences = batch.sequences
-        self.num_sequences = len(sequences)
-        self.ready = [i for i, seq in enumerate(sequences) if seq.catches_up]
-        self.sequences = [sequences[i] for i in self.ready]
-        ends = list(accumulate(seq.num_new_tokens for seq in sequences))
-        self.beams: list[int] = []  # which of the ready ones are beams
-        self.drawers: list[int] = []  # for each token to draw, which of them it is for
-        rows: list[SampleRow] = []
-        for i, seq in enumerate(self.sequences):
-            if seq.request.beam_search is not None:
-                self.beams.append(i)
-            else:
-                wanted = _sample_rows(seq)
-                rows += wanted
-                self.drawers += [i] * len(wanted)
-        self.hidden_rows = Rows([ends[i] - 1 for i in self.ready], max(ends, default=0), device)
-        self.drawn_rows = Rows(self.drawers, len(self.ready), device)
-        self.beam_rows = Rows(self.beams, len(self.ready), device)
-        self.draws = Draws(rows, device)
-        beams = [self.sequences[i] for i in self.beams]
-        self.num_candidates = [beam.request.beam_search.num_candidates for beam in beams]
-        self.beams_banned = send_banned([banned_token_ids(beam) for beam in beams], device)
-
-    def draw(self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> list[list[Sample]]:
-        """For each sequence of the batch what may follow it; nothing for those that have not caught up.
-
-        Raises:
-            FloatingPointError: the model's scores are not finite.
-        """
-        samples: list[list[Sample]] = [[] for _ in range(self.num_sequences)]
-        if not self.ready:
-            return samples
-        logits = logits_of(self.hidden_rows.of(hidden))  # [ready, vocab_size]
-        if self.beams:
-            proposed = most_likely(self.beam_rows.of(logits), self.num_candidates, self.beams_banned)
-            for i, proposals in zip(self.beams, proposed, strict=True):
-                samples[self.ready[i]] = proposals
-        if self.drawers:
-            drawn_each = sample(self.drawn_rows.of(logits), self.draws)
-            for i, drawn in zip(self.drawers, drawn_each, strict=True):
-                samples[self.ready[i]].append(drawn)
-        self._check_finite([samples[i][0].logprob for i in self.ready], hidden.dtype)
+    samples: list[list[Sample]] = [[] for _ in batch.sequences]
+    ready = [i for i, seq in enumerate(batch.sequences) if seq.catches_up]
+    if not ready:
         return samples
+    ends = list(accumulate(seq.num_new_tokens for seq in batch.sequences))
+    logits = logits_of(_take(hidden, [ends[i] - 1 for i in ready]))  # [ready, vocab_size]
+    sequences = [batch.sequences[i] for i in ready]
+    beams: list[int] = []  # their rows of `logits`
+    drawers: list[int] = []  # for each token to draw, whose row it is drawn from
+    to_draw: list[SampleRow] = []
+    for row, seq in enumerate(sequences):
+        if seq.request.beam_search is not None:
+            beams.append(row)
+        else:
+            wanted = _sample_rows(seq)
+            to_draw += wanted
+            drawers += [row] * len(wanted)
+    draws, drawn_logits = Draws(to_draw, hidden.device), _take(logits, drawers)
+    if beams:
+        for row, proposals in zip(beams, _propose(logits, sequences, beams), strict=True):
+            samples[ready[row]] = proposals
+    if drawers:
+        for row, drawn in zip(drawers, sample(drawn_logits, draws), strict=True):
+            samples[ready[row]].append(drawn)
+    _check_finite(sequences, [samples[i][0].logprob for i in ready], hidden.dtype)
+    return samples
 
-    def _check_finite(self, logprobs: list[float], dtype: torch.dtype) -> None:
-        if math.isfinite(sum(logprobs)):
-            return
-        seq = next(
-            seq for seq, value in zip(self.sequences, logprobs, strict=True) if not math.isfinite(value)
-        )
-        raise FloatingPointError(
-            f"the model's scores for request {seq.request.request_id!r} at position {seq.num_tokens} are "
-            f"not finite in {dtype}: abort the request, or use a dtype with a wider range"
-        )
+
+def _take(tensor: Tensor, rows: list[int]) -> Tensor:
+    """Those rows of a tensor; nothing is sent or copied if they are the first ones, in order."""
+    if rows == list(range(len(rows))):
+        return tensor[: len(rows)]
+    return tensor[send(np.array(rows), tensor.device)]
 
 
-class Rows:
-    """Some rows of a tensor, sent to its device in time; nothing is done if they are all, in order."""
+def _propose(logits: Tensor, sequences: list[Sequence], beams: list[int]) -> list[list[Sample]]:
+    """What each beam, a row of `logits` and of `sequences`, proposes to be followed by."""
+    num = [sequences[row].request.beam_search.num_candidates for row in beams]
+    banned = send_banned([banned_token_ids(sequences[row]) for row in beams], logits.device)
+    return most_likely(_take(logits, beams), num, banned)
 
-    def __init__(self, rows: list[int], num_rows: int, device: torch.device) -> None:
-        self.rows = None
-        if rows and (len(rows) != num_rows or rows != list(range(num_rows))):
-            self.rows = send(np.array(rows), device)
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """Those rows of `tensor` [num_rows, ...]."""
-        return tensor if self.rows is None else tensor[self.rows]
+def _check_finite(sequences: list[Sequence], logprobs: list[float], dtype: torch.dtype) -> None:
+    if math.isfinite(sum(logprobs)):
+        return
+    seq = next(seq for seq, value in zip(sequences, logprobs, strict=True) if not math.isfinite(value))
+    raise FloatingPointError(
+        f"the model's scores for request {seq.request.request_id!r} at position {seq.num_tokens} are "
+        f"not finite in {dtype}: abort the request, or use a dtype with a wider range"
+    )
 
 
 def _sample_rows(seq: Sequence) -> list[SampleRow]:
