@@ -20,20 +20,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from benchmarks import (
-    blocksize,
-    chunked,
-    kernel,
-    memory,
-    overhead,
-    preemption,
-    prefix,
-    roofline,
-    sampling,
-    sharing,
-    throughput,
-)
+sys.path.insert(0, str(Path(__file__).parent / "docs" / "experiments"))
+
+import blocksize  # noqa: E402
+import chunked  # noqa: E402
+import kernel  # noqa: E402
+import memory  # noqa: E402
+import overhead  # noqa: E402
+import preemption  # noqa: E402
+import prefix  # noqa: E402
+import roofline  # noqa: E402
+import sampling  # noqa: E402
+import sharing  # noqa: E402
+import throughput  # noqa: E402
 
 EXPERIMENTS = {
     "throughput": throughput,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nanopaged.block_manager import BlockCopy
-from nanopaged.outputs import Logprobs, Sample
 from nanopaged.sequence import Request, Sequence
 from nanopaged.swap import Move
+from nanopaged.text.outputs import Logprobs, Sample
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanopaged.config import BeamSearchParams
-from nanopaged.outputs import Sample
-from nanopaged.stopping import StopRules
+from nanopaged.text.outputs import Sample
+from nanopaged.text.stopping import StopRules
 
 
 @dataclass(frozen=True, slots=True)

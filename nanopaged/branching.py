@@ -7,8 +7,8 @@ into a shared block gets a copy of its own (`BlockManager.append_slots`).
 from __future__ import annotations
 
 from nanopaged.block_manager import BlockManager
-from nanopaged.outputs import Sample
 from nanopaged.sequence import Request, Sequence
+from nanopaged.text.outputs import Sample
 
 
 def fork_samples(seq: Sequence, block_manager: BlockManager) -> list[Sequence]:

@@ -19,16 +19,16 @@ from nanopaged.beam_search import BeamSearch
 from nanopaged.block_manager import BlockManager
 from nanopaged.block_pool import blocks_needed
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
-from nanopaged.detokenizer import Detokenizer
-from nanopaged.model_config import read_model_config
+from nanopaged.model.checkpoint import find_model, load_tokenizer, read_eos_token_ids
+from nanopaged.model.model_config import read_model_config
 from nanopaged.model_runner import ModelRunner
-from nanopaged.outputs import RequestOutput
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, Sequence
 from nanopaged.stats import EngineStats
-from nanopaged.stopping import StopRules
 from nanopaged.swap import SwapCosts
-from nanopaged.weights import find_model, load_tokenizer, read_eos_token_ids
+from nanopaged.text.detokenizer import Detokenizer
+from nanopaged.text.outputs import RequestOutput
+from nanopaged.text.stopping import StopRules
 
 Prompt = str | SequenceOf[int]
 Params = SamplingParams | BeamSearchParams

@@ -134,7 +134,7 @@ class KVCache:
 def _copy_kernel() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
     """The kernel that copies any number of blocks in one launch; None where Triton is missing."""
     try:
-        from nanopaged.kernels import copy_blocks
+        from nanopaged.kernels.paged_attention import copy_blocks
     except ImportError:
         return None
     return copy_blocks

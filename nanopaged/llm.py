@@ -14,8 +14,8 @@ from tqdm.auto import tqdm
 
 from nanopaged.config import BeamSearchParams, EngineConfig
 from nanopaged.engine import LLMEngine, Params, Prompt
-from nanopaged.outputs import RequestOutput
 from nanopaged.sequence import Request
+from nanopaged.text.outputs import RequestOutput
 
 Message = dict[str, str]
 

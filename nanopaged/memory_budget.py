@@ -15,13 +15,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from nanopaged.attention import PagedBatch, make_attention
+from nanopaged.attention.flash_backend import GATHER_KEYS
+from nanopaged.attention.metadata import PagedBatch, make_attention
 from nanopaged.block_pool import blocks_needed
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.device import send
-from nanopaged.flash_attention import GATHER_KEYS
 from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.model import Model
+from nanopaged.model.decoder import Model
 from nanopaged.sampler import LOGITS_TILE, Draws, SampleRow, sample
 
 

@@ -15,22 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import PagedBatch, make_attention, slots_of
+from nanopaged.attention.metadata import PagedBatch, make_attention, slots_of
 from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.config import EngineConfig
 from nanopaged.device import pick_device, send
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.memory_budget import size_pool
-from nanopaged.model_config import ModelConfig
+from nanopaged.model.checkpoint import load_model
+from nanopaged.model.model_config import ModelConfig
 from nanopaged.next_tokens import draw_next_tokens
-from nanopaged.outputs import Logprobs
 from nanopaged.sampler import LOGITS_TILE, describe
 from nanopaged.sequence import Request, Sequence
 from nanopaged.swap import SwapCosts
-from nanopaged.weights import load_model
+from nanopaged.text.outputs import Logprobs
 
 if TYPE_CHECKING:
-    from nanopaged.cuda_graphs import DecodeGraphs
+    from nanopaged.model.cuda_graphs import DecodeGraphs
 
 HOST_BYTES = 4 << 30  # of host memory for swapped requests, if the config leaves it open
 
@@ -75,7 +75,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         tables = self.attention.tables
         if self.device.type == "cuda" and tables is not None and not config.enforce_eager:
-            from nanopaged.cuda_graphs import DecodeGraphs
+            from nanopaged.model.cuda_graphs import DecodeGraphs
 
             self.graphs = DecodeGraphs(
                 self.model, self.kv_cache, scale, tables, config.max_num_seqs, max_model_len

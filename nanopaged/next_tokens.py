@@ -16,9 +16,9 @@ from torch import Tensor
 
 from nanopaged.batch import ScheduledBatch
 from nanopaged.device import send
-from nanopaged.outputs import Sample
 from nanopaged.sampler import Draws, SampleRow, most_likely, sample, send_banned
 from nanopaged.sequence import Sequence
+from nanopaged.text.outputs import Sample
 
 
 def draw_next_tokens(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanopaged.config import SamplingParams
 from nanopaged.device import send
-from nanopaged.outputs import Logprob, Sample
+from nanopaged.text.outputs import Logprob, Sample
 
 LOGITS_TILE = 256  # positions of a prompt that are projected to the vocabulary at once
 RUN = 256  # tokens of the vocabulary whose probabilities are added up first when one is drawn

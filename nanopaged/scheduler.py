@@ -16,9 +16,9 @@ from collections import OrderedDict
 from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.block_manager import BlockManager, OutOfBlocks
 from nanopaged.branching import advance_beams, fork_samples
-from nanopaged.outputs import Sample
 from nanopaged.sequence import Request, Sequence
 from nanopaged.swap import SwapCosts, Swapper
+from nanopaged.text.outputs import Sample
 
 
 class Scheduler:

@@ -18,9 +18,9 @@ import xxhash
 if TYPE_CHECKING:
     from nanopaged.beam_search import BeamSearch
     from nanopaged.config import BeamSearchParams, SamplingParams
-    from nanopaged.detokenizer import Detokenizer
-    from nanopaged.outputs import Logprobs, Sample
-    from nanopaged.stopping import StopRules
+    from nanopaged.text.detokenizer import Detokenizer
+    from nanopaged.text.outputs import Logprobs, Sample
+    from nanopaged.text.stopping import StopRules
 
 
 @dataclass(slots=True, eq=False)

@@ -25,7 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanopaged
-from nanopaged import cuda_graphs, flash_attention, fused, kernels
+from nanopaged.attention import flash_backend
+from nanopaged.kernels import fused
+from nanopaged.kernels import paged_attention as kernels
+from nanopaged.model import cuda_graphs
 
 CUDA = torch.device("cuda:0")
 PACKAGE = Path(nanopaged.__file__).parent
@@ -183,7 +186,7 @@ def _where() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
-        if file.parent == PACKAGE and file.name != "device.py" and frame.f_code.co_name[0] != "<":
+        if PACKAGE in file.parents and file.name != "device.py" and frame.f_code.co_name[0] != "<":
             return f"{file.name} {frame.f_code.co_name}"
         frame = frame.f_back
     return "a test"
@@ -242,7 +245,7 @@ class Launcher:
         self.cuda.launched.append(self.name)
 
 
-def fake_varlen(cuda: FakeCuda) -> flash_attention.Varlen:
+def fake_varlen(cuda: FakeCuda) -> flash_backend.Varlen:
     """Flash attention that checks what it is given."""
 
     def attend(
@@ -307,9 +310,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
                 monkeypatch.setattr(module, name, Launcher(cuda, name, kernel))
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     monkeypatch.setattr(kernels, "MIN_SPLIT", 16)  # so that short contexts have splits, too
-    monkeypatch.setattr(flash_attention, "varlen", lambda: fake_varlen(cuda))
+    monkeypatch.setattr(flash_backend, "varlen", lambda: fake_varlen(cuda))
     monkeypatch.setattr(cuda_graphs, "Capture", lambda: fake_capture(cuda))
-    monkeypatch.setattr("nanopaged.weights._read_weights", lambda model, folder: None)
+    monkeypatch.setattr("nanopaged.model.checkpoint._read_weights", lambda model, folder: None)
     driver = {
         "synchronize": lambda _: cuda.note("wait"),
         "get_device_properties": lambda _: SimpleNamespace(multi_processor_count=132),

@@ -8,9 +8,9 @@ a block handed on too early is caught in the step in which it happens.
 from __future__ import annotations
 
 from nanopaged.batch import ScheduledBatch, StepResult
-from nanopaged.outputs import Sample
 from nanopaged.sequence import Sequence
 from nanopaged.swap import SwapCosts
+from nanopaged.text.outputs import Sample
 
 VOCAB_SIZE = 97
 SEED = 17

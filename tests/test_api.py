@@ -13,7 +13,7 @@ import torch
 from conftest import MAX_MODEL_LEN, VOCAB_SIZE, Oracle
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from nanopaged.detokenizer import Detokenizer
+from nanopaged.text.detokenizer import Detokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanopaged import flash_attention
-from nanopaged.attention import AttentionBackend, PagedAttention, PagedBatch, Store, make_attention
+from nanopaged.attention import flash_backend
+from nanopaged.attention.metadata import AttentionBackend, PagedAttention, PagedBatch, Store, make_attention
+from nanopaged.attention.reference_backend import reference_paged_attention
+from nanopaged.attention.torch_backend import QUERY_TILE, DecodePlan, causal_attention
 from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.reference_attention import reference_paged_attention
-from nanopaged.torch_attention import QUERY_TILE, DecodePlan, causal_attention
 
 CPU = torch.device("cpu")
 LAYERS, LAYER = 2, 1
@@ -117,7 +117,9 @@ def test_backends_equal_dense_attention(
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("block_size", [4, 7])
 def test_interpreted_kernels_equal_dense_attention(lengths: list[tuple[int, int]], block_size: int) -> None:
-    kernels = pytest.importorskip("nanopaged.kernels", reason="the kernels are written in Triton")
+    kernels = pytest.importorskip(
+        "nanopaged.kernels.paged_attention", reason="the kernels are written in Triton"
+    )
     if not kernels.INTERPRETED:
         pytest.skip("the kernels are compiled here; tests/test_kernels.py has them")
     case = Case(lengths, block_size, (6, 2), 20)
@@ -146,13 +148,13 @@ def test_what_flash_attention_is_given(
 
     Contexts are gathered one by one, a few together, or all at once.
     """
-    monkeypatch.setattr(flash_attention, "varlen", lambda: dense_varlen)
-    monkeypatch.setattr(flash_attention, "GATHER_KEYS", gather_keys)
+    monkeypatch.setattr(flash_backend, "varlen", lambda: dense_varlen)
+    monkeypatch.setattr(flash_backend, "GATHER_KEYS", gather_keys)
     case = Case(lengths, block_size, (6, 2), 20)
     backend = PagedAttention(
         store=lambda batch: Store(batch, case.cache),
         decodes=lambda batch: DecodePlan(batch, case.cache, 20**-0.5),
-        chunks=lambda batch: flash_attention.ChunkPlan(batch, case.cache, 20**-0.5),
+        chunks=lambda batch: flash_backend.ChunkPlan(batch, case.cache, 20**-0.5),
     )
     torch.testing.assert_close(case.run(backend), case.dense(), atol=2e-5, rtol=1e-4)
 
@@ -167,8 +169,8 @@ def test_how_flash_attention_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             for module in ("flash_attn", "torch.nn.attention.varlen"):
                 patch.setitem(sys.modules, module, SimpleNamespace(**(members if module == name else {})))
-            flash_attention.varlen.cache_clear()
-            flash_attention.varlen()(q, k, k, *rest, 0.5)
+            flash_backend.varlen.cache_clear()
+            flash_backend.varlen()(q, k, k, *rest, 0.5)
         return calls.pop()
 
     def old(*args: Any, scale: float, window_size: tuple[int, int]) -> None:
@@ -187,7 +189,7 @@ def test_how_flash_attention_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options == {"scale": 0.5, "window_size": (-1, 0)}
     with pytest.raises(ImportError, match="lacks window_size"):
         call("torch.nn.attention.varlen", varlen_attn=lambda q, k, v: None)
-    flash_attention.varlen.cache_clear()
+    flash_backend.varlen.cache_clear()
 
 
 def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,12 +200,12 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch: pytes
     with pytest.raises(ValueError, match="attention_backend is 'magic', but must be one of .*'triton'"):
         make_attention("magic", cache, 1.0)
     if importlib.util.find_spec("triton"):
-        monkeypatch.setattr("nanopaged.kernels.INTERPRETED", False)
+        monkeypatch.setattr("nanopaged.kernels.paged_attention.INTERPRETED", False)
         with pytest.raises(ValueError, match="'triton' cannot run here: .*need a GPU.*TRITON_INTERPRET=1"):
             make_attention("triton", cache, 1.0)
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "nanopaged.kernels", raising=False)
-    monkeypatch.delattr("nanopaged.kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "nanopaged.kernels.paged_attention", raising=False)
+    monkeypatch.delattr("nanopaged.kernels.paged_attention", raising=False)
     with pytest.raises(ValueError, match="'triton' cannot run here: Triton is not there"):
         make_attention("triton", cache, 1.0)
     assert isinstance(make_attention("auto", cache, 1.0), PagedAttention)  # PyTorch's needs none of it
@@ -213,7 +215,7 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch: pytes
 def test_many_tiles_of_rows(rows_a_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full rows only, last rows only, both in one tile; a tile too small for a row takes one all the same."""
     row_bytes = 2 * 64 * 2 * 16 * 4  # K and V of 64 keys, 2 heads of 16, float32
-    monkeypatch.setattr("nanopaged.torch_attention.KV_TILE", max(1, rows_a_tile * row_bytes))
+    monkeypatch.setattr("nanopaged.attention.torch_backend.KV_TILE", max(1, rows_a_tile * row_bytes))
     case = Case([(n, 1) for n in (150, 3, 21, 64, 63, 333, 0, 12, 128)], 4, (4, 2), 16)
     torch.testing.assert_close(case.run("torch"), case.dense(), atol=2e-5, rtol=1e-4)
 

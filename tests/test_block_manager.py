@@ -12,9 +12,9 @@ from nanopaged.block_manager import BlockCopy, BlockManager, OutOfBlocks
 from nanopaged.block_pool import blocks_needed
 from nanopaged.branching import advance_beams
 from nanopaged.config import SamplingParams
-from nanopaged.outputs import Sample
 from nanopaged.sequence import Request, Sequence
-from nanopaged.stopping import StopRules
+from nanopaged.text.outputs import Sample
+from nanopaged.text.stopping import StopRules
 
 
 def sequence(*token_ids: int) -> Sequence:

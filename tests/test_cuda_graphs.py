@@ -14,8 +14,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="decodes in graphs read their pages by Triton kernels")
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.cuda_graphs import DecodeGraphs, graph_sizes
-from nanopaged.triton_attention import BlockTables
+from nanopaged.attention.triton_backend import BlockTables
+from nanopaged.model.cuda_graphs import DecodeGraphs, graph_sizes
 
 
 def compute_again(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
@@ -155,7 +155,7 @@ def test_block_tables_follow_whatever_happens() -> None:
 
 def test_block_tables_send_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[list[list[int]]] = []
-    import nanopaged.triton_attention as module
+    import nanopaged.attention.triton_backend as module
 
     send = module.send
     monkeypatch.setattr(module, "send", lambda a, device: sent.append(a.T.tolist()) or send(a, device))

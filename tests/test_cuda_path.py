@@ -20,13 +20,14 @@ pytest.importorskip("triton", reason="on a GPU, K/V is stored and read by Triton
 
 from fake_cuda import CUDA, FakeCuda, pretend
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams, flash_attention
+from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged import engine as engine_module
 from nanopaged import model_runner as runner_module
-from nanopaged.attention import PagedBatch
+from nanopaged.attention import flash_backend
+from nanopaged.attention.metadata import PagedBatch
 from nanopaged.batch import ScheduledBatch
 from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.model_config import read_model_config
+from nanopaged.model.model_config import read_model_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
 
@@ -195,10 +196,10 @@ def test_what_torch_own_varlen_attention_takes(
 ) -> None:
     """PyTorch's own checks are made, as far as they need no GPU."""
     try:
-        varlen = flash_attention._torch_varlen()
+        varlen = flash_backend._torch_varlen()
     except ImportError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(flash_attention, "varlen", lambda: varlen)
+    monkeypatch.setattr(flash_backend, "varlen", lambda: varlen)
     run(cuda, on_cuda(qwen3, attention_backend="flash"), [30, 5], SamplingParams(max_tokens=2))
     assert cuda.launched.count("_varlen_attn") == 2 * 3
 

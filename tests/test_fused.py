@@ -9,8 +9,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform has not")
 
-from nanopaged import LLM, SamplingParams, fused, layers
-from nanopaged.layers import Linear, RMSNorm
+from nanopaged import LLM, SamplingParams
+from nanopaged.kernels import fused
+from nanopaged.model import layers
+from nanopaged.model.layers import Linear, RMSNorm
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

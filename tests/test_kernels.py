@@ -17,10 +17,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform has not")
 
-from nanopaged import kernels
-from nanopaged.attention import make_attention
+from nanopaged.attention.metadata import make_attention
+from nanopaged.attention.triton_backend import BlockTables, DecodePlan
+from nanopaged.kernels import paged_attention as kernels
 from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.triton_attention import BlockTables, DecodePlan
 
 ROOT = Path(__file__).parents[1]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -225,7 +225,7 @@ def test_kernels_compile_without_spills() -> None:
     """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, str(ROOT / "tools" / "compile_kernels.py"), "--json"]
+    command = [sys.executable, str(ROOT / "tests" / "compile_kernels.py"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     compiled = [json.loads(line) for line in done.stdout.splitlines()]
@@ -267,7 +267,7 @@ def test_block_sizes_on_a_gpu(dtype: torch.dtype, block_major: bool, block_size:
 @pytest.mark.parametrize("num_seqs", [1, 64, 300])
 def test_backends_agree_on_a_gpu(dtype: torch.dtype, num_seqs: int) -> None:
     """A whole step's decodes: stored, then read, by the kernels and by plain PyTorch."""
-    from nanopaged.attention import PagedBatch
+    from nanopaged.attention.metadata import PagedBatch
 
     rng = random.Random(num_seqs)
     lens = [rng.randint(1, 600) for _ in range(num_seqs)]

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.detokenizer import Detokenizer
 from nanopaged.sequence import Sequence
-from nanopaged.stopping import StopRules
+from nanopaged.text.detokenizer import Detokenizer
+from nanopaged.text.stopping import StopRules
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.layers import rotary_frequencies
-from nanopaged.model_config import read_model_config
-from nanopaged.weights import TINY_MODEL, read_eos_token_ids
+from nanopaged.model.checkpoint import TINY_MODEL, read_eos_token_ids
+from nanopaged.model.layers import rotary_frequencies
+from nanopaged.model.model_config import read_model_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
@@ -266,7 +266,7 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> str:
         raise OSError("no network")
 
-    monkeypatch.setattr("nanopaged.weights.snapshot_download", refuse)
+    monkeypatch.setattr("nanopaged.model.checkpoint.snapshot_download", refuse)
     with pytest.raises(FileNotFoundError, match="nobody/nothing.*no network"):
         LLM("nobody/nothing")
 
@@ -278,7 +278,7 @@ def test_a_hub_id_is_downloaded(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) 
         asked[repo] = allow_patterns
         return str(qwen3.folder)
 
-    monkeypatch.setattr("nanopaged.weights.snapshot_download", download)
+    monkeypatch.setattr("nanopaged.model.checkpoint.snapshot_download", download)
     assert greedy(Path("somebody/model"), [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
     assert "*.safetensors" in asked["somebody/model"]
 

@@ -10,9 +10,9 @@ a step, by the backend's `plan`. Decodes and chunks of prompts are different wor
 its own, and a backend is a choice of three:
 
                storing K/V    one query a sequence             many queries a sequence
-    torch      indexing       `torch_attention.DecodePlan`     `torch_attention.ChunkPlan`
-    triton     a kernel       `triton_attention.DecodePlan`    `torch_attention.ChunkPlan`
-    flash      a kernel       `triton_attention.DecodePlan`    `flash_attention.ChunkPlan`
+    torch      indexing       `torch_backend.DecodePlan`     `torch_backend.ChunkPlan`
+    triton     a kernel       `triton_backend.DecodePlan`    `torch_backend.ChunkPlan`
+    flash      a kernel       `triton_backend.DecodePlan`    `flash_backend.ChunkPlan`
 
 `reference_attention.py` stands beside them: a loop over sequences, queries and blocks, in the open.
 
@@ -34,7 +34,7 @@ from nanopaged.device import send
 from nanopaged.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from nanopaged.triton_attention import BlockTables
+    from nanopaged.attention.triton_backend import BlockTables
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, q, k, v) → out, with q, out [num_tokens, num_heads, head_dim] and k, v
@@ -133,24 +133,24 @@ def make_attention(backend: str, cache: KVCache, scale: float) -> AttentionBacke
     if reason:
         raise ValueError(f"attention_backend={backend!r} cannot run here: {reason}; 'auto' takes what can")
     if backend == "reference":
-        from nanopaged.reference_attention import ReferenceAttention
+        from nanopaged.attention.reference_backend import ReferenceAttention
 
         return ReferenceAttention(cache, scale)
-    from nanopaged import torch_attention
+    from nanopaged.attention import torch_backend
 
     if backend == "torch":
         return PagedAttention(
             store=lambda batch: Store(batch, cache),
-            decodes=lambda batch: torch_attention.DecodePlan(batch, cache, scale),
-            chunks=lambda batch: torch_attention.ChunkPlan(batch, cache, scale),
+            decodes=lambda batch: torch_backend.DecodePlan(batch, cache, scale),
+            chunks=lambda batch: torch_backend.ChunkPlan(batch, cache, scale),
         )
-    from nanopaged import flash_attention, triton_attention
+    from nanopaged.attention import flash_backend, triton_backend
 
-    chunks = flash_attention if backend == "flash" else torch_attention
-    tables = triton_attention.BlockTables(cache.data.device)
+    chunks = flash_backend if backend == "flash" else torch_backend
+    tables = triton_backend.BlockTables(cache.data.device)
     return PagedAttention(
-        store=lambda batch: triton_attention.Store.of(batch, cache),
-        decodes=lambda batch: triton_attention.DecodePlan.of(batch, cache, scale, tables),
+        store=lambda batch: triton_backend.Store.of(batch, cache),
+        decodes=lambda batch: triton_backend.DecodePlan.of(batch, cache, scale, tables),
         chunks=lambda batch: chunks.ChunkPlan(batch, cache, scale),
         tables=tables,
     )
@@ -165,13 +165,13 @@ def why_not(backend: str, cache: KVCache) -> str | None:
     """What keeps a backend from running on the cache's device; None if nothing does."""
     if backend in ("triton", "flash"):
         try:
-            from nanopaged import kernels
+            from nanopaged.kernels import paged_attention as kernels
         except ImportError as error:
             return f"Triton is not there ({error})"
         if not cache.data.is_cuda and not kernels.INTERPRETED:
             return f"its kernels need a GPU, not {cache.data.device}, or TRITON_INTERPRET=1 to be tried out"
     if backend == "flash":
-        from nanopaged.flash_attention import why_no_flash
+        from nanopaged.attention.flash_backend import why_no_flash
 
         return why_no_flash(cache)
     return None

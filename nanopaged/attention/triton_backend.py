@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged import kernels
-from nanopaged.attention import PagedBatch
+from nanopaged.attention.metadata import PagedBatch
 from nanopaged.device import send
+from nanopaged.kernels import paged_attention as kernels
 from nanopaged.kv_cache import KVCache
 
 

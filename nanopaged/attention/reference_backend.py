@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanopaged.attention import Attend, PagedBatch, Store
+from nanopaged.attention.metadata import Attend, PagedBatch, Store
 from nanopaged.kv_cache import KVCache
 
 

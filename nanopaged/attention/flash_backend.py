@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import PagedBatch, slots_of
+from nanopaged.attention.metadata import PagedBatch, slots_of
 from nanopaged.device import send
 from nanopaged.kv_cache import KVCache
 

@@ -20,9 +20,7 @@ from itertools import product
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from benchmarks.common import (
+from common import (
     DTYPES,
     add_plot_argument,
     at_least,
@@ -31,11 +29,13 @@ from benchmarks.common import (
     save_bars,
     time_call,
 )
-from nanopaged.attention import PagedBatch, make_attention
+from torch import Tensor
+
+from nanopaged.attention.metadata import PagedBatch, make_attention
+from nanopaged.attention.torch_backend import gather_context
 from nanopaged.block_pool import blocks_needed
 from nanopaged.device import pick_device
 from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.torch_attention import gather_context
 
 PADDED_LIMIT = 8 << 30  # bytes of a padded K/V that is still worth trying
 

@@ -12,7 +12,7 @@ import statistics
 import time
 from pathlib import Path
 
-from benchmarks.common import (
+from common import (
     add_model_arguments,
     add_plot_argument,
     at_least,
@@ -20,6 +20,7 @@ from benchmarks.common import (
     machine,
     save_lines,
 )
+
 from nanopaged import LLM, SamplingParams
 
 

@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nanopaged.model import Model
-from nanopaged.model_config import ModelConfig, read_json
+from nanopaged.model.decoder import Model
+from nanopaged.model.model_config import ModelConfig, read_json
 
-TINY_MODEL = Path(__file__).parent / "tiny"
+TINY_MODEL = Path(__file__).parents[1] / "tiny"
 
 CONFIG_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

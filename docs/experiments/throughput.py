@@ -18,9 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from tqdm import tqdm
-
-from benchmarks.common import (
+from common import (
     Workload,
     add_model_arguments,
     at_least,
@@ -29,7 +27,9 @@ from benchmarks.common import (
     machine,
     model_name,
 )
-from benchmarks.roofline import head_weights, weights
+from roofline import head_weights, weights
+from tqdm import tqdm
+
 from nanopaged import LLM, RequestOutput, SamplingParams
 from nanopaged.device import pick_device
 

@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-
-from benchmarks.common import (
+from common import (
     add_model_arguments,
     add_plot_argument,
     checkpoint,
@@ -23,6 +22,7 @@ from benchmarks.common import (
     model_name,
     save_lines,
 )
+
 from nanopaged import LLM, SamplingParams
 from nanopaged.block_pool import blocks_needed
 from nanopaged.device import pick_device

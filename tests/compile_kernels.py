@@ -1,7 +1,7 @@
 """Compile every Triton kernel for GPUs that need not be there, and read what they use from the binaries.
 
-    python tools/compile_kernels.py                   the default settings, for sm_80, sm_90 and sm_100
-    python tools/compile_kernels.py --json            one line for each
+    python tests/compile_kernels.py                   the default settings, for sm_80, sm_90 and sm_100
+    python tests/compile_kernels.py --json            one line for each
 
 Registers are per thread, the stack (bytes) is where registers spill to, shared memory (bytes) is per program.
 """
@@ -24,7 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanopaged import fused, kernels
+from nanopaged.kernels import fused
+from nanopaged.kernels import paged_attention as kernels
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # (query heads a KV head, head dim, block size, type, splits): the models people run, and the odd ones

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from common import at_least, machine
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -19,7 +20,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from benchmarks.common import at_least, machine
 from nanopaged import SamplingParams
 from nanopaged.device import pick_device
 from nanopaged.sampler import Draws, SampleRow, sample

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanopaged.model_config import ModelConfig
+from nanopaged.model.model_config import ModelConfig
 
 
 def _empty(*shape: int, like: torch.Tensor) -> nn.Parameter:
@@ -168,7 +168,7 @@ def fused_kernels(x: Tensor) -> ModuleType | None:
 @cache
 def _import_fused() -> ModuleType | None:
     try:
-        from nanopaged import fused
+        from nanopaged.kernels import fused
     except ImportError:
         return None
     return fused

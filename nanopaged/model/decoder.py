@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nanopaged.attention import Attend
-from nanopaged.layers import Linear, RMSNorm, Rotary, norm_rotate, silu_mul
-from nanopaged.model_config import ModelConfig
+from nanopaged.attention.metadata import Attend
+from nanopaged.model.layers import Linear, RMSNorm, Rotary, norm_rotate, silu_mul
+from nanopaged.model.model_config import ModelConfig
 
 
 class Attention(nn.Module):

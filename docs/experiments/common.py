@@ -17,9 +17,9 @@ import torch
 import transformers
 
 from nanopaged.device import pick_device
-from nanopaged.layers import Linear
-from nanopaged.model_config import read_model_config
-from nanopaged.weights import find_model
+from nanopaged.model.checkpoint import find_model
+from nanopaged.model.layers import Linear
+from nanopaged.model.model_config import read_model_config
 
 
 @dataclass(frozen=True)

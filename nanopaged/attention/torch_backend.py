@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import PagedBatch
+from nanopaged.attention.metadata import PagedBatch
 from nanopaged.device import send
 from nanopaged.kv_cache import KVCache
 

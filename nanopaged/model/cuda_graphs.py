@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged import kernels
-from nanopaged.attention import PagedBatch
+from nanopaged.attention.metadata import PagedBatch
+from nanopaged.attention.triton_backend import BlockTables, DecodePlan, Store, num_processors
 from nanopaged.block_pool import blocks_needed
 from nanopaged.device import pinned, send
+from nanopaged.kernels import paged_attention as kernels
 from nanopaged.kv_cache import KVCache
-from nanopaged.model import Model
-from nanopaged.triton_attention import BlockTables, DecodePlan, Store, num_processors
+from nanopaged.model.decoder import Model
 
 PADDING = np.array([[0], [0], [-1], [0], [0]])  # token id, position, slot, row of the tables, context length
 

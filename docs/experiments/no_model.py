@@ -7,9 +7,9 @@ import random
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.beam_search import BeamSearch
-from nanopaged.outputs import Sample
 from nanopaged.sequence import Request, Sequence
-from nanopaged.stopping import StopRules
+from nanopaged.text.outputs import Sample
+from nanopaged.text.stopping import StopRules
 
 # The paper's traces (its Fig. 11): mean tokens of input and output.
 TRACES = {"Alpaca-like": (19, 58), "ShareGPT-like": (161, 338)}

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import random
 
+from common import add_plot_argument, at_least, save_lines
+from no_model import TRACES, NoModel, make_request
 from tqdm import tqdm
 
-from benchmarks.common import add_plot_argument, at_least, save_lines
-from benchmarks.no_model import TRACES, NoModel, make_request
 from nanopaged import BeamSearchParams, SamplingParams, audit
 from nanopaged.block_manager import BlockManager
 from nanopaged.scheduler import Scheduler

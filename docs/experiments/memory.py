@@ -20,10 +20,10 @@ import random
 from collections.abc import Callable
 from itertools import islice
 
+from common import add_plot_argument, at_least, save_bars
+from no_model import TRACES, NoModel, make_request
 from tqdm import tqdm
 
-from benchmarks.common import add_plot_argument, at_least, save_bars
-from benchmarks.no_model import TRACES, NoModel, make_request
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.scheduler import Scheduler

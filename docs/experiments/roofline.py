@@ -17,8 +17,7 @@ import statistics
 import time
 
 import torch
-
-from benchmarks.common import (
+from common import (
     add_model_arguments,
     at_least,
     checkpoint,
@@ -27,9 +26,10 @@ from benchmarks.common import (
     matmul_rate,
     model_name,
 )
+
 from nanopaged import LLM, SamplingParams
 from nanopaged.device import pick_device
-from nanopaged.model_config import ModelConfig
+from nanopaged.model.model_config import ModelConfig
 from nanopaged.model_runner import ModelRunner
 
 

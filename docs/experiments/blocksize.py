@@ -12,11 +12,11 @@ import argparse
 import random
 
 import torch
+from common import add_plot_argument, at_least, save_lines, time_call
+from kernel import Case, draw_lens
+from no_model import TRACES, NoModel, make_request
 from tqdm import tqdm
 
-from benchmarks.common import add_plot_argument, at_least, save_lines, time_call
-from benchmarks.kernel import Case, draw_lens
-from benchmarks.no_model import TRACES, NoModel, make_request
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.device import pick_device

@@ -15,11 +15,11 @@ import random
 import statistics
 import time
 
+import nano_vllm
 import torch
+from common import add_plot_argument, at_least, machine, save_lines
+from no_model import NoModel, make_request
 
-from benchmarks import nano_vllm
-from benchmarks.common import add_plot_argument, at_least, machine, save_lines
-from benchmarks.no_model import NoModel, make_request
 from nanopaged import SamplingParams
 from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.block_manager import BlockManager
@@ -81,8 +81,8 @@ class HostPath:
     VOCAB = 32
 
     def __init__(self, block_size: int, max_num_seqs: int, max_context_len: int) -> None:
-        from nanopaged.cuda_graphs import DecodeGraphs
-        from nanopaged.triton_attention import BlockTables
+        from nanopaged.attention.triton_backend import BlockTables
+        from nanopaged.model.cuda_graphs import DecodeGraphs
 
         device = torch.device("cpu")
         self.block_size = block_size
