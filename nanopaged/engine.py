@@ -14,7 +14,6 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.beam_search import BeamSearch
 from nanopaged.block_manager import BlockManager
 from nanopaged.block_pool import blocks_needed
@@ -23,7 +22,7 @@ from nanopaged.model.checkpoint import find_model, load_tokenizer, read_eos_toke
 from nanopaged.model.model_config import read_model_config
 from nanopaged.model_runner import ModelRunner
 from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import Request, Sequence
+from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 from nanopaged.stats import EngineStats
 from nanopaged.swap import SwapCosts
 from nanopaged.text.detokenizer import Detokenizer

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from nanopaged.attention.metadata import PagedBatch, make_attention, slots_of
-from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.config import EngineConfig
 from nanopaged.device import pick_device, send
 from nanopaged.kv_cache import KVCache, KVShape
@@ -25,7 +24,7 @@ from nanopaged.model.checkpoint import load_model
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.next_tokens import draw_next_tokens
 from nanopaged.sampler import LOGITS_TILE, describe
-from nanopaged.sequence import Request, Sequence
+from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 from nanopaged.swap import SwapCosts
 from nanopaged.text.outputs import Logprobs
 
@@ -125,8 +124,8 @@ class ModelRunner:
         scored, row = {}, 0
         for seq in batch.sequences:
             if seq.request.wants_prompt_logprobs:
-                scored[seq.request] = self._score_prompt(seq, hidden[row : row + seq.num_new_tokens])
-            row += seq.num_new_tokens
+                scored[seq.request] = self._score_prompt(seq, hidden[row : row + seq.num_scheduled_tokens])
+            row += seq.num_scheduled_tokens
         return scored
 
     def _score_prompt(self, seq: Sequence, hidden: Tensor) -> list[Logprobs]:
@@ -137,7 +136,7 @@ class ModelRunner:
         """
         request, start = seq.request, seq.num_computed_tokens
         first = max(start, len(request.prompt_logprobs) - 1)
-        end = min(start + seq.num_new_tokens, seq.num_prompt_tokens - 1)
+        end = min(start + seq.num_scheduled_tokens, seq.num_prompt_tokens - 1)
         scored: list[Logprobs] = []
         for lo in range(first, end, LOGITS_TILE):
             hi = min(lo + LOGITS_TILE, end)
@@ -155,7 +154,7 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndar
     """
     computed = [seq.num_computed_tokens for seq in batch.sequences]
     tables = [seq.block_table for seq in batch.sequences]
-    query_lens = np.array([seq.num_new_tokens for seq in batch.sequences])
+    query_lens = np.array([seq.num_scheduled_tokens for seq in batch.sequences])
     n = batch.num_decodes  # of these there may be hundreds, each with one token, so they go as lists
     decodes = zip(batch.sequences[:n], computed, strict=False)
     input_ids = [[seq.token_ids[p] for seq, p in decodes]]
@@ -164,7 +163,7 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndar
         [t[p // block_size] * block_size + p % block_size for t, p in zip(tables[:n], computed, strict=False)]
     ]
     for seq in batch.sequences[n:]:
-        chunk = np.arange(seq.num_computed_tokens, seq.num_computed_tokens + seq.num_new_tokens)
+        chunk = np.arange(seq.num_computed_tokens, seq.num_computed_tokens + seq.num_scheduled_tokens)
         input_ids.append(seq.token_ids[chunk[0] : chunk[-1] + 1])
         positions.append(chunk)
         slots.append(slots_of(seq.block_table, chunk, block_size))

@@ -7,17 +7,16 @@ and from those one is drawn, or several (a prompt about to fork), or the most li
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.batch import ScheduledBatch
 from nanopaged.device import send
 from nanopaged.sampler import Draws, SampleRow, most_likely, sample, send_banned
-from nanopaged.sequence import Sequence
+from nanopaged.sequence import ScheduledBatch, Sequence
 from nanopaged.text.outputs import Sample
 
 
@@ -41,17 +40,17 @@ def draw_next_tokens(
         FloatingPointError: the model's scores are not finite.
     """
     samples: list[list[Sample]] = [[] for _ in batch.sequences]
-    ready = [i for i, seq in enumerate(batch.sequences) if seq.catches_up]
+    ready = [i for i, seq in enumerate(batch.sequences) if seq.needs_sample]
     if not ready:
         return samples
-    ends = list(accumulate(seq.num_new_tokens for seq in batch.sequences))
+    ends = list(accumulate(seq.num_scheduled_tokens for seq in batch.sequences))
     logits = logits_of(_take(hidden, [ends[i] - 1 for i in ready]))  # [ready, vocab_size]
     sequences = [batch.sequences[i] for i in ready]
     beams: list[int] = []  # their rows of `logits`
     drawers: list[int] = []  # for each token to draw, whose row it is drawn from
     to_draw: list[SampleRow] = []
     for row, seq in enumerate(sequences):
-        if seq.request.beam_search is not None:
+        if seq.request.is_beam_search:
             beams.append(row)
         else:
             wanted = _sample_rows(seq)
@@ -77,8 +76,8 @@ def _take(tensor: Tensor, rows: list[int]) -> Tensor:
 
 def _propose(logits: Tensor, sequences: list[Sequence], beams: list[int]) -> list[list[Sample]]:
     """What each beam, a row of `logits` and of `sequences`, proposes to be followed by."""
-    num = [sequences[row].request.beam_search.num_candidates for row in beams]
-    banned = send_banned([banned_token_ids(sequences[row]) for row in beams], logits.device)
+    num = [sequences[row].request.num_candidates for row in beams]
+    banned = send_banned([sequences[row].banned_token_ids for row in beams], logits.device)
     return most_likely(_take(logits, beams), num, banned)
 
 
@@ -94,13 +93,8 @@ def _check_finite(sequences: list[Sequence], logprobs: list[float], dtype: torch
 
 def _sample_rows(seq: Sequence) -> list[SampleRow]:
     """The draws to make after `seq`: one, or one for each output if the request is about to fork."""
-    request, position, banned = seq.request, seq.num_tokens, banned_token_ids(seq)
-    if not request.unforked:
+    request, position, banned = seq.request, seq.num_tokens, seq.banned_token_ids
+    if not request.prompt_phase:
         return [SampleRow(request.params, request.seed, seq.index, position, banned)]
     indices = range(request.params.num_sequences)
     return [SampleRow(request.params, request.seed, i, position, banned) for i in indices]
-
-
-def banned_token_ids(seq: Sequence) -> Collection[int]:
-    """What must not follow `seq` yet."""
-    return seq.request.stop_rules.banned_token_ids(seq)

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.block_manager import BlockManager, OutOfBlocks
 from nanopaged.branching import advance_beams, fork_samples
-from nanopaged.sequence import Request, Sequence
+from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 from nanopaged.swap import SwapCosts, Swapper
 from nanopaged.text.outputs import Sample
 
@@ -121,7 +120,7 @@ class Scheduler:
                 if not self.enable_chunked_prefill or budget == 0:
                     break  # its siblings wait as well: they may count on what it computes
                 gap = budget
-            seq.num_new_tokens = gap
+            seq.num_scheduled_tokens = gap
             budget -= gap
             if gap == 1:
                 decodes.append(seq)
@@ -237,7 +236,7 @@ class Scheduler:
         some_ended, num_generated = False, 0
         try:
             for seq, samples in zip(batch.sequences, result.samples, strict=True):
-                seq.num_computed_tokens += seq.num_new_tokens
+                seq.num_computed_tokens += seq.num_scheduled_tokens
                 if seq.num_computed_tokens - seq.num_closed_tokens >= block_size:
                     self.block_manager.close_blocks(seq)
                 if len(samples) == 1:
@@ -276,7 +275,7 @@ class Scheduler:
         False if nothing comes of it yet, because other beams have still to make their proposals.
         """
         request = seq.request
-        if request.beam_search is not None:
+        if request.is_beam_search:
             seq.candidates = samples
             if any(beam.candidates is None for beam in request.live):
                 return False

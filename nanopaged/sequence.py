@@ -17,7 +17,9 @@ import xxhash
 
 if TYPE_CHECKING:
     from nanopaged.beam_search import BeamSearch
+    from nanopaged.block_manager import BlockCopy
     from nanopaged.config import BeamSearchParams, SamplingParams
+    from nanopaged.swap import Move
     from nanopaged.text.detokenizer import Detokenizer
     from nanopaged.text.outputs import Logprobs, Sample
     from nanopaged.text.stopping import StopRules
@@ -46,7 +48,7 @@ class Sequence:
 
     num_tokens: int = field(init=False)  # len(token_ids)
     num_computed_tokens: int = 0
-    num_new_tokens: int = 0  # this step's share: tokens [num_computed, num_computed + num_new)
+    num_scheduled_tokens: int = 0  # this step's share: tokens [num_computed, num_computed + num_new)
 
     block_table: list[int] = field(default_factory=list)  # i-th logical block → physical block
     host_table: list[int] = field(default_factory=list)  # the same in host memory, while swapped out
@@ -70,9 +72,15 @@ class Sequence:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def catches_up(self) -> bool:
+    def needs_sample(self) -> bool:
         """Whether its last known token is in this step, so that the logits tell the next one."""
-        return self.num_computed_tokens + self.num_new_tokens == self.num_tokens
+        return self.num_computed_tokens + self.num_scheduled_tokens == self.num_tokens
+
+    @property
+    def banned_token_ids(self) -> frozenset[int]:
+        """Tokens that must not be drawn next: before min_tokens nothing may end the sequence."""
+        rules = self.request.stop_rules
+        return rules.token_ids if self.num_tokens < rules.min_length else frozenset()
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -160,14 +168,23 @@ class Request:
         return not self.live
 
     @property
-    def unforked(self) -> bool:
+    def prompt_phase(self) -> bool:
         """Whether its prompt is still being computed, for several sequences at once."""
         return len(self.sequences) < self.params.num_sequences
 
     @property
+    def is_beam_search(self) -> bool:
+        return self.beam_search is not None
+
+    @property
+    def num_candidates(self) -> int:
+        """Tokens that each beam proposes: enough that `beam_width` remain if all the best end a text."""
+        return self.beam_search.num_candidates
+
+    @property
     def num_seqs(self) -> int:
         """How many sequences it counts for: those it will have, as long as it has one for all."""
-        return self.params.num_sequences if self.unforked else len(self.live)
+        return self.params.num_sequences if self.prompt_phase else len(self.live)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -183,3 +200,36 @@ class Request:
             self.finish_time = time.monotonic()
             if seq.num_output_tokens and self.first_token_time is None:  # a beam search of one step
                 self.first_token_time = self.finish_time
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """One step's work; `num_scheduled_tokens` of each sequence says how much of it.
+
+    Those with a single new token stand first: `sequences[:num_decodes]`. Before anything is computed, blocks
+    are moved: out, then in, then the copies on write. No block is the destination of two copies, or both
+    a source and a destination.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list)
+    num_decodes: int = 0
+    swap_out: list[Move] = field(default_factory=list)  # (device block, host block)
+    swap_in: list[Move] = field(default_factory=list)  # (host block, device block)
+    copies: list[BlockCopy] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)  # left the waiting queue for this step
+    swapped_out: list[Request] = field(default_factory=list)  # went to it, and to host memory
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the runner found out.
+
+    Fields:
+        samples: for each sequence of the batch the tokens drawn to follow it: none if it has not
+            caught up; else one; or, when the prompt of a request for n outputs has just been computed,
+            n, one for each; or a beam's proposals.
+        prompt_logprobs: by request, of the prompt tokens whose turn it was, where asked for.
+    """
+
+    samples: list[list[Sample]]
+    prompt_logprobs: dict[Request, list[Logprobs]] = field(default_factory=dict)

@@ -7,8 +7,7 @@ a block handed on too early is caught in the step in which it happens.
 
 from __future__ import annotations
 
-from nanopaged.batch import ScheduledBatch, StepResult
-from nanopaged.sequence import Sequence
+from nanopaged.sequence import ScheduledBatch, Sequence, StepResult
 from nanopaged.swap import SwapCosts
 from nanopaged.text.outputs import Sample
 
@@ -51,9 +50,9 @@ class FakeRunner:
         self.most_tokens = 0  # seen in one step
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        self.most_tokens = max(self.most_tokens, sum(seq.num_new_tokens for seq in batch.sequences))
-        assert all(seq.num_new_tokens == 1 for seq in batch.sequences[: batch.num_decodes])
-        assert all(seq.num_new_tokens > 1 for seq in batch.sequences[batch.num_decodes :])
+        self.most_tokens = max(self.most_tokens, sum(seq.num_scheduled_tokens for seq in batch.sequences))
+        assert all(seq.num_scheduled_tokens == 1 for seq in batch.sequences[: batch.num_decodes])
+        assert all(seq.num_scheduled_tokens > 1 for seq in batch.sequences[batch.num_decodes :])
         if self.fail_next:
             self.fail_next = False
             for seq in batch.sequences:
@@ -80,18 +79,18 @@ class FakeRunner:
         return seq.block_table[position // self.block_size], position % self.block_size
 
     def _store(self, seq: Sequence, values: list[int]) -> None:
-        for position in range(seq.num_computed_tokens, seq.num_computed_tokens + seq.num_new_tokens):
+        for position in range(seq.num_computed_tokens, seq.num_computed_tokens + seq.num_scheduled_tokens):
             self.slots[self._slot(seq, position)] = values[position]
 
     def _read(self, seq: Sequence) -> list[Sample]:
-        end = seq.num_computed_tokens + seq.num_new_tokens
+        end = seq.num_computed_tokens + seq.num_scheduled_tokens
         for position, expected in enumerate(fingerprints(seq.token_ids)[:end]):
             slot = self._slot(seq, position)
             assert self.slots.get(slot) == expected, f"position {position} reads a wrong slot {slot}"
         request = seq.request
-        if not seq.catches_up:
+        if not seq.needs_sample:
             return []
-        if request.beam_search is not None:
-            return proposals(seq.token_ids, request.beam_search.num_candidates)
-        indices = range(request.params.n) if request.unforked else (seq.index,)
+        if request.is_beam_search:
+            return proposals(seq.token_ids, request.num_candidates)
+        indices = range(request.params.n) if request.prompt_phase else (seq.index,)
         return [Sample(next_token(seq.token_ids, i), -1.0) for i in indices]

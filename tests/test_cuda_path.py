@@ -25,9 +25,9 @@ from nanopaged import engine as engine_module
 from nanopaged import model_runner as runner_module
 from nanopaged.attention import flash_backend
 from nanopaged.attention.metadata import PagedBatch
-from nanopaged.batch import ScheduledBatch
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model.model_config import read_model_config
+from nanopaged.sequence import ScheduledBatch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
 
@@ -162,7 +162,7 @@ def test_a_step_waits_for_the_tokens_alone(
 
     def watched(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, PagedBatch]:
         prepared = prepare(batch, block_size)
-        seen.append((prepared[2], any(seq.catches_up for seq in batch.sequences)))
+        seen.append((prepared[2], any(seq.needs_sample for seq in batch.sequences)))
         return prepared
 
     monkeypatch.setattr(runner_module, "prepare", watched)

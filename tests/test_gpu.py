@@ -11,7 +11,7 @@ import torch
 from conftest import Oracle, random_prompts
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from nanopaged.batch import ScheduledBatch, StepResult
+from nanopaged.sequence import ScheduledBatch, StepResult
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -154,7 +154,7 @@ def test_whole_prompts_only(oracle: Oracle) -> None:
 
     def checked_schedule() -> object:
         batch = schedule()
-        assert all(seq.catches_up for seq in batch.sequences)
+        assert all(seq.needs_sample for seq in batch.sequences)
         return batch
 
     llm.engine.scheduler.schedule = checked_schedule

@@ -9,7 +9,7 @@ from conftest import Oracle
 from fake_runner import FakeRunner, next_token
 
 from nanopaged import EngineConfig, LLMEngine, SamplingParams
-from nanopaged.batch import ScheduledBatch, StepResult
+from nanopaged.sequence import ScheduledBatch, StepResult
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -22,7 +22,7 @@ class RecordingRunner(FakeRunner):
         self.steps: list[dict[str, int]] = []
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        self.steps.append({seq.request.request_id: seq.num_new_tokens for seq in batch.sequences})
+        self.steps.append({seq.request.request_id: seq.num_scheduled_tokens for seq in batch.sequences})
         return super().execute(batch)
 
 

@@ -139,7 +139,7 @@ def paged(lengths: Lengths, num_slots: int, block_size: int, seed: int) -> tuple
                 steps += 1
                 request_steps += len(scheduler.running)
                 token_steps += sum(
-                    seq.num_computed_tokens + seq.num_new_tokens for seq in scheduler.sequences
+                    seq.num_computed_tokens + seq.num_scheduled_tokens for seq in scheduler.sequences
                 )
             for request in scheduler.update(batch, runner.execute(batch)):
                 bar.update(request.finished)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 
 from nanopaged import BeamSearchParams, SamplingParams
-from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.beam_search import BeamSearch
-from nanopaged.sequence import Request, Sequence
+from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 from nanopaged.text.outputs import Sample
 from nanopaged.text.stopping import StopRules
 
@@ -22,15 +21,15 @@ class NoModel:
         self.rng = random.Random(seed)
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        return StepResult([self._samples(seq) if seq.catches_up else [] for seq in batch.sequences])
+        return StepResult([self._samples(seq) if seq.needs_sample else [] for seq in batch.sequences])
 
     def _samples(self, seq: Sequence) -> list[Sample]:
         request = seq.request
         if request.beam_search is None:
-            num = request.params.num_sequences if request.unforked else 1
+            num = request.params.num_sequences if request.prompt_phase else 1
             return [Sample(self.rng.randrange(32000), -1.0) for _ in range(num)]
         # Beams propose tokens whose probabilities fall off as in text: a few likely ones, a long tail.
-        draws = [-self.rng.expovariate(0.5) for _ in range(request.beam_search.num_candidates)]
+        draws = [-self.rng.expovariate(0.5) for _ in range(request.num_candidates)]
         return [Sample(self.rng.randrange(32000), logprob) for logprob in draws]
 
 

@@ -21,13 +21,13 @@ from common import add_plot_argument, at_least, machine, save_lines
 from no_model import NoModel, make_request
 
 from nanopaged import SamplingParams
-from nanopaged.batch import ScheduledBatch, StepResult
 from nanopaged.block_manager import BlockManager
 from nanopaged.block_pool import blocks_needed
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model_runner import prepare
 from nanopaged.next_tokens import draw_next_tokens
 from nanopaged.scheduler import Scheduler
+from nanopaged.sequence import ScheduledBatch, StepResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +104,7 @@ class HostPath:
         """As `ModelRunner.execute`, with prompts answered without being prepared."""
         began = time.perf_counter()
         if batch.num_decodes < len(batch.sequences):
-            rows = sum(seq.num_new_tokens for seq in batch.sequences)
+            rows = sum(seq.num_scheduled_tokens for seq in batch.sequences)
             hidden = torch.zeros(1, 8).expand(rows, 8)
         else:
             hidden = self.graphs.run(*prepare(batch, self.block_size))

@@ -155,8 +155,8 @@ class Stopwatch:
         return self.replay(*inputs)
 
     def _execute(self, batch: object) -> object:
-        self.num_tokens = sum(seq.num_new_tokens for seq in batch.sequences)
-        self.num_keys = sum(seq.num_computed_tokens + seq.num_new_tokens for seq in batch.sequences)
+        self.num_tokens = sum(seq.num_scheduled_tokens for seq in batch.sequences)
+        self.num_keys = sum(seq.num_computed_tokens + seq.num_scheduled_tokens for seq in batch.sequences)
         result = self.execute(batch)
         self.seconds = time.perf_counter() - self.began
         return result

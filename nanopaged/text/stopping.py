@@ -43,10 +43,6 @@ class StopRules:
             max_length=min(num_prompt_tokens + params.max_tokens, max_model_len),
         )
 
-    def banned_token_ids(self, seq: Sequence) -> frozenset[int]:
-        """Tokens that must not be drawn next, as they would end `seq` too early."""
-        return self.token_ids if seq.num_tokens < self.min_length else frozenset()
-
     def check(self, seq: Sequence, token_id: int) -> tuple[str, int | str | None] | None:
         """(finish_reason, stop_reason) if `token_id`, about to be appended, ends `seq`, else None.
 
