@@ -30,6 +30,12 @@ EOS = 7
 torch.set_num_threads(1)  # the models are so small that a second thread only waits
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long the random workloads run: see tests/test_random_runs.py."""
+    parser.addoption("--random-runs", type=int, default=800, help="random workloads of each kind")
+    parser.addoption("--first-seed", type=int, default=0, help="the seed of the first of them")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out what needs a GPU where there is none."""
     if not torch.cuda.is_available():

@@ -1,38 +1,65 @@
 """A model runner without a model, whose K/V remembers which tokens wrote it.
 
-A slot holds a fingerprint of the token written there and of everything before it, as real K/V does. Every
-read is compared with what the sequence should find, so a wrong block, a wrong slot, a slot never written or
-a block handed on too early is caught in the step in which it happens.
+A slot holds the number of a prefix: the token written there and all tokens before it, as real K/V depends on
+all of them. Every read is compared with what the sequence should find, so a wrong block, a wrong slot, a slot
+never written or a block shared too early is caught in the step in which it happens.
 """
 
 from __future__ import annotations
 
+from nanopaged.block_manager import BlockManager
 from nanopaged.sequence import ScheduledBatch, Sequence, StepResult
 from nanopaged.swap import SwapCosts
 from nanopaged.text.outputs import Sample
 
 VOCAB_SIZE = 97
-SEED = 17
+GARBAGE = -1
 
 
-def fingerprints(token_ids: list[int]) -> list[int]:
-    """One for each position, covering the tokens up to and including it."""
-    chain, out = SEED, []
-    for token_id in token_ids:
-        chain = hash((chain, token_id))
-        out.append(chain)
-    return out
+class Prefixes:
+    """Numbers for token prefixes: equal numbers mean equal tokens from the first on. A trie.
+
+    Prefix 0 is empty; `a b` is found by the steps 0 -a-> 1 -b-> 2.
+    """
+
+    def __init__(self) -> None:
+        self.children: dict[tuple[int, int], int] = {}
+        self.parents: list[tuple[int, int]] = [(0, -1)]  # (the prefix one token shorter, the last token)
+
+    def extend(self, prefix: int, token_id: int) -> int:
+        child = self.children.get((prefix, token_id))
+        if child is None:
+            child = self.children[prefix, token_id] = len(self.parents)
+            self.parents.append((prefix, token_id))
+        return child
+
+    def numbers(self, token_ids: list[int]) -> list[int]:
+        """One for each position, for the tokens up to and including it."""
+        prefix, out = 0, []
+        for token_id in token_ids:
+            prefix = self.extend(prefix, token_id)
+            out.append(prefix)
+        return out
+
+    def tokens(self, prefix: int) -> list[int]:
+        token_ids: list[int] = []
+        while prefix > 0:
+            prefix, token_id = self.parents[prefix]
+            token_ids.append(token_id)
+        return token_ids[::-1]
+
+
+PREFIXES = Prefixes()
 
 
 def next_token(token_ids: list[int], index: int = 0) -> int:
     """What the fake model says after `token_ids`; few values, so that texts meet and share blocks."""
-    return hash((fingerprints(token_ids)[-1], index)) % 3
+    return hash((*token_ids, index)) % 3
 
 
 def proposals(token_ids: list[int], k: int) -> list[Sample]:
     """The k most likely tokens after `token_ids`, by made-up log-probabilities."""
-    chain = fingerprints(token_ids)[-1]
-    scored = [Sample(t, -1.0 - hash((chain, t)) % 1000 / 500) for t in range(VOCAB_SIZE)]
+    scored = [Sample(t, -1.0 - hash((*token_ids, t)) % 1000 / 500) for t in range(VOCAB_SIZE)]
     return sorted(scored, key=lambda sample: sample.logprob, reverse=True)[:k]
 
 
@@ -43,9 +70,9 @@ class FakeRunner:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.swap_costs = SwapCosts(seconds_per_block=1.0, prefill_tokens_per_second=1.0)
-        self.host_slots: dict[tuple[int, int], int] = {}
         self.block_size = block_size
-        self.slots: dict[tuple[int, int], int] = {}
+        self.slots: dict[tuple[int, int], int] = {}  # (block, offset) → number of the prefix stored there
+        self.host_slots: dict[tuple[int, int], int] = {}
         self.fail_next = False
         self.most_tokens = 0  # seen in one step
 
@@ -56,24 +83,29 @@ class FakeRunner:
         if self.fail_next:
             self.fail_next = False
             for seq in batch.sequences:
-                self._store(seq, [-1] * seq.num_tokens)
+                self._store(seq, [GARBAGE] * seq.num_tokens)
             raise RuntimeError("the device is on fire")
-        for device_block, host_block in batch.swap_out:
-            for offset in range(self.block_size):
-                self.host_slots[host_block, offset] = self.slots.get((device_block, offset), -1)
-        for host_block, device_block in batch.swap_in:
-            for offset in range(self.block_size):
-                self.slots[device_block, offset] = self.host_slots[host_block, offset]
-        assert not batch.swap_out or not batch.swap_in, "in and out in one step"
-        for copy in batch.copies:
-            for offset in range(self.block_size):
-                self.slots[copy.dst, offset] = self.slots.get((copy.src, offset), -1)
-        destinations = [copy.dst for copy in batch.copies]
-        assert len(set(destinations)) == len(destinations), "a block is copied to twice"
-        assert not set(destinations) & {copy.src for copy in batch.copies}, "a copy of a copy"
+        self._move(batch)
         for seq in batch.sequences:  # every layer stores the whole batch, …
-            self._store(seq, fingerprints(seq.token_ids))
+            self._store(seq, PREFIXES.numbers(seq.token_ids))
         return StepResult([self._read(seq) for seq in batch.sequences])  # … and then reads
+
+    def _move(self, batch: ScheduledBatch) -> None:
+        """Blocks go out, then in, then copies are made, as the batch's docstring says."""
+        for device_block, host_block in batch.swap_out:
+            self._copy(self.slots, device_block, self.host_slots, host_block)
+        for host_block, device_block in batch.swap_in:
+            self._copy(self.host_slots, host_block, self.slots, device_block)
+        copies = [(copy.src, copy.dst) for copy in batch.copies]
+        for src, dst in copies:
+            self._copy(self.slots, src, self.slots, dst)
+        destinations = [dst for _, dst in copies]
+        assert len(set(destinations)) == len(destinations), "a block is copied to twice"
+        assert not set(destinations) & {src for src, _ in copies}, "a copy of a copy"
+
+    def _copy(self, from_slots: dict, src: int, to_slots: dict, dst: int) -> None:
+        for offset in range(self.block_size):
+            to_slots[dst, offset] = from_slots.get((src, offset), GARBAGE)
 
     def _slot(self, seq: Sequence, position: int) -> tuple[int, int]:
         return seq.block_table[position // self.block_size], position % self.block_size
@@ -84,7 +116,7 @@ class FakeRunner:
 
     def _read(self, seq: Sequence) -> list[Sample]:
         end = seq.num_computed_tokens + seq.num_scheduled_tokens
-        for position, expected in enumerate(fingerprints(seq.token_ids)[:end]):
+        for position, expected in enumerate(PREFIXES.numbers(seq.token_ids)[:end]):
             slot = self._slot(seq, position)
             assert self.slots.get(slot) == expected, f"position {position} reads a wrong slot {slot}"
         request = seq.request
@@ -94,3 +126,15 @@ class FakeRunner:
             return proposals(seq.token_ids, request.num_candidates)
         indices = range(request.params.n) if request.prompt_phase else (seq.index,)
         return [Sample(next_token(seq.token_ids, i), -1.0) for i in indices]
+
+    def check_findable_blocks(self, manager: BlockManager) -> None:
+        """Every block that a prompt could find holds the K/V of exactly the tokens it is found under."""
+        for key, block in manager.pool.index.items():
+            numbers = [self.slots.get((block.block_id, i), GARBAGE) for i in range(self.block_size)]
+            token_ids = PREFIXES.tokens(max(numbers[-1], 0))
+            assert token_ids, f"block {block.block_id} can be found, but its K/V was never computed"
+            assert PREFIXES.numbers(token_ids)[-self.block_size :] == numbers, "a block of mixed contents"
+            found_under = Sequence(token_ids, len(token_ids)).block_key(
+                len(token_ids) // self.block_size - 1, self.block_size
+            )
+            assert found_under[0] == key, f"block {block.block_id} can be found under other tokens"

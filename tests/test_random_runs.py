@@ -1,190 +1,301 @@
-"""Random workloads over a fake model, with tiny pools that force sharing, eviction and preemption at once."""
+"""Random workloads over a fake model, in pools too small for all: blocks are shared, evicted, preempted.
+
+A workload is a function of its seed. The suite runs some hundreds; a long run is
+
+    python -m pytest tests/test_random_runs.py --random-runs 20000
+
+and `--first-seed 1234 --random-runs 1` runs one of them again.
+"""
 
 from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from conftest import EOS, Oracle
 from fake_runner import FakeRunner, next_token
-from hypothesis import HealthCheck, event, given, settings
-from hypothesis import strategies as st
 
 from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopaged.block_pool import blocks_needed
 
 
-@st.composite
-def workloads(draw: st.DrawFn) -> dict:
-    """Prompts that often begin alike, requests that come, fail and go at random steps."""
-    block_size = draw(st.integers(1, 5))
-    stems = draw(st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=14), min_size=1, max_size=2))
-    num_requests = draw(st.integers(1, 8))
-    requests = []
-    for _ in range(num_requests):
-        prompt = draw(st.sampled_from(stems)) + draw(st.lists(st.integers(0, 2), max_size=6))
-        requests.append(
-            {
-                "arrival": draw(st.integers(0, 8)),
-                "prompt": prompt,
-                "max_tokens": draw(st.integers(1, 14)),
-                "aborted_after": draw(st.none() | st.integers(1, 12)),
-                "kind": draw(st.sampled_from(["one", "one", "several", "beams"])),
-                "width": draw(st.integers(2, 4)),
-                "scored": draw(st.integers(0, 4)) == 4,  # such a prompt must not use the cache
-            }
+@dataclass
+class Asked:
+    """One request of a workload, and when it comes and goes (in steps)."""
+
+    prompt: list[int]
+    kind: str  # one | several | beams
+    width: int  # sequences
+    max_tokens: int
+    arrival: int
+    aborted_after: int | None
+    scored: bool  # it asks for prompt log-probabilities, so its prompt must not come from the cache
+
+    @property
+    def params(self) -> SamplingParams | BeamSearchParams:
+        if self.kind == "beams":
+            return BeamSearchParams(beam_width=self.width, max_tokens=self.max_tokens, ignore_eos=True)
+        scored = 0 if self.scored else None
+        return SamplingParams(
+            n=self.width, max_tokens=self.max_tokens, prompt_logprobs=scored, ignore_eos=True
         )
-    return {
-        "block_size": block_size,
-        "num_blocks": max(most_blocks(r, block_size) for r in requests) + draw(st.integers(0, 4)),
-        "max_num_seqs": draw(st.integers(4, 10)),
-        "chunked": draw(st.booleans()),
-        "budget": draw(st.integers(1, 40)),
-        "caching": draw(st.booleans()),
-        "preemption": draw(st.sampled_from(["swap", "recompute", "auto"])),
-        "num_host_blocks": draw(st.sampled_from([40, 40, 8, 3, 0])),
-        "failing_steps": draw(st.sets(st.integers(0, 30), max_size=4)),
-        "requests": requests,
-    }
+
+    def most_blocks(self, block_size: int) -> int:
+        """Blocks that it needs at most: full blocks of the prompt are shared, the rest is not."""
+        shared = len(self.prompt) // block_size if self.width > 1 else 0
+        longest = blocks_needed(len(self.prompt) + self.max_tokens - 1, block_size)
+        return shared + self.width * (longest - shared)
 
 
-def width(asked: dict) -> int:
-    return 1 if asked["kind"] == "one" else asked["width"]
+@dataclass
+class Workload:
+    """Everything that one run consists of."""
+
+    seed: int
+    block_size: int
+    num_blocks: int
+    num_host_blocks: int
+    budget: int
+    chunked: bool
+    caching: bool
+    preemption: str  # as in EngineConfig, or "directed": see `forked`
+    max_num_seqs: int
+    failing_steps: set[int]
+    requests: list[Asked] = field(repr=False)
 
 
-def most_blocks(asked: dict, block_size: int) -> int:
-    """What the request needs at the most: full blocks of the prompt are shared, the rest is not."""
-    shared = len(asked["prompt"]) // block_size if width(asked) > 1 else 0
-    longest = blocks_needed(len(asked["prompt"]) + asked["max_tokens"] - 1, block_size)
-    return shared + width(asked) * (longest - shared)
+def general(seed: int) -> Workload:
+    """Requests of every kind, prompts that often begin alike, aborts and failing steps."""
+    rng = random.Random(seed)
+    block_size = rng.randint(1, 5)
+    stems = [rng.choices(range(3), k=rng.randint(4, 14)) for _ in range(rng.randint(1, 2))]
+    requests = []
+    for _ in range(rng.randint(1, 8)):
+        kind = rng.choice(["one", "one", "several", "beams"])
+        requests.append(
+            Asked(
+                prompt=rng.choice(stems) + rng.choices(range(3), k=rng.randint(0, 6)),
+                kind=kind,
+                width=1 if kind == "one" else rng.randint(2, 4),
+                max_tokens=rng.randint(1, 14),
+                arrival=rng.randint(0, 8),
+                aborted_after=rng.choice([None, rng.randint(1, 12)]),
+                scored=kind != "beams" and rng.random() < 0.2,
+            )
+        )
+    return Workload(
+        seed=seed,
+        block_size=block_size,
+        num_blocks=max(r.most_blocks(block_size) for r in requests) + rng.randint(0, 4),
+        num_host_blocks=rng.choice([40, 40, 8, 3, 0]),
+        budget=rng.randint(1, 40),
+        chunked=rng.random() < 0.5,
+        caching=rng.random() < 0.5,
+        preemption=rng.choice(["swap", "recompute", "auto"]),
+        max_num_seqs=rng.randint(4, 10),
+        failing_steps={rng.randint(0, 30) for _ in range(rng.randint(0, 4))},
+        requests=requests,
+    )
 
 
-def make_params(asked: dict) -> SamplingParams | BeamSearchParams:
-    lengths = {"max_tokens": asked["max_tokens"], "ignore_eos": True}
-    if asked["kind"] == "beams":
-        return BeamSearchParams(beam_width=asked["width"], **lengths)
-    scored = 0 if asked["scored"] else None
-    return SamplingParams(n=width(asked), prompt_logprobs=scored, **lengths)
+def forked(seed: int) -> Workload:
+    """Forked requests that are recomputed, swapped before they have caught up, and aborted in between.
+
+    Long requests that came first press on families of two or three. A family is dropped when it has caught up
+    and swapped when it has not, and a small budget lets it catch up over many steps. The last requests
+    ask for the same prompts again, and so read what the others left in the prefix cache.
+    """
+    rng = random.Random(seed)
+    block_size = rng.randint(1, 3)
+    stem = rng.choices(range(3), k=rng.randint(2, 8))
+    requests = []
+    for _ in range(rng.randint(1, 3)):
+        prompt = rng.choices(range(3), k=rng.randint(1, 6))
+        requests.append(Asked(prompt, "one", 1, rng.randint(10, 40), 0, None, False))
+    for _ in range(rng.randint(1, 3)):
+        requests.append(
+            Asked(
+                prompt=stem[: rng.randint(1, len(stem))] + rng.choices(range(3), k=rng.randint(0, 8)),
+                kind=rng.choice(["several", "several", "beams"]),
+                width=rng.choice([2, 2, 3]),
+                max_tokens=rng.randint(6, 20),
+                arrival=rng.randint(0, 4),
+                aborted_after=rng.choice([None, rng.randint(4, 40)]),
+                scored=False,
+            )
+        )
+    for asked in requests[:]:
+        late = rng.randint(10, 60)
+        requests.append(Asked([*asked.prompt, rng.randint(0, 2)], "one", 1, 2, late, None, False))
+    most = max(r.most_blocks(block_size) for r in requests)
+    return Workload(
+        seed=seed,
+        block_size=block_size,
+        num_blocks=most + rng.randint(0, 8),
+        num_host_blocks=rng.choice([most * 4, rng.randint(2, most + 4)]),
+        budget=rng.randint(2, 7),
+        chunked=True,
+        caching=True,
+        preemption="directed",
+        max_num_seqs=12,
+        failing_steps=set(),
+        requests=requests,
+    )
 
 
-def expected_outputs(asked: dict, folder: object) -> list[list[int]]:
+def expected_outputs(asked: Asked, folder: Path) -> list[list[int]]:
     """Each output by itself; beams from an engine that has the pool to itself and computes nothing twice."""
-    prompt, max_tokens = asked["prompt"], asked["max_tokens"]
-    if asked["kind"] == "beams":
+    if asked.kind == "beams":
         config = EngineConfig(model=folder, block_size=64, enable_prefix_caching=False)
         engine = LLMEngine(config, FakeRunner(64, 64))
-        engine.add_request("alone", prompt, make_params(asked))
+        engine.add_request("alone", asked.prompt, asked.params)
         while engine.has_unfinished_requests():
             (output,) = engine.step()
         return [completion.token_ids for completion in output.outputs]
     outputs = []
-    for index in range(width(asked)):
-        token_ids = list(prompt)
-        while len(token_ids) < len(prompt) + max_tokens:
+    for index in range(asked.width):
+        token_ids = list(asked.prompt)
+        while len(token_ids) < len(asked.prompt) + asked.max_tokens:
             token_ids.append(next_token(token_ids, index))
-        outputs.append(token_ids[len(prompt) :])
+        outputs.append(token_ids[len(asked.prompt) :])
     return outputs
 
 
-def build(workload: dict, folder: object) -> tuple[LLMEngine, FakeRunner]:
-    runner = FakeRunner(workload["num_blocks"], workload["block_size"], workload["num_host_blocks"])
-    longest = max(len(r["prompt"]) + r["max_tokens"] for r in workload["requests"])
-    budget = workload["budget"] if workload["chunked"] else max(workload["budget"], longest)
-    config = EngineConfig(
-        model=folder,
-        max_model_len=longest,
-        block_size=workload["block_size"],
-        max_num_seqs=workload["max_num_seqs"],
-        max_num_batched_tokens=budget,
-        enable_chunked_prefill=workload["chunked"],
-        enable_prefix_caching=workload["caching"],
-        preemption=workload["preemption"],
-    )
-    return LLMEngine(config, runner), runner
+class Run:
+    """An engine over the fake model that serves one workload."""
+
+    def __init__(self, workload: Workload, folder: Path) -> None:
+        self.workload, self.folder = workload, folder
+        self.runner = FakeRunner(workload.num_blocks, workload.block_size, workload.num_host_blocks)
+        longest = max(len(r.prompt) + r.max_tokens for r in workload.requests)
+        config = EngineConfig(
+            model=folder,
+            max_model_len=longest,
+            block_size=workload.block_size,
+            max_num_seqs=workload.max_num_seqs,
+            max_num_batched_tokens=workload.budget if workload.chunked else max(workload.budget, longest),
+            enable_chunked_prefill=workload.chunked,
+            enable_prefix_caching=workload.caching,
+            preemption=workload.preemption.replace("directed", "swap"),
+        )
+        self.rng = random.Random(workload.seed)
+        self.engine = LLMEngine(config, self.runner)
+        self.outputs: dict[str, list[list[int]]] = {}
+
+    def serve(self) -> None:
+        pending = dict(enumerate(self.workload.requests))
+        aborts: dict[int, list[str]] = {}
+        step = 0
+        while pending or self.engine.has_unfinished_requests():
+            for i in [i for i, r in pending.items() if r.arrival <= step]:
+                asked = pending.pop(i)
+                self.engine.add_request(str(i), asked.prompt, asked.params)
+                if asked.aborted_after is not None:
+                    aborts.setdefault(step + asked.aborted_after, []).append(str(i))
+            for request_id in aborts.pop(step, []):
+                self.abort(request_id)
+            self.step(fails=step in self.workload.failing_steps)
+            step += 1
+            assert step < 3000, "the engine makes no progress"
+        self.check_outputs()
+        self.check_drained()
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self.engine.requests:
+            partial = self.engine.abort_request(request_id)
+            assert partial.finished
+            assert any(completion.finish_reason == "abort" for completion in partial.outputs)
+            self.outputs[request_id] = [completion.token_ids for completion in partial.outputs]
+            self.check()
+
+    def step(self, fails: bool) -> None:
+        """One step, which may fail; either way everything is consistent after it."""
+        if self.workload.preemption == "directed" and self.engine.scheduler.running:
+            seq = self.engine.scheduler.running[-1].live[0]  # of the request that would be preempted
+            behind = seq.num_tokens - seq.num_computed_tokens > 1
+            way = "swap" if behind == (self.rng.random() < 0.9) else "recompute"
+            self.engine.scheduler.preemption = way
+        if fails and self.engine.has_unfinished_requests():
+            self.runner.fail_next = True
+            before = {r.request_id: r.sequences[0].num_tokens for r in self.engine.requests.values()}
+            with pytest.raises(RuntimeError, match="on fire"):
+                self.engine.step()
+            after = {r.request_id: r.sequences[0].num_tokens for r in self.engine.requests.values()}
+            assert before == after, "a failed step changed what was generated"
+        else:
+            for output in self.engine.step():
+                if output.finished:
+                    self.outputs[output.request_id] = [c.token_ids for c in output.outputs]
+                    assert all(completion.finish_reason == "length" for completion in output.outputs)
+        self.check()
+
+    def check(self) -> None:
+        self.engine.check_invariants()
+        self.runner.check_findable_blocks(self.engine.block_manager)
+        stats, workload = self.engine.stats(), self.workload
+        assert stats.num_free_blocks + stats.num_used_blocks == workload.num_blocks
+        assert sum(r.num_seqs for r in self.engine.scheduler.running) <= workload.max_num_seqs
+
+    def check_outputs(self) -> None:
+        """Whole outputs, or beginnings of them where a request was aborted (unfinished beams may change)."""
+        assert self.outputs.keys() == {str(i) for i in range(len(self.workload.requests))}
+        for i, asked in enumerate(self.workload.requests):
+            got, expected = self.outputs[str(i)], expected_outputs(asked, self.folder)
+            if asked.aborted_after is None:
+                assert got == expected
+            elif asked.kind != "beams":
+                assert got == [whole[: len(part)] for whole, part in zip(expected, got, strict=False)]
+
+    def check_drained(self) -> None:
+        stats = self.engine.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.num_free_host_blocks == stats.num_host_blocks
+        assert stats.num_running == stats.num_waiting == stats.num_swapped == 0
+        assert self.runner.most_tokens <= self.engine.scheduler.max_num_batched_tokens
+        if not self.workload.caching:
+            assert stats.num_cached_blocks == stats.prefix_cache_hits == 0
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(workload=workloads())
+@pytest.mark.parametrize("make_workload", [general, forked])
 def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
-    workload: dict, qwen3: Oracle
+    make_workload: object, qwen3: Oracle, pytestconfig: pytest.Config
 ) -> None:
-    engine, runner = build(workload, qwen3.folder)
-    pending = dict(enumerate(workload["requests"]))
-    aborts: dict[int, list[str]] = {}
-    outputs: dict[str, list[list[int]]] = {}
-    step = 0
-    while pending or engine.has_unfinished_requests():
-        for i in [i for i, r in pending.items() if r["arrival"] <= step]:
-            asked = pending.pop(i)
-            engine.add_request(str(i), asked["prompt"], make_params(asked))
-            if asked["aborted_after"] is not None:
-                aborts.setdefault(step + asked["aborted_after"], []).append(str(i))
-        for request_id in aborts.pop(step, []):
-            if request_id in engine.requests:
-                partial = engine.abort_request(request_id)
-                outputs[request_id] = [completion.token_ids for completion in partial.outputs]
-                assert partial.finished
-                assert any(completion.finish_reason == "abort" for completion in partial.outputs)
-        take_step(engine, runner, fails=step in workload["failing_steps"], outputs=outputs)
-        stats = engine.stats()
-        assert sum(r.num_seqs for r in engine.scheduler.running) <= workload["max_num_seqs"]
-        assert stats.num_free_blocks + stats.num_used_blocks == workload["num_blocks"]
-        step += 1
-        assert step < 3000, "the engine makes no progress"
-    check_outputs(workload, outputs, qwen3.folder)
-    check_drained(engine, runner)
-    event(f"recomputed: {engine.stats().num_preemptions_recompute > 0}")
-    event(f"swapped: {engine.stats().num_preemptions_swap > 0}")
-    event(f"prefix hits: {engine.stats().prefix_cache_hits > 0}")
-    event(f"copies: {engine.stats().num_blocks_copied > 0}")
+    first, num = pytestconfig.getoption("first_seed"), pytestconfig.getoption("random_runs")
+    happened: Counter[str] = Counter()
+    for seed in range(first, first + num):
+        workload = make_workload(seed)
+        run = Run(workload, qwen3.folder)
+        try:
+            run.serve()
+        except Exception as error:
+            again = f"python -m pytest {Path(__file__).name} -k {make_workload.__name__} --random-runs 1"
+            raise AssertionError(f"{error}\n{workload}\n{again} --first-seed {seed}") from error
+        stats = run.engine.stats()
+        happened["recomputed"] += stats.num_preemptions_recompute > 0
+        happened["swapped"] += stats.num_preemptions_swap > 0
+        happened["both"] += stats.num_preemptions_recompute > 0 and stats.num_preemptions_swap > 0
+        happened["hits"] += stats.prefix_cache_hits > 0
+        happened["copies"] += stats.num_blocks_copied > 0
+    print(f"{make_workload.__name__}: {num} runs, {dict(happened)}")
+    if num >= 100:
+        assert min(happened.values()) > 0, f"the workloads no longer cover everything: {happened}"
 
 
-def take_step(
-    engine: LLMEngine, runner: FakeRunner, fails: bool, outputs: dict[str, list[list[int]]]
-) -> None:
-    """One step, which may break; either way the books are in order after it."""
-    if fails and engine.has_unfinished_requests():
-        runner.fail_next = True
-        before = {r.request_id: r.sequences[0].num_tokens for r in engine.requests.values()}
-        with pytest.raises(RuntimeError, match="on fire"):
-            engine.step()
-        assert before == {r.request_id: r.sequences[0].num_tokens for r in engine.requests.values()}
-    else:
-        for output in engine.step():
-            if output.finished:
-                outputs[output.request_id] = [completion.token_ids for completion in output.outputs]
-                assert all(completion.finish_reason == "length" for completion in output.outputs)
-    engine.check_invariants()
-
-
-def check_outputs(workload: dict, outputs: dict[str, list[list[int]]], folder: object) -> None:
-    """Whole outputs, or beginnings of them where a request was aborted (of beams, those change yet)."""
-    assert outputs.keys() == {str(i) for i in range(len(workload["requests"]))}
-    for i, asked in enumerate(workload["requests"]):
-        got, expected = outputs[str(i)], expected_outputs(asked, folder)
-        if asked["aborted_after"] is None:
-            assert got == expected
-        elif asked["kind"] != "beams":
-            assert got == [whole[: len(part)] for whole, part in zip(expected, got, strict=False)]
-
-
-def check_drained(engine: LLMEngine, runner: FakeRunner) -> None:
-    stats = engine.stats()
-    assert stats.num_free_blocks == stats.num_blocks
-    assert stats.num_free_host_blocks == stats.num_host_blocks
-    assert stats.num_running == stats.num_waiting == stats.num_swapped == 0
-    assert runner.most_tokens <= engine.scheduler.max_num_batched_tokens
-    if not engine.config.enable_prefix_caching:
-        assert stats.num_cached_blocks == stats.prefix_cache_hits == 0
-
-
-def test_the_fake_model_can_catch_a_wrong_block(qwen3: Oracle) -> None:
+def test_the_fake_model_notices_a_wrong_block(qwen3: Oracle) -> None:
     """The guard of all tests above: hand a sequence a wrong block, and the fake runner must notice."""
-    workload = {"num_blocks": 20, "block_size": 2, "chunked": True, "budget": 8, "max_num_seqs": 4}
-    workload |= {"requests": [{"prompt": [0] * 20, "max_tokens": 20}]}
-    workload |= {"caching": True, "num_host_blocks": 0, "preemption": "recompute"}
-    engine, _ = build(workload, qwen3.folder)
-    engine.add_request("a", [1, 2, 0, 1], SamplingParams(max_tokens=8, stop_token_ids=[EOS]))
-    engine.step()
-    table = engine.scheduler.running[0].sequences[0].block_table
+    asked = Asked([1, 2, 0, 1], "one", 1, 8, 0, None, False)
+    workload = Workload(0, 2, 20, 0, 8, True, True, "recompute", 4, set(), [asked])
+    run = Run(workload, qwen3.folder)
+    run.engine.add_request("a", asked.prompt, SamplingParams(max_tokens=8, stop_token_ids=[EOS]))
+    run.engine.step()
+    run.check()
+    table = run.engine.scheduler.running[0].sequences[0].block_table
+    run.runner.slots[table[0], 1] = -1
+    with pytest.raises(AssertionError, match="never computed"):
+        run.check()
     table[0], table[1] = table[1], table[0]
     with pytest.raises(AssertionError, match="reads a wrong slot"):
-        engine.step()
+        run.engine.step()
