@@ -39,7 +39,11 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks)
+        self.reset()
+
+    def reset(self) -> None:
+        """All blocks are free, and none can be found."""
+        self.pool = BlockPool(self.num_blocks)
         # Published in this step, before their K/V is there: see `promise`.
         self._promised: list[Block] = []
 
@@ -165,7 +169,7 @@ class BlockManager:
         return BlockCopy(seq, i, src.block_id, dst.block_id)
 
     def undo_copies(self, copies: list[BlockCopy]) -> None:
-        """The step failed, perhaps before it copied anything: let the tables name the sources again."""
+        """Let the tables name the sources again, before anything was copied."""
         for copy in reversed(copies):
             self.pool.share(self.pool.blocks[copy.src])
             self.pool.release(self.pool.blocks[copy.dst])
@@ -223,8 +227,7 @@ class BlockManager:
 
         A twin admitted in the same step can then share them. That is sound because every layer
         stores the K/V of the whole batch before any of its sequences attends, and what comes from
-        host memory comes even earlier. `keep_promises` or `break_promises` must follow when the
-        step has ended.
+        host memory comes even earlier. `keep_promises` must follow when the step has ended.
         """
         if not self.enable_prefix_caching:
             return
@@ -235,12 +238,6 @@ class BlockManager:
 
     def keep_promises(self) -> None:
         """The step went well: what was promised is there."""
-        self._promised.clear()
-
-    def break_promises(self) -> None:
-        """The step failed: what it was to fill must not be found. Comes before those blocks are freed."""
-        for block in self._promised:
-            self.pool.unpublish(block)
         self._promised.clear()
 
     def _publish(self, seq: Sequence, i: int, block: Block) -> Block | None:

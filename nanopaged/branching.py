@@ -30,7 +30,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     beams = list(request.live)
     search = request.beam_search
     heirs = search.advance(
-        [beam.output_token_ids for beam in beams],
+        [beam.token_ids[request.num_prompt_tokens :] for beam in beams],
         [beam.cumulative_logprob for beam in beams],
         [beam.candidates for beam in beams],
     )
@@ -65,24 +65,20 @@ def _add_child(request: Request, parent: Sequence, index: int, block_manager: Bl
 
 def _finish(request: Request, beams: list[Sequence], block_manager: BlockManager) -> None:
     """The hypotheses, best first, become the request's outputs."""
-    prompt = beams[0].token_ids[: beams[0].num_prompt_tokens]
+    prompt = beams[0].token_ids[: request.num_prompt_tokens]
     for beam in beams:
         block_manager.free(beam)
     request.sequences, request.live = [], []
     for index, hypothesis in enumerate(request.beam_search.hypotheses):
-        seq = Sequence(
-            token_ids=prompt + hypothesis.token_ids,
-            num_prompt_tokens=len(prompt),
-            index=index,
-            request=request,
-            cumulative_logprob=hypothesis.cumulative_logprob,
-            score=hypothesis.score,
+        request.sequences.append(
+            Sequence(
+                request=request,
+                token_ids=prompt + hypothesis.token_ids,
+                index=index,
+                cumulative_logprob=hypothesis.cumulative_logprob,
+                detokenizer=beams[0].fork(0).detokenizer,
+                score=hypothesis.score,
+                finish_reason=hypothesis.finish_reason,
+                stop_reason=hypothesis.stop_reason,
+            )
         )
-        if beams[0].detokenizer is not None:
-            stopped = hypothesis.finish_reason == "stop"  # the token that stops a text is no part of it
-            shown = hypothesis.token_ids[:-1] if stopped else hypothesis.token_ids
-            seq.detokenizer = beams[0].detokenizer.replay(shown)
-        request.sequences.append(seq)
-        request.live.append(seq)
-    for seq, hypothesis in zip(request.sequences, request.beam_search.hypotheses, strict=True):
-        request.finish(seq, hypothesis.finish_reason, hypothesis.stop_reason)

@@ -22,7 +22,7 @@ from nanopaged.model.checkpoint import find_model, load_tokenizer, read_eos_toke
 from nanopaged.model.model_config import read_model_config
 from nanopaged.model_runner import ModelRunner
 from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
+from nanopaged.sequence import Request, ScheduledBatch, StepResult
 from nanopaged.stats import EngineStats
 from nanopaged.swap import SwapCosts
 from nanopaged.text.detokenizer import Detokenizer
@@ -82,52 +82,36 @@ class LLMEngine:
             self.runner.num_host_blocks,
             self.runner.swap_costs,
         )
-        self.requests: dict[str, Request] = {}  # the unfinished ones
+        self.requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
         self.num_steps = 0
-        self._held: list[RequestOutput] = []
         self._seeds = random.Random(config.seed)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, with_outputs: bool = True) -> list[RequestOutput]:
         """Compute one batch. Returns the requests that got a token, finished or not.
 
-        Those that are `final_only`, as `LLM.generate` makes them, are left out until they are finished:
-        nobody looks, and to describe a few hundred takes longer than to schedule them.
+        If anything fails, the exception passes through and nothing that was generated is lost: every request
+        waits again, and the next step begins to compute their K/V anew. Abort the request that is to blame,
+        or just go on.
 
-        If the model fails, the exception passes through, no request has made progress, and the next step
-        tries again: abort the request that is to blame, or go on.
+        Args:
+            with_outputs: False returns nothing, for a caller that reads its requests at the end, as
+                `LLM.generate` does: to describe a few hundred requests takes longer than to schedule them.
         """
-        if not self.scheduler.has_unfinished:
-            return self._hand_out([])
-        batch = self.scheduler.schedule()
+        if not self.requests:
+            return []
         try:
-            result = self.runner.execute(batch)
+            batch = self.scheduler.schedule()
+            result = self.runner.execute(batch) if batch.sequences else StepResult([])
+            advanced = self.scheduler.update(batch, result)
+            outputs = [request.output() for request in advanced] if with_outputs else []
+            for request in advanced:
+                if request.finished:
+                    del self.requests[request.request_id]
         except BaseException:
-            self.scheduler.roll_back(batch)
+            self.scheduler.start_over(self.requests.values())
             raise
-        try:
-            progressed = self.scheduler.update(batch, result)
-        finally:
-            self._forget_finished(batch)
         self.num_steps += 1
-        shown = [request for request in progressed if request.finished or not request.final_only]
-        return self._hand_out([RequestOutput.of(request) for request in shown])
-
-    def _forget_finished(self, batch: ScheduledBatch) -> None:
-        for seq in batch.sequences:
-            if not seq.request.live:
-                self.requests.pop(seq.request.request_id, None)
-
-    def hold(self, output: RequestOutput) -> None:
-        """Hand `output` out again at the next step: whoever ran this one was not the one to get it."""
-        self._held.append(output)
-
-    def is_taken(self, request_id: str) -> bool:
-        """Whether a request of this id is unfinished, or finished but still to be handed out."""
-        return request_id in self.requests or any(held.request_id == request_id for held in self._held)
-
-    def _hand_out(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        held, self._held = self._held, []
-        return held + outputs
+        return outputs
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────
 
@@ -150,22 +134,19 @@ class LLMEngine:
         self._check_fits(len(token_ids), params)
         self._check_params(params)
         rules = StopRules.of(params, len(token_ids), self.eos_token_ids, self.max_model_len)
-        detokenizer, beam_search = None, None
-        if self.tokenizer is not None:
-            detokenizer = Detokenizer(self.tokenizer.backend_tokenizer, params.stop)
-        if isinstance(params, BeamSearchParams):
-            beam_search = BeamSearch(params, rules, len(token_ids))
-        return Request(
+        request = Request(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=list(token_ids),
             params=params,
             stop_rules=rules,
             seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
-            sequences=[Sequence(token_ids, len(token_ids), detokenizer=detokenizer)],
-            beam_search=beam_search,
-            prompt_logprobs=[None] if params.prompt_logprobs is not None else None,
         )
+        if self.tokenizer is not None:
+            request.sequences[0].detokenizer = Detokenizer(self.tokenizer.backend_tokenizer, params.stop)
+        if isinstance(params, BeamSearchParams):
+            request.beam_search = BeamSearch(params, rules, len(token_ids))
+        return request
 
     def queue(self, request: Request) -> None:
         """Put a request that was made into the waiting queue. Raises ValueError if its id is taken now."""
@@ -190,11 +171,11 @@ class LLMEngine:
             raise ValueError(f"no unfinished request has the id {request_id!r}")
         request = self.requests.pop(request_id)
         self.scheduler.abort(request)
-        return RequestOutput.of(request)
+        return request.output()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether there is anything left to compute, or to hand out."""
-        return self.scheduler.has_unfinished or bool(self._held)
+        """Whether there is anything left to compute or to report."""
+        return bool(self.requests)
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

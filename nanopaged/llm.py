@@ -42,7 +42,6 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **config: Any) -> None:
         self.engine = LLMEngine(EngineConfig(model=model, **config))
         self._count = count()
-        self._ids: set[str] = set()  # of the requests that this front end has made and not yet returned
 
     def generate(
         self,
@@ -72,34 +71,24 @@ class LLM:
             self.engine.make_request(self._new_id(), prompt, its_params)
             for prompt, its_params in zip(prompts, params, strict=True)
         ]
-        for request in requests:
-            request.final_only = True
         with self._serving(requests):
             self._run(requests, use_tqdm)
-        return [RequestOutput.of(request) for request in requests]
+        return [request.output() for request in requests]
 
     def _new_id(self) -> str:
-        return next(name for i in self._count if not self.engine.is_taken(name := f"llm-{i}"))
+        return next(name for i in self._count if (name := f"llm-{i}") not in self.engine.requests)
 
     @contextmanager
     def _serving(self, requests: list[Request]) -> Iterator[None]:
         """Queue `requests`. However the block ends (error, Ctrl-C, lost generator), none is left behind."""
-        self._ids |= {request.request_id for request in requests}
         try:
             for request in requests:
                 self.engine.queue(request)
             yield
         finally:
             for request in requests:
-                self._ids.discard(request.request_id)
                 if self.engine.requests.get(request.request_id) is request:
                     self.engine.abort_request(request.request_id)
-
-    def _step(self) -> None:
-        """One step of the engine; what it finishes for somebody else is kept for them."""
-        for output in self.engine.step():
-            if output.finished and output.request_id not in self._ids:
-                self.engine.hold(output)
 
     def beam_search(
         self,
@@ -123,7 +112,7 @@ class LLM:
         tokens_before = self.engine.scheduler.num_generated_tokens
         with bar:
             while left:
-                self._step()
+                self.engine.step(with_outputs=False)
                 still = [request for request in left if request.live]
                 bar.update(len(left) - len(still))
                 left = still
@@ -143,15 +132,14 @@ class LLM:
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
         with self._serving([request]):
-            shown, finished = 0, False
+            num_shown, finished = 0, False
             while not finished:
-                if not request.finished:  # or the steps of another consumer have finished this one, too
-                    self._step()
-                num_tokens = sum(seq.num_output_tokens for seq in request.sequences)
-                finished = request.finished
-                if num_tokens > shown or finished:
-                    shown = num_tokens
-                    yield RequestOutput.of(request)
+                if not request.finished:  # a step of another stream may have finished it
+                    self.engine.step(with_outputs=False)
+                num_tokens, finished = sum(len(seq.samples) for seq in request.sequences), request.finished
+                if num_tokens > num_shown or finished:
+                    num_shown = num_tokens
+                    yield request.output()
 
     def chat(
         self,

@@ -136,7 +136,7 @@ class ModelRunner:
         """
         request, start = seq.request, seq.num_computed_tokens
         first = max(start, len(request.prompt_logprobs) - 1)
-        end = min(start + seq.num_scheduled_tokens, seq.num_prompt_tokens - 1)
+        end = min(start + seq.num_scheduled_tokens, request.num_prompt_tokens - 1)
         scored: list[Logprobs] = []
         for lo in range(first, end, LOGITS_TILE):
             hi = min(lo + LOGITS_TILE, end)

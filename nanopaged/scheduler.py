@@ -11,13 +11,14 @@ tensor: what a `ScheduledBatch` says is carried out by the model runner.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from nanopaged.block_manager import BlockManager, OutOfBlocks
 from nanopaged.branching import advance_beams, fork_samples
 from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 from nanopaged.swap import SwapCosts, Swapper
-from nanopaged.text.outputs import Sample
 
 
 class Scheduler:
@@ -46,6 +47,7 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.running: list[Request] = []
+        self.unreported: list[Request] = []  # finished in a step that failed before it could say so
 
         self.num_preemptions_recompute = 0
         self.num_preemptions_swap = 0
@@ -64,16 +66,12 @@ class Scheduler:
     def abort(self, request: Request) -> None:
         """Drop a request wherever it is; its blocks return at once."""
         if self.waiting.pop(request.request_id, None) is None:
-            self.running.remove(request)
+            (self.running if request.live else self.unreported).remove(request)
         self.swapper.forget(request)
-        for seq in list(request.live):
+        for seq in request.live:
             self.block_manager.free(seq)
-            request.finish(seq, "abort", None)
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether anything is running or waiting."""
-        return bool(self.running or self.waiting)
+            seq.finish_reason = "abort"
+        request.live, request.finish_time = [], time.monotonic()
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -106,7 +104,7 @@ class Scheduler:
                 break  # first come, first served: nobody overtakes the head of the queue
             budget = self._give_tokens(request, budget, decodes, chunks)
 
-        assert decodes or chunks or not self.has_unfinished, "there is work, but none was scheduled"
+        assert decodes or chunks or not (self.running or self.waiting), "no work was scheduled"
         batch.sequences, batch.num_decodes = decodes + chunks, len(decodes)
         return batch
 
@@ -167,7 +165,6 @@ class Scheduler:
         moves = self.swapper.swap_out(request) if self._prefers_swap(request) else None
         if moves is not None:
             batch.swap_out += moves
-            batch.swapped_out.append(request)
             self.num_preemptions_swap += 1
         else:
             self._drop(request)
@@ -222,9 +219,8 @@ class Scheduler:
     # ── after it ──────────────────────────────────────────────────────────────────────────────────
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
-        """Book what the step computed; return the requests that have something new to show."""
+        """Append what was drawn, fork, finish and free. Returns the requests that advanced."""
         self.block_manager.keep_promises()
-        self.swapper.settle()
         self.num_blocks_swapped_out += len(batch.swap_out)
         self.num_blocks_swapped_in += len(batch.swap_in)
         self.num_blocks_copied += len(batch.copies)
@@ -232,88 +228,69 @@ class Scheduler:
         for request, logprobs in result.prompt_logprobs.items():
             request.prompt_logprobs.extend(logprobs)
         block_size = self.block_manager.block_size
-        progressed: dict[Request, None] = {}  # a set that keeps the order
-        some_ended, num_generated = False, 0
-        try:
-            for seq, samples in zip(batch.sequences, result.samples, strict=True):
-                seq.num_computed_tokens += seq.num_scheduled_tokens
-                if seq.num_computed_tokens - seq.num_closed_tokens >= block_size:
-                    self.block_manager.close_blocks(seq)
-                if len(samples) == 1:
-                    progressed[seq.request] = None
-                    num_generated += 1
-                    if seq.append(samples[0]):
-                        self.block_manager.free(seq)
-                        some_ended = True
-                elif samples and self._branch(seq, samples):
-                    progressed[seq.request] = None
-                    some_ended = True
-        except BaseException:
-            self._step_back(batch)
-            raise
-        finally:
-            self.num_generated_tokens += num_generated
-            if some_ended:
-                self.running = [request for request in self.running if request.live]
-        return list(progressed)
+        advanced = dict.fromkeys(self.unreported)  # a set that keeps the order
+        ended: list[Sequence] = []
+        for seq, samples in zip(batch.sequences, result.samples, strict=True):
+            request = seq.request
+            seq.num_computed_tokens += seq.num_scheduled_tokens
+            if seq.num_computed_tokens - seq.num_closed_tokens >= block_size:
+                self.block_manager.close_blocks(seq)
+            if not samples:
+                continue
+            if request.is_beam_search:
+                seq.candidates = samples
+                if any(beam.candidates is None for beam in request.live):
+                    continue
+                advance_beams(request, self.block_manager)
+                self.num_generated_tokens += len(request.sequences)
+            else:
+                siblings = fork_samples(seq, self.block_manager) if request.prompt_phase else [seq]
+                for sibling, sample in zip(siblings, samples, strict=True):
+                    if sibling.append(sample):
+                        ended.append(sibling)
+                self.num_generated_tokens += len(samples)
+            advanced[request] = None
+        for seq in ended:
+            self.block_manager.free(seq)
+            seq.request.live.remove(seq)
+        self._note_times(advanced)
+        self.unreported = []
+        return list(advanced)
 
-    def _step_back(self, batch: ScheduledBatch) -> None:
-        """Something unforeseen, Ctrl-C perhaps, came between a sequence's K/V and its next token.
-
-        Such a sequence has caught up and would never be served again: let it compute its last token anew.
-        """
-        size = self.block_manager.block_size
-        for request in {seq.request: None for seq in batch.sequences}:
-            for seq in request.live:
-                if seq.num_computed_tokens == seq.num_tokens and seq.candidates is None:
-                    seq.num_computed_tokens -= 1
-                    seq.num_closed_tokens = seq.num_computed_tokens // size * size
-
-    def _branch(self, seq: Sequence, samples: list[Sample]) -> bool:
-        """Several tokens follow `seq`: one for each output asked for, or the proposals of a beam.
-
-        False if nothing comes of it yet, because other beams have still to make their proposals.
-        """
-        request = seq.request
-        if request.is_beam_search:
-            seq.candidates = samples
-            if any(beam.candidates is None for beam in request.live):
-                return False
-            advance_beams(request, self.block_manager)
-            self.num_generated_tokens += len(request.sequences)
-            return True
-        self.num_generated_tokens += len(samples)
-        siblings = fork_samples(seq, self.block_manager)
-        ended = [sibling for sibling, sample in zip(siblings, samples, strict=True) if sibling.append(sample)]
-        for sibling in ended:
-            self.block_manager.free(sibling)
-        return True
+    def _note_times(self, advanced: Iterable[Request]) -> None:
+        now, some_finished = time.monotonic(), False
+        for request in advanced:
+            if request.first_token_time is None:
+                request.first_token_time = now
+            if not request.live:
+                request.finish_time = now
+                some_finished = True
+        if some_finished:
+            self.running = [request for request in self.running if request.live]
 
     def _count_admissions(self, admitted: list[Request]) -> None:
         for request in admitted:
             if request.num_cached_tokens is None:  # not when it only comes back from a preemption
-                num_prompt_tokens = request.sequences[0].num_prompt_tokens
                 request.num_cached_tokens = request.live[0].num_computed_tokens
-                self.num_prompt_tokens += num_prompt_tokens
+                self.num_prompt_tokens += request.num_prompt_tokens
                 if self.block_manager.enable_prefix_caching and not request.wants_prompt_logprobs:
-                    self.prefix_cache_queries += num_prompt_tokens
+                    self.prefix_cache_queries += request.num_prompt_tokens
                     self.prefix_cache_hits += request.num_cached_tokens
 
-    def roll_back(self, batch: ScheduledBatch) -> None:
-        """The step failed. Leave everything as if it had not been tried.
+    def start_over(self, requests: Iterable[Request]) -> None:
+        """A step failed: all `requests` (every one that is unfinished, in order of arrival) wait again.
 
-        Whoever was running before has made no progress and tries again. Whoever was admitted for this
-        step may share blocks that were never filled, so it goes back to wait, without blocks or in host
-        memory as before. Of what was to be swapped out we cannot know whether it got there: it is computed
-        again.
+        They keep the tokens that were generated and lose their K/V, on the device and on the host; the prefix
+        cache is emptied. This needs no record of what the step had done, so it is right wherever the step
+        failed: while scheduling, computing or updating. The K/V is computed again.
         """
-        self.block_manager.break_promises()
-        self.block_manager.undo_copies(batch.copies)
-        for request in reversed(batch.admitted):
-            self.running.remove(request)
-            if not self.swapper.undo_swap_in(request):
-                self._drop(request)
-            self._wait_first(request)
-        for request in batch.swapped_out:
-            self.swapper.forget(request)
-            self._drop(request)
+        self.block_manager.reset()
+        self.swapper.reset()
+        self.running, self.unreported = [], []
+        self.waiting = OrderedDict()
+        for request in requests:
+            request.start_over()
+            if request.live:
+                self.waiting[request.request_id] = request
+            else:
+                self.unreported.append(request)

@@ -1,7 +1,8 @@
-"""A sequence of tokens and how far its K/V has got; a request and the sequences it asked for.
+"""What passes through the engine: sequences of tokens, their requests, and the batch of a step.
 
-A `Sequence` is one line of text being written: its tokens, the blocks that hold their keys and
-values, and how many of them have been computed. A `Request` is what the user asked for.
+A `Sequence` is one line of text being written: its tokens, the blocks that hold their keys and values, and
+how many of them have been computed. A `Request` is what the user asked for. A `ScheduledBatch` is what the
+scheduler tells the model runner to do in a step, a `StepResult` what the runner answers.
 
 Nothing here knows what a block contains, or on which device.
 """
@@ -15,40 +16,40 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from nanopaged.config import BeamSearchParams, SamplingParams
+from nanopaged.text.detokenizer import Detokenizer
+from nanopaged.text.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput, Sample
+from nanopaged.text.stopping import StopRules
+
 if TYPE_CHECKING:
     from nanopaged.beam_search import BeamSearch
     from nanopaged.block_manager import BlockCopy
-    from nanopaged.config import BeamSearchParams, SamplingParams
-    from nanopaged.swap import Move
-    from nanopaged.text.detokenizer import Detokenizer
-    from nanopaged.text.outputs import Logprobs, Sample
-    from nanopaged.text.stopping import StopRules
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One line of tokens, prompt first.
 
-    Everything the engine does with it is catching up: tokens [0, num_computed_tokens) have their
-    K/V in the cache, the rest do not yet. A new prompt, a later chunk of it, a prefix found in the
-    cache, a recompute after preemption and a decode step differ only in how large the gap is:
+    The K/V of tokens [0, num_computed_tokens) are in the KV cache, those of the others are not yet. A new
+    prompt, a later chunk of it, a prefix found in the cache, a recomputation after preemption and a decode
+    step differ only in how many tokens are left to compute:
 
         token_ids            a b c d e f g h i        num_tokens = 9
         K/V in the cache     ─────────┘               num_computed_tokens = 4
-        still to compute               └───────       a prompt; a decode step has a gap of 1
+        still to compute               └───────       a prompt; a decode step has 1 token left
 
-    When the gap closes, the logits of the last token say what token 9 is.
+    When the last token is computed, its logits say what token 9 is.
     """
 
+    request: Request
     token_ids: list[int]
-    num_prompt_tokens: int
     index: int = 0  # which of the request's outputs this is
+    samples: list[Sample] = field(default_factory=list)  # one for each generated token
+    cumulative_logprob: float = 0.0  # sum of their log-probabilities
     detokenizer: Detokenizer | None = None
-    request: Request | None = None  # whose it is; set by the request
 
-    num_tokens: int = field(init=False)  # len(token_ids)
     num_computed_tokens: int = 0
-    num_scheduled_tokens: int = 0  # this step's share: tokens [num_computed, num_computed + num_new)
+    num_scheduled_tokens: int = 0  # to compute in this step, from num_computed_tokens on
 
     block_table: list[int] = field(default_factory=list)  # i-th logical block → physical block
     host_table: list[int] = field(default_factory=list)  # the same in host memory, while swapped out
@@ -56,69 +57,76 @@ class Sequence:
     num_closed_tokens: int = 0  # those in full blocks whose K/V is there
     block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # see `block_key`
 
-    logprobs: list[Logprobs] = field(default_factory=list)  # one for each generated token, if asked
-    cumulative_logprob: float = 0.0
-    candidates: list[Sample] | None = None  # of a beam that waits for the others of its request
-    score: float | None = None  # of a finished beam
+    candidates: list[Sample] | None = None  # of a beam that waits for the other beams of its request
+    score: float | None = None  # of a beam search's hypothesis
     finish_reason: str | None = None  # "stop" | "length" | "abort"
     stop_reason: int | str | None = None  # the stop token or string, if that was it
 
-    def __post_init__(self) -> None:
-        self.num_tokens = len(self.token_ids)
-
     @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return self.num_tokens - self.num_prompt_tokens
+    def num_tokens(self) -> int:
+        """Tokens known: the prompt and what was generated."""
+        return len(self.token_ids)
 
     @property
     def needs_sample(self) -> bool:
-        """Whether its last known token is in this step, so that the logits tell the next one."""
-        return self.num_computed_tokens + self.num_scheduled_tokens == self.num_tokens
+        """Whether this step computes the last known token, whose logits tell the next one."""
+        return self.num_computed_tokens + self.num_scheduled_tokens == len(self.token_ids)
 
     @property
     def banned_token_ids(self) -> frozenset[int]:
         """Tokens that must not be drawn next: before min_tokens nothing may end the sequence."""
         rules = self.request.stop_rules
-        return rules.token_ids if self.num_tokens < rules.min_length else frozenset()
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """The generated tokens, as a list of their own."""
-        return self.token_ids[self.num_prompt_tokens :]
+        return rules.token_ids if len(self.token_ids) < rules.min_length else frozenset()
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
     def fork(self, index: int) -> Sequence:
-        """A sibling with the same past, but without blocks: sharing those is the block manager's business."""
+        """A copy with the same tokens and no blocks; `BlockManager.fork` shares those."""
         return Sequence(
-            token_ids=list(self.token_ids),
-            num_prompt_tokens=self.num_prompt_tokens,
-            index=index,
-            detokenizer=self.detokenizer.fork() if self.detokenizer is not None else None,
             request=self.request,
-            block_keys=list(self.block_keys),
-            logprobs=list(self.logprobs),
+            token_ids=list(self.token_ids),
+            index=index,
+            samples=list(self.samples),
             cumulative_logprob=self.cumulative_logprob,
+            detokenizer=self._new_detokenizer(),
+            block_keys=list(self.block_keys),
         )
 
     def append(self, sample: Sample) -> bool:
-        """Add a generated token; True if it ends the sequence. Its K/V is the next step's gap."""
-        request = self.request
-        stop = request.stop_rules.check(self, sample.token_id)
-        if request.first_token_time is None:
-            request.first_token_time = time.monotonic()
+        """Add a generated token, whose K/V the next step computes. Returns whether it ends the sequence."""
+        self.samples.append(sample)
         self.token_ids.append(sample.token_id)
-        self.num_tokens += 1
         self.cumulative_logprob += sample.logprob
-        if sample.logprobs is not None:
-            self.logprobs.append(sample.logprobs)
-        if stop is None:
-            return False
-        request.finish(self, *stop)
-        return True
+        return self.check_stop()
+
+    def check_stop(self) -> bool:
+        """Finish the sequence if its last generated token ends it; returns whether it does."""
+        rules, token_id, length = self.request.stop_rules, self.token_ids[-1], len(self.token_ids)
+        if token_id in rules.token_ids:
+            stop_reason = None if token_id in rules.eos_token_ids else token_id
+            self.finish_reason, self.stop_reason = "stop", stop_reason
+            return True
+        if self.detokenizer is not None and self.detokenizer.stop:
+            output = self.token_ids[self.request.num_prompt_tokens :]
+            stop = self.detokenizer.find_stop(output, look_for_stop=length >= rules.min_length)
+            if stop is not None:
+                self.finish_reason, self.stop_reason = "stop", stop
+                return True
+        if length >= rules.max_length:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def start_over(self) -> None:
+        """A step failed, perhaps while it changed this sequence: rebuild everything from the samples."""
+        self.token_ids = self.token_ids[: self.request.num_prompt_tokens] + [s.token_id for s in self.samples]
+        self.cumulative_logprob = sum(sample.logprob for sample in self.samples)
+        self.detokenizer = self._new_detokenizer()
+        self.block_table, self.host_table, self.block_keys, self.candidates = [], [], [], None
+        self.num_slots = self.num_computed_tokens = self.num_closed_tokens = 0
+        if self.samples:
+            self.check_stop()
 
     def block_key(self, i: int, block_size: int) -> tuple[int, bytes]:
         """(hash, packed tokens) of the i-th block, which must be full. Worked out once, in order.
@@ -135,23 +143,48 @@ class Sequence:
             keys.append((xxhash.xxh3_64_intdigest(parent + tokens), tokens))
         return keys[i]
 
+    def _new_detokenizer(self) -> Detokenizer | None:
+        old = self.detokenizer
+        return Detokenizer(old.tokenizer, old.stop) if old is not None else None
+
+    def output(self) -> CompletionOutput:
+        """The sequence as it stands now; the lists are the user's own."""
+        token_ids, text = self.token_ids[self.request.num_prompt_tokens :], ""
+        if self.detokenizer is not None:
+            stopped_by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+            shown = token_ids[:-1] if stopped_by_token else token_ids  # that token is no part of the text
+            text = self.detokenizer.visible(shown, self.finish_reason is not None)
+        with_logprobs = self.request.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=[sample.logprobs for sample in self.samples] if with_logprobs else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            score=self.score,
+        )
+
 
 @dataclass(slots=True, eq=False)
 class Request:
     """What was asked, the sequences that answer it, and what is reported about it."""
 
     request_id: str
-    prompt: str | None
+    prompt: str | None  # the text, if it came as text
     prompt_token_ids: list[int]  # the user's copy: the engine reads those of the sequences
     params: SamplingParams | BeamSearchParams
     stop_rules: StopRules
-    seed: int  # the params' own, or one drawn for it: no request is without
-    sequences: list[Sequence]  # one until the prompt is computed, then all that were asked for
-    beam_search: BeamSearch | None = None
-    prompt_logprobs: list[Logprobs | None] | None = None  # filled as the prompt is computed
-    final_only: bool = False  # whether nobody looks at its outputs before the last
+    seed: int  # the params' own, or one drawn for the request
+    num_prompt_tokens: int = field(init=False)
+    is_beam_search: bool = field(init=False)
 
-    live: list[Sequence] = field(init=False)  # the sequences that still grow
+    sequences: list[Sequence] = field(default_factory=list)  # one until the prompt is computed, then all
+    live: list[Sequence] = field(default_factory=list)  # those that are not finished
+    beam_search: BeamSearch | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None  # filled as the prompt is computed, if asked for
+
     arrival_time: float = field(default_factory=time.monotonic)
     first_token_time: float | None = None
     finish_time: float | None = None
@@ -159,9 +192,12 @@ class Request:
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.is_beam_search = isinstance(self.params, BeamSearchParams)
+        self.sequences = [Sequence(self, list(self.prompt_token_ids))]
         self.live = list(self.sequences)
-        for seq in self.sequences:
-            seq.request = self
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # the first token has no log-probability
 
     @property
     def finished(self) -> bool:
@@ -169,66 +205,76 @@ class Request:
 
     @property
     def prompt_phase(self) -> bool:
-        """Whether its prompt is still being computed, for several sequences at once."""
+        """Whether one sequence still computes the prompt for all that will be forked from it."""
         return len(self.sequences) < self.params.num_sequences
 
     @property
-    def is_beam_search(self) -> bool:
-        return self.beam_search is not None
+    def num_seqs(self) -> int:
+        """Sequences that the request counts for: those it will have once its prompt is computed."""
+        return self.params.num_sequences if self.prompt_phase else len(self.live)
 
     @property
     def num_candidates(self) -> int:
         """Tokens that each beam proposes: enough that `beam_width` remain if all the best end a text."""
-        return self.beam_search.num_candidates
-
-    @property
-    def num_seqs(self) -> int:
-        """How many sequences it counts for: those it will have, as long as it has one for all."""
-        return self.params.num_sequences if self.prompt_phase else len(self.live)
+        return self.params.beam_width * max(2, 1 + len(self.stop_rules.token_ids))
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of prompt tokens are still owed (the first token has none)."""
-        recorded = self.prompt_logprobs
-        return recorded is not None and len(recorded) < self.sequences[0].num_prompt_tokens
+        """Whether log-probabilities of prompt tokens are still to be computed."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
-    def finish(self, seq: Sequence, finish_reason: str, stop_reason: int | str | None) -> None:
-        """One of its sequences has ended; with the last one the request has."""
-        seq.finish_reason, seq.stop_reason = finish_reason, stop_reason
-        self.live.remove(seq)
-        if self.finished:
-            self.finish_time = time.monotonic()
-            if seq.num_output_tokens and self.first_token_time is None:  # a beam search of one step
-                self.first_token_time = self.finish_time
+    def start_over(self) -> None:
+        """A step failed: every unfinished sequence keeps its tokens and loses its K/V."""
+        for seq in self.sequences:
+            if not seq.finished:
+                seq.start_over()
+        self.live = [seq for seq in self.sequences if not seq.finished]
+
+    def output(self) -> RequestOutput:
+        """The request as it stands now; the lists are the user's own."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            outputs=[seq.output() for seq in self.sequences],
+            finished=not self.live,
+            metrics=RequestMetrics(
+                arrival_time=self.arrival_time,
+                first_token_time=self.first_token_time,
+                finish_time=self.finish_time,
+                num_cached_tokens=self.num_cached_tokens or 0,
+                num_preemptions=self.num_preemptions,
+            ),
+        )
 
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step's work; `num_scheduled_tokens` of each sequence says how much of it.
+    """One step's work; `num_scheduled_tokens` of each sequence says how much of it is computed.
 
-    Those with a single new token stand first: `sequences[:num_decodes]`. Before anything is computed, blocks
-    are moved: out, then in, then the copies on write. No block is the destination of two copies, or both
-    a source and a destination.
+    Sequences with a single scheduled token, the decodes, come first: `sequences[:num_decodes]`. Blocks are
+    moved before anything is computed: all swaps out, then all swaps in, then the copies on write. No block is
+    the destination of two copies, or both a source and a destination.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
     num_decodes: int = 0
-    swap_out: list[Move] = field(default_factory=list)  # (device block, host block)
-    swap_in: list[Move] = field(default_factory=list)  # (host block, device block)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copies: list[BlockCopy] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)  # left the waiting queue for this step
-    swapped_out: list[Request] = field(default_factory=list)  # went to it, and to host memory
+    admitted: list[Request] = field(default_factory=list)  # requests that left the waiting queue
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What the runner found out.
+    """What the runner computed.
 
     Fields:
-        samples: for each sequence of the batch the tokens drawn to follow it: none if it has not
-            caught up; else one; or, when the prompt of a request for n outputs has just been computed,
-            n, one for each; or a beam's proposals.
-        prompt_logprobs: by request, of the prompt tokens whose turn it was, where asked for.
+        samples: for each sequence of the batch the tokens drawn to follow it: none if its last token was not
+            computed; else one; n if the prompt of a request for n outputs has just been computed, one for
+            each; or the candidates that a beam proposes.
+        prompt_logprobs: by request, of the prompt tokens that this step computed, where asked for.
     """
 
     samples: list[list[Sample]]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from nanopaged.block_manager import BlockManager, OutOfBlocks
 from nanopaged.block_pool import Block, blocks_needed
-from nanopaged.sequence import Request, Sequence
+from nanopaged.sequence import Request
 
 Move = tuple[int, int]
 """(source block, destination block): device and host, or host and device."""
@@ -37,23 +37,18 @@ class SwapCosts:
         return 2 * num_blocks * self.seconds_per_block < num_tokens / self.prefill_tokens_per_second
 
 
-@dataclass(slots=True)
-class _Arrival:
-    """A request that is being swapped in: how its sequences stood, should the step fail."""
-
-    request: Request
-    states: list[tuple[Sequence, list[int], int, int]]  # host table, computed and closed tokens
-
-
 class Swapper:
     """The blocks of host memory, and who is in them."""
 
     def __init__(self, block_manager: BlockManager, num_host_blocks: int) -> None:
         self.block_manager = block_manager
         self.num_host_blocks = num_host_blocks
-        self.free_host_blocks = list(range(num_host_blocks))[::-1]  # a stack: 0 is handed out first
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is in host memory."""
+        self.free_host_blocks = list(range(self.num_host_blocks))[::-1]  # a stack: 0 is handed out first
         self.requests: dict[Request, None] = {}  # those in host memory, in no particular order
-        self._arriving: list[_Arrival] = []
 
     # ── out ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -121,13 +116,8 @@ class Swapper:
         num_needed = len(host_blocks) - len(found) + num_revived + self._growth(request)
         if num_needed > self.block_manager.num_free_blocks:
             raise OutOfBlocks
-        self._arriving.append(
-            _Arrival(
-                request,
-                [(s, s.host_table, s.num_computed_tokens, s.num_closed_tokens) for s in request.live],
-            )
-        )
         del self.requests[request]
+        self._release(set(host_blocks))  # the step's swaps out are all made before its swaps in
         return self._map_to_device(request, host_blocks, found)
 
     def _find_on_device(self, request: Request) -> dict[int, Block]:
@@ -178,30 +168,8 @@ class Swapper:
             self.block_manager.promise(seq, 0, seq.num_closed_tokens)
         return moves
 
-    # ── after the step ────────────────────────────────────────────────────────────────────────────
-
-    def settle(self) -> None:
-        """The step has been run: what was swapped in no longer needs its host blocks."""
-        for arrival in self._arriving:
-            self._release({host_id for _, table, _, _ in arrival.states for host_id in table})
-        self._arriving.clear()
-
-    def undo_swap_in(self, request: Request) -> bool:
-        """The step failed: if it was to swap the request in, take that back. False if it was not."""
-        for arrival in self._arriving:
-            if arrival.request is request:
-                for seq, host_table, num_computed_tokens, num_closed_tokens in arrival.states:
-                    self.block_manager.free(seq)
-                    seq.host_table = host_table
-                    seq.num_computed_tokens, seq.num_closed_tokens = num_computed_tokens, num_closed_tokens
-                self._arriving.remove(arrival)
-                self.requests[request] = None
-                return True
-        return False
-
     def check_invariants(self) -> None:
         """Raise AssertionError unless every host block is free or in one swapped request's tables."""
-        assert not self._arriving, "an arrival outlived its step"
         in_use = [
             {host_id for seq in request.live for host_id in seq.host_table} for request in self.requests
         ]

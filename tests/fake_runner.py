@@ -134,7 +134,7 @@ class FakeRunner:
             token_ids = PREFIXES.tokens(max(numbers[-1], 0))
             assert token_ids, f"block {block.block_id} can be found, but its K/V was never computed"
             assert PREFIXES.numbers(token_ids)[-self.block_size :] == numbers, "a block of mixed contents"
-            found_under = Sequence(token_ids, len(token_ids)).block_key(
+            found_under = Sequence(None, token_ids).block_key(
                 len(token_ids) // self.block_size - 1, self.block_size
             )
             assert found_under[0] == key, f"block {block.block_id} can be found under other tokens"

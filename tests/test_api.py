@@ -13,7 +13,8 @@ import torch
 from conftest import MAX_MODEL_LEN, VOCAB_SIZE, Oracle
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from nanopaged.text.detokenizer import Detokenizer
+from nanopaged.sequence import Sequence
+from nanopaged.text.outputs import Sample
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -276,80 +277,57 @@ def test_scores_that_are_not_finite_are_an_error(llm: LLM) -> None:
     assert engine.stats().num_used_blocks == 0
 
 
-def test_an_exception_while_results_are_booked(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the middle of the bookkeeping: who was done is done, the others go on undisturbed."""
+def test_an_interrupt_while_a_step_is_booked(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between two sequences: the next step reports the one that had finished, the others go on."""
     engine = tiny.engine
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    expected = {}
-    for prompt in ("ROMEO:", "JULIET:", "NURSE:"):
-        expected[prompt] = tiny.generate(prompt, params, use_tqdm=False)[0].outputs[0]
-    for prompt in expected:
+    prompts = ("ROMEO:", "JULIET:", "NURSE:")
+    expected = {prompt: tiny.generate(prompt, params, use_tqdm=False)[0].outputs[0] for prompt in prompts}
+    for prompt in prompts:
         engine.add_request(prompt, prompt, params)
-    requests = dict(engine.requests)
-    push, calls = Detokenizer.push, []
-
-    def interrupted(self: Detokenizer, *args: object, **kwargs: object) -> str | None:
-        calls.append(args)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return push(self, *args, **kwargs)
-
-    monkeypatch.setattr(Detokenizer, "push", interrupted)
     engine.step()
+    append, calls = Sequence.append, []
+
+    def interrupted(self: Sequence, sample: Sample) -> bool:
+        calls.append(sample)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return append(self, sample)
+
+    monkeypatch.setattr(Sequence, "append", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     engine.check_invariants()
-    assert len(engine.requests) == 2
+    done = {}
     while engine.has_unfinished_requests():
-        engine.step()
-    for prompt, request in requests.items():
-        completion = RequestOutput.of(request).outputs[0]
-        assert (completion.token_ids, completion.text) == (expected[prompt].token_ids, expected[prompt].text)
+        for output in engine.step():
+            done[output.request_id] = output.outputs[0]
+    for prompt, completion in expected.items():
+        assert (done[prompt].token_ids, done[prompt].text) == (completion.token_ids, completion.text)
     assert engine.stats().num_used_blocks == 0
 
 
-def test_outputs_for_others_are_not_lost(llm: LLM) -> None:
-    """`generate` finishes somebody else's request by the way: the next step of theirs returns it."""
-    llm.engine.add_request("theirs", [1, 2], SamplingParams(max_tokens=2, ignore_eos=True))
-    llm.generate([[3, 4]], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
-    assert llm.engine.has_unfinished_requests()
-    (output,) = llm.engine.step()
-    assert output.request_id == "theirs"
-    assert output.finished
-    assert not llm.engine.has_unfinished_requests()
-
-
-def test_generate_has_its_requests_described_only_at_their_end(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside it, somebody else's request is described after every step."""
-    shown: list[tuple[str, bool]] = []
-    step = llm.engine.step
-
-    def watched() -> list[RequestOutput]:
-        outputs = step()
-        shown.extend((output.request_id, output.finished) for output in outputs)
-        return outputs
-
-    monkeypatch.setattr(llm.engine, "step", watched)
-    llm.engine.add_request("theirs", [1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
-    (ours,) = llm.generate([[3, 4]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
-    assert [finished for name, finished in shown if name == ours.request_id] == [True]
-    assert [finished for name, finished in shown if name == "theirs"][:3] == [False, False, True]
-    llm.engine.step()  # returns theirs again, for whom it is
+def test_generate_returns_its_own_requests_and_serves_the_others(llm: LLM) -> None:
+    """A request that was added beside them advances in the same steps."""
+    llm.engine.add_request("theirs", [1, 2], SamplingParams(max_tokens=9, ignore_eos=True))
+    (ours,) = llm.generate([[3, 4]], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+    assert len(ours.outputs[0].token_ids) == 5
+    (theirs,) = llm.engine.step()
+    assert (theirs.request_id, len(theirs.outputs[0].token_ids)) == ("theirs", 6)
+    llm.engine.abort_request("theirs")
 
 
 def test_generate_ends_when_others_abort_its_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two, and later the other: what they had got is returned."""
     step, num_steps = llm.engine.step, 0
 
-    def watched() -> list[RequestOutput]:
+    def watched(**options: bool) -> list[RequestOutput]:
         nonlocal num_steps
         num_steps += 1
         assert num_steps < 10, "nobody is left"
         if num_steps in (3, 5):
             llm.engine.abort_request(next(iter(llm.engine.requests)))
-        return step()
+        return step(**options)
 
     monkeypatch.setattr(llm.engine, "step", watched)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -364,11 +342,11 @@ def test_generate_ends_though_others_take_the_place_of_its_requests(
     """There are as many requests after every step as before it."""
     step, num_steps = llm.engine.step, 0
 
-    def watched() -> list[RequestOutput]:
+    def watched(**options: bool) -> list[RequestOutput]:
         nonlocal num_steps
         num_steps += 1
         assert num_steps < 20, "generate does not return"
-        before, outputs = len(llm.engine.requests), step()
+        before, outputs = len(llm.engine.requests), step(**options)
         for i in range(before - len(llm.engine.requests)):
             llm.engine.add_request(f"{num_steps}-{i}", [1], SamplingParams(max_tokens=1))
         return outputs
@@ -379,17 +357,6 @@ def test_generate_ends_though_others_take_the_place_of_its_requests(
     monkeypatch.undo()
     while llm.engine.has_unfinished_requests():
         llm.engine.step()
-
-
-def test_a_held_output_keeps_its_id(llm: LLM) -> None:
-    """The front end makes no request of the same name while it waits for whom it is."""
-    first = int(llm._new_id().removeprefix("llm-"))
-    theirs, params = f"llm-{first + 2}", SamplingParams(max_tokens=2, ignore_eos=True)
-    llm.engine.add_request(theirs, [1], params)
-    for _ in range(3):
-        llm.generate([[5]], SamplingParams(max_tokens=6, ignore_eos=True), use_tqdm=False)
-    (output,) = llm.engine.step()
-    assert output.request_id == theirs
 
 
 def test_ids_of_the_front_end_and_of_the_user_do_not_collide(llm: LLM) -> None:

@@ -18,10 +18,8 @@ from nanopaged.text.stopping import StopRules
 
 
 def sequence(*token_ids: int) -> Sequence:
-    seq = Sequence(list(token_ids), len(token_ids))
     rules = StopRules(frozenset(), frozenset(), 0, 1000)
-    Request("r", None, list(token_ids), SamplingParams(), rules, 0, [seq])
-    return seq
+    return Request("r", None, list(token_ids), SamplingParams(), rules, 0).sequences[0]
 
 
 def admit(manager: BlockManager, *token_ids: int, computed: bool = True) -> Sequence:
@@ -214,18 +212,6 @@ def test_a_promised_block_can_be_shared_at_once() -> None:
     compute(manager, first, 5)
     compute(manager, second, 5)
     manager.check_invariants([first, second])
-
-
-def test_a_broken_promise_is_forgotten() -> None:
-    """The step failed: nobody may find blocks that were never filled."""
-    manager = BlockManager(16, 2)
-    first = admit(manager, 1, 2, 3, 4, 5, computed=False)
-    promise(manager, first)
-    manager.break_promises()
-    assert not manager.find_prefix(sequence(1, 2, 3, 4, 5))
-    manager.free(first)
-    assert manager.num_cached_blocks == 0
-    manager.check_invariants([])
 
 
 def test_nothing_is_published_before_it_is_computed() -> None:

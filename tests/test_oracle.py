@@ -28,7 +28,7 @@ def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> lis
         engine.step()
         engine.check_invariants()
     assert engine.stats().num_used_blocks == 0
-    return [RequestOutput.of(request) for request in requests]
+    return [request.output() for request in requests]
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 7, 16])

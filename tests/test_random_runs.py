@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from conftest import EOS, Oracle
 from fake_runner import FakeRunner, next_token
+from faults import interrupt_at_line
 
-from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
+from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from nanopaged.block_pool import blocks_needed
 
 
@@ -63,8 +64,14 @@ class Workload:
     caching: bool
     preemption: str  # as in EngineConfig, or "directed": see `forked`
     max_num_seqs: int
-    failing_steps: set[int]
+    faults: dict[int, int]  # step → 0: the runner fails; n: Ctrl-C at the n-th line that the step executes
     requests: list[Asked] = field(repr=False)
+
+
+def draw_faults(rng: random.Random, num_steps: int) -> dict[int, int]:
+    """A few steps that fail, in the runner or at any line of the bookkeeping."""
+    steps = [rng.randint(0, num_steps) for _ in range(rng.randint(0, 4))]
+    return {step: rng.choice([0, int(rng.expovariate(1 / 80))]) for step in steps}
 
 
 def general(seed: int) -> Workload:
@@ -96,7 +103,7 @@ def general(seed: int) -> Workload:
         caching=rng.random() < 0.5,
         preemption=rng.choice(["swap", "recompute", "auto"]),
         max_num_seqs=rng.randint(4, 10),
-        failing_steps={rng.randint(0, 30) for _ in range(rng.randint(0, 4))},
+        faults=draw_faults(rng, 30),
         requests=requests,
     )
 
@@ -141,7 +148,7 @@ def forked(seed: int) -> Workload:
         caching=True,
         preemption="directed",
         max_num_seqs=12,
-        failing_steps=set(),
+        faults=draw_faults(rng, 60) if rng.random() < 0.5 else {},
         requests=requests,
     )
 
@@ -184,6 +191,7 @@ class Run:
         self.rng = random.Random(workload.seed)
         self.engine = LLMEngine(config, self.runner)
         self.outputs: dict[str, list[list[int]]] = {}
+        self.num_failed = 0
 
     def serve(self) -> None:
         pending = dict(enumerate(self.workload.requests))
@@ -197,7 +205,7 @@ class Run:
                     aborts.setdefault(step + asked.aborted_after, []).append(str(i))
             for request_id in aborts.pop(step, []):
                 self.abort(request_id)
-            self.step(fails=step in self.workload.failing_steps)
+            self.step(self.workload.faults.get(step))
             step += 1
             assert step < 3000, "the engine makes no progress"
         self.check_outputs()
@@ -205,32 +213,47 @@ class Run:
 
     def abort(self, request_id: str) -> None:
         if request_id in self.engine.requests:
+            had_finished = self.engine.requests[request_id].finished  # in a step that failed
             partial = self.engine.abort_request(request_id)
             assert partial.finished
-            assert any(completion.finish_reason == "abort" for completion in partial.outputs)
+            aborted = [completion.finish_reason == "abort" for completion in partial.outputs]
+            assert any(aborted) != had_finished
             self.outputs[request_id] = [completion.token_ids for completion in partial.outputs]
             self.check()
 
-    def step(self, fails: bool) -> None:
+    def step(self, fault: int | None) -> None:
         """One step, which may fail; either way everything is consistent after it."""
         if self.workload.preemption == "directed" and self.engine.scheduler.running:
             seq = self.engine.scheduler.running[-1].live[0]  # of the request that would be preempted
             behind = seq.num_tokens - seq.num_computed_tokens > 1
             way = "swap" if behind == (self.rng.random() < 0.9) else "recompute"
             self.engine.scheduler.preemption = way
-        if fails and self.engine.has_unfinished_requests():
-            self.runner.fail_next = True
-            before = {r.request_id: r.sequences[0].num_tokens for r in self.engine.requests.values()}
-            with pytest.raises(RuntimeError, match="on fire"):
-                self.engine.step()
-            after = {r.request_id: r.sequences[0].num_tokens for r in self.engine.requests.values()}
-            assert before == after, "a failed step changed what was generated"
+        if fault is None or not self.engine.has_unfinished_requests():
+            self.note(self.engine.step())
         else:
-            for output in self.engine.step():
-                if output.finished:
-                    self.outputs[output.request_id] = [c.token_ids for c in output.outputs]
-                    assert all(completion.finish_reason == "length" for completion in output.outputs)
+            self.failing_step(fault)
         self.check()
+
+    def failing_step(self, fault: int) -> None:
+        """The step raises, unless it ends before the fault, and takes no token away."""
+        self.runner.fail_next = fault == 0
+        sampled = [r for r in self.engine.requests.values() if not r.is_beam_search]
+        before = {r: [list(seq.token_ids) for seq in r.sequences] for r in sampled}
+        try:
+            with interrupt_at_line(fault or 10**9):
+                self.note(self.engine.step())
+        except (RuntimeError, KeyboardInterrupt):
+            self.num_failed += 1
+        for request, token_ids in before.items():
+            for old, seq in zip(token_ids, request.sequences, strict=False):
+                assert seq.token_ids[: len(old)] == old, "a failed step took tokens away"
+
+    def note(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if output.finished:
+                assert output.request_id not in self.outputs, "reported twice"
+                self.outputs[output.request_id] = [c.token_ids for c in output.outputs]
+                assert all(completion.finish_reason == "length" for completion in output.outputs)
 
     def check(self) -> None:
         self.engine.check_invariants()
@@ -278,6 +301,7 @@ def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
         happened["swapped"] += stats.num_preemptions_swap > 0
         happened["both"] += stats.num_preemptions_recompute > 0 and stats.num_preemptions_swap > 0
         happened["hits"] += stats.prefix_cache_hits > 0
+        happened["failed steps"] += run.num_failed
         happened["copies"] += stats.num_blocks_copied > 0
     print(f"{make_workload.__name__}: {num} runs, {dict(happened)}")
     if num >= 100:
@@ -287,7 +311,7 @@ def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
 def test_the_fake_model_notices_a_wrong_block(qwen3: Oracle) -> None:
     """The guard of all tests above: hand a sequence a wrong block, and the fake runner must notice."""
     asked = Asked([1, 2, 0, 1], "one", 1, 8, 0, None, False)
-    workload = Workload(0, 2, 20, 0, 8, True, True, "recompute", 4, set(), [asked])
+    workload = Workload(0, 2, 20, 0, 8, True, True, "recompute", 4, {}, [asked])
     run = Run(workload, qwen3.folder)
     run.engine.add_request("a", asked.prompt, SamplingParams(max_tokens=8, stop_token_ids=[EOS]))
     run.engine.step()

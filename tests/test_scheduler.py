@@ -199,7 +199,7 @@ def test_a_fully_cached_prompt_computes_its_last_block_again(make: MakeEngine) -
 
 
 def test_a_failed_step_loses_nothing(make: MakeEngine) -> None:
-    """Requests of the failed step go on; the twin that shared blocks of that very step does, too."""
+    """All requests wait again with their tokens, the twin that shared blocks of that very step included."""
     engine = make()
     engine.add_request("old", tokens(5, 6), params(6))
     engine.step()
@@ -210,7 +210,7 @@ def test_a_failed_step_loses_nothing(make: MakeEngine) -> None:
         engine.step()
     engine.check_invariants()
     stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting, stats.prefix_cache_hits) == (1, 2, 0)
+    assert (stats.num_running, stats.num_waiting, stats.prefix_cache_hits) == (0, 3, 0)
     assert stats.num_cached_blocks == 0, "nothing that was never computed can be found"
     outputs = run(engine)
     assert outputs["a"] == outputs["b"]

@@ -25,7 +25,7 @@ def run(llm: LLM, prompts: list[list[int]], params: list[Params]) -> list[Reques
         engine.step()
         engine.check_invariants()
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
-    return [RequestOutput.of(request) for request in requests]
+    return [request.output() for request in requests]
 
 
 def texts(output: RequestOutput) -> list[list[int]]:

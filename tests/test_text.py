@@ -9,8 +9,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.sequence import Sequence
+from nanopaged.sequence import Request
 from nanopaged.text.detokenizer import Detokenizer
+from nanopaged.text.outputs import Sample
 from nanopaged.text.stopping import StopRules
 
 
@@ -27,9 +28,9 @@ def tokenizer(llm: LLM) -> PreTrainedTokenizerBase:
 def feed(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stop: tuple[str, ...] = ()) -> list[str]:
     """What may be shown after each token; ends at a stop string."""
     detokenizer, shown = Detokenizer(tokenizer.backend_tokenizer, stop), []
-    for token_id in token_ids:
-        stopped = detokenizer.push(token_id) is not None
-        shown.append(detokenizer.visible(finished=stopped))
+    for n in range(1, len(token_ids) + 1):
+        stopped = bool(stop) and detokenizer.find_stop(token_ids[:n]) is not None
+        shown.append(detokenizer.visible(token_ids[:n], finished=stopped))
         if stopped:
             break
     return shown
@@ -58,24 +59,6 @@ def test_text_is_what_the_tokenizer_decodes(tokenizer: PreTrainedTokenizerBase) 
         assert set(whole[len(shown) :]) <= {"\ufffd"}
 
 
-@pytest.mark.parametrize("looked_at", [True, False])
-def test_a_fork_goes_on_with_the_same_text(tokenizer: PreTrainedTokenizerBase, looked_at: bool) -> None:
-    """Forked anywhere, in the middle of a character too, both say what a single one would have said."""
-    token_ids = tokenizer.encode("a naïve 漢字 🙂, <|im_end|>and so on.")
-    for cut in range(len(token_ids)):
-        original = Detokenizer(tokenizer.backend_tokenizer)
-        for token_id in token_ids[:cut]:
-            original.push(token_id)
-        if looked_at:
-            original.visible(False)
-        fork = original.fork()
-        for token_id in token_ids[cut:]:
-            original.push(token_id)
-            fork.push(token_id)
-        whole = tokenizer.decode(token_ids, skip_special_tokens=True)
-        assert fork.visible(False) == original.visible(True) == whole
-
-
 def byte_fallback_tokenizer() -> Tokenizer:
     """Like Llama 2's: what is not in the vocabulary is spelt in bytes, each a token."""
     names = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "▁the", "é"]
@@ -91,10 +74,10 @@ def test_bytes_that_are_no_character_do_not_stop_a_text() -> None:
     """They may change what a decoder made of the bytes before them: what was shown stays."""
     tokenizer = byte_fallback_tokenizer()
     euro, shown = [1 + byte for byte in "€".encode()], []
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer, output = Detokenizer(tokenizer), []
     for token_id in [*euro, euro[0], 258]:
-        detokenizer.push(token_id)
-        shown.append(detokenizer.visible(False))
+        output.append(token_id)
+        shown.append(detokenizer.visible(output, False))
     assert shown == ["", "", "€", "€", "€\ufffda"]
     rng = random.Random(0)
     for _ in range(1000):
@@ -102,17 +85,13 @@ def test_bytes_that_are_no_character_do_not_stop_a_text() -> None:
         for _ in range(rng.randint(1, 12)):
             token_ids += rng.choice([euro, [rng.choice(euro)], [rng.randrange(257, 261)], [1 + ord("A")]])
         whole, last = Detokenizer(tokenizer), ""
-        for i, token_id in enumerate(token_ids):
-            if i == len(token_ids) // 2:
-                fork = whole.fork()
-            whole.push(token_id)
-            assert whole.visible(False).startswith(last)
-            last = whole.visible(False)
-        for token_id in token_ids[len(token_ids) // 2 :]:
-            fork.push(token_id)
+        for n in range(1, len(token_ids) + 1):
+            assert whole.visible(token_ids[:n], False).startswith(last)
+            last = whole.visible(token_ids[:n], False)
         expected = tokenizer.decode(token_ids)
         if "\ufffd" not in expected:
-            assert whole.visible(True) == fork.visible(True) == expected
+            late = Detokenizer(tokenizer)  # asked for the first time when all is there
+            assert whole.visible(token_ids, True) == late.visible(token_ids, True) == expected
 
 
 def test_a_stop_string_split_over_tokens_ends_the_text_before_it(
@@ -136,13 +115,13 @@ def test_an_unfinished_stop_string_is_held_back_and_then_released(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     detokenizer = Detokenizer(tokenizer.backend_tokenizer, ("abcd",))
-    for token_id in tokenizer.encode("xab"):
-        detokenizer.push(token_id)
-    assert detokenizer.visible(finished=False) == "x"
-    assert detokenizer.visible(finished=True) == "xab"
-    for token_id in tokenizer.encode("x"):
-        detokenizer.push(token_id)
-    assert detokenizer.visible(finished=False) == "xabx"
+    output = tokenizer.encode("xab")
+    for n in range(1, len(output) + 1):
+        detokenizer.find_stop(output[:n])
+    assert detokenizer.visible(output, finished=False) == "x"
+    assert detokenizer.visible(output, finished=True) == "xab"
+    output += tokenizer.encode("x")
+    assert detokenizer.visible(output, finished=False) == "xabx"
 
 
 # ── through the engine ────────────────────────────────────────────────────────────────────────────
@@ -208,16 +187,13 @@ def test_min_tokens_holds_back_every_way_to_stop(llm: LLM) -> None:
 
 def test_stop_strings_are_not_looked_for_before_min_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     token_ids = tokenizer.encode("abab")
-    seq = Sequence([1], 1, detokenizer=Detokenizer(tokenizer.backend_tokenizer, ("ab",)))
     params = SamplingParams(min_tokens=len(token_ids), max_tokens=50, stop="ab")
-    rules = StopRules.of(params, 1, frozenset(), max_model_len=100)
-    verdicts = []
-    for token_id in token_ids:
-        verdicts.append(rules.check(seq, token_id))
-        seq.num_tokens += 1
-    assert verdicts[:-1] == [None] * (len(token_ids) - 1)
-    assert verdicts[-1] == ("stop", "ab")
-    assert seq.detokenizer.text == "ab", "the earlier one stays in the text"
+    request = Request("a", None, [1], params, StopRules.of(params, 1, frozenset(), max_model_len=100), seed=0)
+    (seq,) = request.sequences
+    seq.detokenizer = Detokenizer(tokenizer.backend_tokenizer, ("ab",))
+    assert [seq.append(Sample(t, 0.0)) for t in token_ids] == [False] * (len(token_ids) - 1) + [True]
+    assert (seq.finish_reason, seq.stop_reason) == ("stop", "ab")
+    assert seq.output().text == "ab", "the earlier one stays in the text"
 
 
 def test_max_model_len_ends_a_sequence() -> None:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from nanopaged.sequence import Request, Sequence
 
 
 class Logprob(float):
@@ -66,20 +62,6 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     score: float | None = None
 
-    @classmethod
-    def of(cls, seq: Sequence, wants_logprobs: bool) -> CompletionOutput:
-        """The sequence as it stands now."""
-        return cls(
-            index=seq.index,
-            text=seq.detokenizer.visible(seq.finished) if seq.detokenizer is not None else "",
-            token_ids=seq.output_token_ids,
-            cumulative_logprob=seq.cumulative_logprob,
-            logprobs=list(seq.logprobs) if wants_logprobs else None,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-            score=seq.score,
-        )
-
 
 @dataclass(slots=True)
 class RequestMetrics:
@@ -117,24 +99,3 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-
-    @classmethod
-    def of(cls, request: Request) -> RequestOutput:
-        """The request as it stands now; the lists in it are the user's own."""
-        wants_logprobs = request.params.logprobs is not None
-        recorded = request.prompt_logprobs
-        return cls(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            prompt_logprobs=None if recorded is None else list(recorded),
-            outputs=[CompletionOutput.of(seq, wants_logprobs) for seq in request.sequences],
-            finished=request.finished,
-            metrics=RequestMetrics(
-                arrival_time=request.arrival_time,
-                first_token_time=request.first_token_time,
-                finish_time=request.finish_time,
-                num_cached_tokens=request.num_cached_tokens or 0,
-                num_preemptions=request.num_preemptions,
-            ),
-        )

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from nanopaged.config import BeamSearchParams, SamplingParams
-    from nanopaged.sequence import Sequence
+from nanopaged.config import BeamSearchParams, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +39,6 @@ class StopRules:
             min_length=num_prompt_tokens + params.min_tokens,
             max_length=min(num_prompt_tokens + params.max_tokens, max_model_len),
         )
-
-    def check(self, seq: Sequence, token_id: int) -> tuple[str, int | str | None] | None:
-        """(finish_reason, stop_reason) if `token_id`, about to be appended, ends `seq`, else None.
-
-        The detokenizer gets the token here, unless it is what stops the sequence.
-        """
-        if token_id in self.token_ids:
-            return self.check_token(token_id)
-        length = seq.num_tokens + 1
-        if seq.detokenizer is not None:
-            stop = seq.detokenizer.push(token_id, look_for_stop=length >= self.min_length)
-            if stop is not None:
-                return "stop", stop
-        return ("length", None) if length >= self.max_length else None
 
     def check_token(self, token_id: int) -> tuple[str, int | None] | None:
         """The same for a token alone; the stop_reason is None for the model's own end-of-sequence."""

@@ -1,0 +1,42 @@
+"""Ctrl-C at any line of the engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import nanopaged
+
+PACKAGE = str(Path(nanopaged.__file__).parent)
+# Not where the engine puts itself right, and not in `step`, whose last lines hand the outputs over.
+SPARED = {"start_over", "reset", "step"}
+
+
+@contextmanager
+def interrupt_at_line(number: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt at the `number`-th line that the package executes in this block, if any."""
+    left = number
+
+    def at_line(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return at_line
+
+    def at_call(frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        inside = code.co_filename.startswith(PACKAGE) and code.co_name not in SPARED
+        return at_line if inside and left > 0 else None
+
+    sys.settrace(at_call)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
