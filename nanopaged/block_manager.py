@@ -1,273 +1,337 @@
-"""Who owns which block.
+"""Which physical blocks hold which sequence.
 
-The block manager is the page table of the engine. It hands out physical blocks of K/V memory, lets
-sequences share them, and remembers full ones so that a later prompt finds them again
-(PagedAttention, §4.2 to §4.4).
+The block manager is the page table of the engine. It hands out physical blocks of the KV cache, lets
+sequences share them, copies a shared one before it is written, and remembers full ones so that a later prompt
+finds them again (PagedAttention, §4.2 to §4.4).
 
-It knows only ids: it has never seen a tensor, a model or a GPU. The states a block goes through are
-drawn in `block_pool.py`; here are the tables.
+It knows ids only: it has never seen a tensor, a model or a GPU. The runner makes the copies that it asks for.
 """
 
 from __future__ import annotations
 
+import os
+from array import array
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nanopaged import audit
-from nanopaged.block_pool import Block, BlockPool, blocks_needed
-from nanopaged.sequence import Sequence
+import xxhash
+
+from nanopaged.sequence import Request, Sequence
 
 
-class OutOfBlocks(Exception):
-    """The pool cannot give what was asked for now. Nothing has been changed."""
+def blocks_needed(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens: ceil division, e.g. 17 tokens in blocks of 16 need 2."""
+    return -(-num_tokens // block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """K/V to be copied before the next forward pass: the i-th block of `seq` was src and is now dst."""
+def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_size: int) -> int:
+    """Blocks that the newest tokens of a request's sequences need, beyond those in their `tables`.
 
-    seq: Sequence
-    i: int
-    src: int
-    dst: int
+    New ones, and copies of a last block that several of them are about to write: all but the last writer
+    need one.
+
+        block_size = 4, tables [7, 2] and [7, 2], 7 tokens each: one copy of block 2
+        the same with 9 tokens each:                             two new blocks, and nothing to copy
+    """
+    num_new, written = 0, []
+    for seq, table in zip(sequences, tables, strict=True):
+        last = (len(seq.token_ids) - 1) // block_size  # logical block of the newest token
+        if last < len(table):
+            written.append(table[last])
+        else:
+            num_new += last + 1 - len(table)
+    return num_new + len(written) - len(set(written))
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A physical block and its state.
+
+        free ──▶ partial ──▶ full ──▶ cached ──▶ full again (a hit)
+         ▲     one sequence  can be   no reference,  │
+         │     writes it     shared   contents kept  └─▶ or evicted, least recently used first
+         └─────────────────────────────────────────────────────┘
+
+    `key` is set while the prefix index names this block.
+    """
+
+    block_id: int
+    ref_count: int = 0
+    key: bytes | None = None
 
 
 class BlockManager:
-    """Block tables over one pool of `num_blocks` blocks of `block_size` token slots."""
+    """Block tables over one pool of `num_blocks` blocks of `block_size` token slots.
+
+    Lookup, allocation, sharing, release and eviction take constant time per block, however large the pool.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.salt = os.urandom(16)  # keys differ from engine to engine, so a collision cannot be prepared
         self.reset()
 
     def reset(self) -> None:
         """All blocks are free, and none can be found."""
-        self.pool = BlockPool(self.num_blocks)
-        # Published in this step, before their K/V is there: see `promise`.
-        self._promised: list[Block] = []
+        self.blocks = [Block(i) for i in range(self.num_blocks)]
+        self.free_ids = list(range(self.num_blocks))[::-1]  # a stack: block 0 is handed out first
+        self.cached: OrderedDict[int, Block] = OrderedDict()  # without references, least recently used first
+        self.index: dict[bytes, Block] = {}  # the prefix index: key → the one block published under it
 
-    # ── a sequence comes, grows and goes ──────────────────────────────────────────────────────────
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be had at once: the free ones and the cached ones."""
+        return len(self.free_ids) + len(self.cached)
 
-    def find_prefix(self, seq: Sequence) -> list[Block]:
-        """The longest run of published blocks that starts the sequence, without its last token.
+    # ── references to one block ───────────────────────────────────────────────────────────────────
 
-        The last token is always left to compute, since its logits are what we are after:
+    def take(self) -> int:
+        """The first reference to a block without contents; a cached one is evicted if no other is left."""
+        if self.free_ids:
+            block = self.blocks[self.free_ids.pop()]
+        else:
+            _, block = self.cached.popitem(last=False)
+            del self.index[block.key]
+            block.key = None
+        block.ref_count = 1
+        return block.block_id
 
-            block_size = 4, 8 tokens, both blocks in the cache: only (8 - 1) // 4 = 1 block is
-            looked up, tokens 4 to 7 are computed again into a block of the sequence's own.
+    def share(self, block_id: int) -> None:
+        """One more reference; a cached block is in use again."""
+        block = self.blocks[block_id]
+        if block.ref_count == 0:
+            del self.cached[block_id]
+        block.ref_count += 1
 
-        The hash only finds the candidate. It is taken if its tokens *and* the block before it are
-        the right ones, so a collision of hashes costs a miss and never gives another prefix's K/V.
-        """
-        prefix: list[Block] = []
-        if not self.enable_prefix_caching:
-            return prefix
-        parent = None
-        for i in range((seq.num_tokens - 1) // self.block_size):
-            key, tokens = seq.block_key(i, self.block_size)
-            block = self.pool.index.get(key)
-            if block is None or not block.holds(tokens, parent):
-                break
-            prefix.append(block)
-            parent = block
-        return prefix
+    def release(self, block_id: int) -> None:
+        """One reference less. Without any, a published block is cached and another block is free."""
+        block = self.blocks[block_id]
+        if block.ref_count == 0:
+            raise RuntimeError(f"block {block_id} was released more often than it was taken and shared")
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            if block.key is None:
+                self.free_ids.append(block_id)
+            else:
+                self.cached[block_id] = block
 
-    def allocate(self, sequences: list[Sequence], prefixes: list[list[Block]]) -> None:
-        """Give the sequences of one request, none of which has blocks, tables for all their tokens.
+    # ── tables: a sequence comes, grows and goes ──────────────────────────────────────────────────
 
-        Each begins with the blocks found for it in the prefix cache. Siblings that come back from a
-        preemption also share among themselves, whether or not there is a prefix cache: every full
-        block that several of them begin with is taken once. It counts as computed for all but the
-        first, which is right because siblings are always served in order.
+    def allocate(self, sequences: list[Sequence], look_up: bool = True, num_reserved: int = 0) -> bool:
+        """Give the sequences of one request, which have no blocks, tables for all their tokens.
+
+        Each table begins with the blocks that the prefix cache has. Several sequences, which come back from
+        a preemption, also share among themselves every full block that they begin with. It counts as computed
+        for all but the first of them, because sequences of a request are always computed in order.
 
             block_size = 2    a b c d e │ a b c d f │ a b x y z      tables [0 1 2] [0 1 3] [0 4 5]
 
-        Raises OutOfBlocks, and changes nothing, if the pool cannot hold them all now.
+        Args:
+            look_up: whether to look into the prefix cache.
+            num_reserved: blocks that must stay free.
+
+        Returns:
+            False, and nothing is changed, if the pool cannot give that many blocks.
         """
-        if self._num_blocks_to_take(sequences, prefixes) > self.pool.num_free:
-            raise OutOfBlocks
-        for seq, prefix in zip(sequences, prefixes, strict=True):
-            assert not seq.block_table, "allocate is for sequences without blocks"
-            for block in prefix:  # of all, before the first new block is taken: that may evict a cached one
-                self.pool.share(block)
-            seq.block_table = [block.block_id for block in prefix]
-        taken: dict[tuple[int, bytes], Block] = {}  # (block before it, tokens) → a sibling's block
-        for seq in sequences:
-            if len(sequences) > 1:
-                self._share_with_siblings(seq, taken)
-            seq.num_computed_tokens = seq.num_closed_tokens = len(seq.block_table) * self.block_size
-            self._extend(seq, blocks_needed(seq.num_tokens, self.block_size) - len(seq.block_table))
-            if len(sequences) > 1:
-                for i in range((seq.num_tokens - 1) // self.block_size):
-                    taken[self._place(seq, i)] = self.pool.blocks[seq.block_table[i]]
+        size = self.block_size
+        # The last block of each, full or not, is its own: its last token is computed in any case.
+        keys = [self.block_keys(seq, (seq.num_tokens - 1) // size) for seq in sequences]
+        hits = [self.find_prefix(seq) if look_up else [] for seq in sequences]
+        in_use = {block_id for hit in hits for block_id in hit if self.blocks[block_id].ref_count > 0}
+        num_distinct = len({key for its_keys in keys for key in its_keys})
+        if num_distinct - len(in_use) + len(sequences) > self.num_free_blocks - num_reserved:
+            return False
+        for hit in hits:  # all of them before the first block is taken, which may evict a cached one
+            for block_id in hit:
+                self.share(block_id)
+        taken: dict[bytes, int] = {}
+        for seq, its_keys, hit in zip(sequences, keys, hits, strict=True):
+            num_shared = len(hit)
+            seq.block_table = list(hit)
+            for key in its_keys[len(hit) :]:
+                if key in taken:
+                    self.share(taken[key])
+                    num_shared += 1
+                else:
+                    taken[key] = self.take()
+                seq.block_table.append(taken[key])
+            seq.block_table.append(self.take())
+            seq.num_computed_tokens = num_shared * size
+        return True
 
-    def _share_with_siblings(self, seq: Sequence, taken: dict[tuple[int, bytes], Block]) -> None:
-        for i in range(len(seq.block_table), (seq.num_tokens - 1) // self.block_size):
-            block = taken.get(self._place(seq, i))
-            if block is None:
-                break
-            self.pool.share(block)
-            seq.block_table.append(block.block_id)
-
-    def _place(self, seq: Sequence, i: int) -> tuple[int, bytes]:
-        """Where the i-th block of `seq` stands among its siblings': after which block, with which tokens."""
-        before = seq.block_table[i - 1] if i else -1
-        return before, seq.block_key(i, self.block_size)[1]
-
-    def _num_blocks_to_take(self, sequences: list[Sequence], prefixes: list[list[Block]]) -> int:
-        """Free blocks that `allocate` would use up, cached ones that are hit included."""
-        revived = {block.block_id for prefix in prefixes for block in prefix if block.ref_count == 0}
-        if len(sequences) == 1:
-            num_needed = blocks_needed(sequences[0].num_tokens, self.block_size)
-            return num_needed - len(prefixes[0]) + len(revived)
-        nodes: dict[tuple[int, bytes], int] = {}  # a tree of the siblings' full blocks, each node numbered
-        num_cached: set[int] = set()
-        num_last = 0
-        for seq, prefix in zip(sequences, prefixes, strict=True):
-            node, num_full = -1, (seq.num_tokens - 1) // self.block_size
-            for i in range(num_full):
-                place = (node, seq.block_key(i, self.block_size)[1])
-                node = nodes.setdefault(place, len(nodes))
-                if i < len(prefix):
-                    num_cached.add(node)
-            num_last += blocks_needed(seq.num_tokens, self.block_size) - num_full
-        return len(nodes) - len(num_cached) + num_last + len(revived)
-
-    def append_slots(self, seq: Sequence) -> BlockCopy | None:
-        """Make room for all tokens of `seq` that are not computed yet.
+    def append_slots(self, sequences: list[Sequence]) -> list[tuple[int, int]] | None:
+        """Make room for the newest tokens of a request's sequences, all or none of them.
 
             block_size = 4, table [7, 2], 6 tokens computed, a seventh just sampled:
 
-            block 7: a b c d   block 2: e f . .    the seventh goes to block 2, if nobody shares it.
+            block 7: a b c d   block 2: e f . .    the seventh goes to block 2, if no other sequence has it.
                                         └ shared?  copy 2 → 9 and write there: table [7, 9]
 
-        Returns the copy to make before the slots are written, if one is needed (copy-on-write, §4.4).
-        Of several owners the last to come writes in place, for by then it is the only one.
-
-        Raises OutOfBlocks, and changes nothing, if the pool cannot give what is needed.
+        Returns:
+            the copies (source, destination) to make before the slots are written (copy-on-write, §4.4). Of
+            several sequences that share a block the last one writes in place. None, and nothing is changed,
+            if the pool cannot give the blocks.
         """
-        copies = self.writes_into_shared_block(seq)
-        num_new = max(0, blocks_needed(seq.num_tokens - seq.num_slots, self.block_size))
-        if num_new + copies > self.pool.num_free:
-            raise OutOfBlocks
-        copy = self._copy_last_block(seq) if copies else None
-        self._extend(seq, num_new)
-        return copy
-
-    def writes_into_shared_block(self, seq: Sequence) -> bool:
-        """Whether the next token of `seq` would go into a block that has other owners."""
-        i = (seq.num_tokens - 1) // self.block_size
-        return i < len(seq.block_table) and self.pool.blocks[seq.block_table[i]].ref_count > 1
-
-    def _copy_last_block(self, seq: Sequence) -> BlockCopy:
-        i = len(seq.block_table) - 1
-        src = self.pool.blocks[seq.block_table[i]]
-        self.pool.release(src)
-        dst = self.pool.take()
-        seq.block_table[i] = dst.block_id
-        return BlockCopy(seq, i, src.block_id, dst.block_id)
-
-    def undo_copies(self, copies: list[BlockCopy]) -> None:
-        """Let the tables name the sources again, before anything was copied."""
-        for copy in reversed(copies):
-            self.pool.share(self.pool.blocks[copy.src])
-            self.pool.release(self.pool.blocks[copy.dst])
-            copy.seq.block_table[copy.i] = copy.src
+        size = self.block_size
+        if len(sequences) == 1 and len(sequences[0].block_table) * size >= len(sequences[0].token_ids):
+            return []  # usually there is a slot left; a block that is not full is shared by siblings only
+        if blocks_to_grow(sequences, [seq.block_table for seq in sequences], size) > self.num_free_blocks:
+            return None
+        copies = []
+        for seq in sequences:
+            last = (seq.num_tokens - 1) // size
+            if last < len(seq.block_table) and self.blocks[seq.block_table[last]].ref_count > 1:
+                src = seq.block_table[last]
+                seq.block_table[last] = self.take()
+                self.release(src)
+                copies.append((src, seq.block_table[last]))
+            while len(seq.block_table) <= last:
+                seq.block_table.append(self.take())
+        return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child`, which has the parent's tokens, share all its blocks. Takes no memory (§4.4)."""
         for block_id in parent.block_table:
-            self.pool.share(self.pool.blocks[block_id])
+            self.share(block_id)
         child.block_table = list(parent.block_table)
-        child.num_slots = parent.num_slots
         child.num_computed_tokens = parent.num_computed_tokens
-        child.num_closed_tokens = parent.num_closed_tokens
-
-    def _extend(self, seq: Sequence, num_blocks: int) -> None:
-        seq.block_table += [self.pool.take().block_id for _ in range(num_blocks)]
-        seq.num_slots = len(seq.block_table) * self.block_size
 
     def free(self, seq: Sequence) -> None:
-        """Take the sequence's blocks away; what was published stays findable until it is evicted.
+        """Give the sequence's blocks back; published ones can be found until they are evicted.
 
-        Tail first: the end of a prefix then is older in the cache than its beginning, and a chain is
-        eaten from its end. A beginning without its end is still useful, an end without its beginning
-        could never be found.
+        Tail first: so the end of a prefix is evicted before its beginning, which is still useful without it.
         """
         for block_id in reversed(seq.block_table):
-            self.pool.release(self.pool.blocks[block_id])
-        seq.block_table = []
-        seq.num_slots = seq.num_computed_tokens = seq.num_closed_tokens = 0
+            self.release(block_id)
+        seq.block_table, seq.num_computed_tokens = [], 0
 
     # ── the prefix cache ──────────────────────────────────────────────────────────────────────────
 
-    def close_blocks(self, seq: Sequence) -> None:
-        """Make the blocks findable that have become full and whose K/V is there.
+    def block_keys(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+        """Keys of the first blocks of a sequence, which must be full. Each is worked out once.
 
-        If a twin published the same block first, its copy is adopted and our own goes back to the pool:
-        the table then names the same block as the twin's. So whoever owns a published block owns the
-        published block before it, and a chain in the cache never has a hole.
+        K/V depends on the whole prefix, so a key stands for it: a block's own tokens, after a 128-bit hash of
+        the previous block's key.
+
+            block_size = 2    tokens  a b │ c d │ e      keys  k0 = salt·(a b)    k1 = H(k0)·(c d)
+
+        Two blocks with equal keys have the same tokens, and the same tokens before them unless two 128-bit
+        hashes collide. The hash (xxh3) is fast and not cryptographic; the salt keeps collisions from being
+        prepared.
         """
-        first, end = seq.num_closed_tokens // self.block_size, seq.num_computed_tokens // self.block_size
-        seq.num_closed_tokens = end * self.block_size
+        keys, size = seq.block_keys, self.block_size
+        for i in range(len(keys), num_blocks):
+            parent = xxhash.xxh3_128_digest(keys[-1]) if keys else self.salt
+            keys.append(parent + array("q", seq.token_ids[i * size : (i + 1) * size]).tobytes())
+        return keys[:num_blocks]
+
+    def find_prefix(self, seq: Sequence) -> list[int]:
+        """The longest run of published blocks that the sequence begins with, without its last token.
+
+        The last token is always computed, since its logits tell the next one:
+
+            block_size = 4, 8 tokens, both blocks in the cache: only (8 - 1) // 4 = 1 block is
+            looked up, tokens 4 to 7 are computed again into a block of the sequence's own.
+        """
+        prefix: list[int] = []
+        if self.enable_prefix_caching:
+            for key in self.block_keys(seq, (seq.num_tokens - 1) // self.block_size):
+                if key not in self.index:
+                    break
+                prefix.append(self.index[key].block_id)
+        return prefix
+
+    def cache_blocks(self, seq: Sequence) -> None:
+        """Publish the blocks that this step will fill, unless equal ones are published.
+
+        This is the only way into the prefix index. The blocks can be found before they are computed, so that
+        twins of one step share them. That is sound because every layer stores the K/V of the whole batch
+        before any sequence of it attends.
+
+            block_size = 4, 6 tokens computed, 7 scheduled: tokens 6 to 12 fill blocks 1 and 2
+        """
         if not self.enable_prefix_caching:
             return
+        first = seq.num_computed_tokens // self.block_size
+        end = (seq.num_computed_tokens + seq.num_scheduled_tokens) // self.block_size
+        keys = self.block_keys(seq, end)
         for i in range(first, end):
-            block = self.pool.blocks[seq.block_table[i]]
-            if block.hash is None:  # a promised one is published already
-                published = self._publish(seq, i, block)
-                if published is not None and published is not block and block.ref_count == 1:
-                    self.pool.share(published)
-                    self.pool.release(block)
-                    seq.block_table[i] = published.block_id
+            if keys[i] not in self.index:
+                block = self.blocks[seq.block_table[i]]
+                assert block.key is None, f"block {block.block_id} is published under another key"
+                block.key = keys[i]
+                self.index[block.key] = block
 
-    def promise(self, seq: Sequence, start: int, end: int) -> None:
-        """Make the full blocks of tokens [start, end) findable, one forward pass before they are filled.
+    # ── what stands in the tables ─────────────────────────────────────────────────────────────────
 
-        A twin admitted in the same step can then share them. That is sound because every layer
-        stores the K/V of the whole batch before any of its sequences attends, and what comes from
-        host memory comes even earlier. `keep_promises` must follow when the step has ended.
+    def num_shared_blocks(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that several tables have."""
+        in_use = {block_id for seq in sequences for block_id in seq.block_table}
+        return sum(self.blocks[block_id].ref_count > 1 for block_id in in_use)
+
+    def num_blocks_saved(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that would be needed without sharing, less those that are."""
+        return sum(len(seq.block_table) for seq in sequences) - (self.num_blocks - self.num_free_blocks)
+
+    def slot_utilization(self, sequences: Iterable[Sequence]) -> float:
+        """Share of the slots in allocated blocks that hold K/V; a shared block counts once.
+
+        The others are internal fragmentation (the end of a last block) or reserved for a prompt being
+        computed.
         """
-        if not self.enable_prefix_caching:
-            return
-        for i in range(start // self.block_size, end // self.block_size):
-            block = self.pool.blocks[seq.block_table[i]]
-            if block.hash is None and self._publish(seq, i, block) is block:
-                self._promised.append(block)
-
-    def keep_promises(self) -> None:
-        """The step went well: what was promised is there."""
-        self._promised.clear()
-
-    def _publish(self, seq: Sequence, i: int, block: Block) -> Block | None:
-        """Publish `block`, the i-th of `seq`, unless its like is published; return the one that now is.
-
-        None if it cannot be: a block with the same hash and other contents is there already, or was
-        when the block before this one came up, and what follows a hole would never be found.
-        """
-        parent = self.pool.blocks[seq.block_table[i - 1]] if i else None
-        if parent is not None and parent.hash is None:
-            return None
-        key, tokens = seq.block_key(i, self.block_size)
-        published = self.pool.index.get(key)
-        if published is None:
-            self.pool.publish(block, key, parent, tokens)
-            return block
-        return published if published.holds(tokens, parent) else None
-
-    # ── accounts ──────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that can be had at once, the cached ones included."""
-        return self.pool.num_free
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks without an owner whose contents can still be found."""
-        return len(self.pool.cached)
+        filled: dict[int, int] = {}
+        for seq in sequences:
+            for i, block_id in enumerate(seq.block_table):
+                here = min(self.block_size, max(0, seq.num_computed_tokens - i * self.block_size))
+                filled[block_id] = max(filled.get(block_id, 0), here)
+        return sum(filled.values()) / (len(filled) * self.block_size) if filled else 0.0
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless the books agree with the tables of all running `sequences`."""
-        audit.check_invariants(self, sequences)
+        """Raise AssertionError unless pool, index and the tables of all running `sequences` agree."""
+        sequences = list(sequences)
+        references = Counter(block_id for seq in sequences for block_id in seq.block_table)
+        free = set(self.free_ids)
+        assert len(free) == len(self.free_ids), "a block is in the free list twice"
+        assert not free & self.cached.keys(), "a block is both free and cached"
+        assert not references.keys() & (free | self.cached.keys()), "a block in a table is free"
+        assert len(references) + self.num_free_blocks == self.num_blocks, (
+            f"{len(references)} blocks in use + {self.num_free_blocks} free != {self.num_blocks}"
+        )
+        for block in self.blocks:
+            assert block.ref_count == references[block.block_id], (
+                f"block {block.block_id} has {block.ref_count} references, "
+                f"but stands {references[block.block_id]} times in tables"
+            )
+            assert block.key is None or self.index[block.key] is block, "a stale key"
+        assert all(block.key == key for key, block in self.index.items()), "the index names another block"
+        holders: dict[int, tuple[int, Sequence]] = {}  # block → its place in the table that was seen first
+        computed: set[tuple[Request, int]] = set()
+        for seq in sequences:
+            self._check_table(seq)
+            for i, block_id in enumerate(seq.block_table):
+                place, other = holders.setdefault(block_id, (i, seq))
+                if other is not seq:
+                    assert place == i, "a block stands at different places of two tables"
+                    published = self.blocks[block_id].key is not None
+                    assert published or seq.request is other.request, "requests share a private block"
+                    end = min((i + 1) * self.block_size, seq.num_computed_tokens, other.num_computed_tokens)
+                    assert seq.token_ids[:end] == other.token_ids[:end], "shared, with different tokens"
+                # The first of a request's sequences that has a block computes it for the others.
+                if self.blocks[block_id].key is not None and (seq.request, block_id) not in computed:
+                    end = (i + 1) * self.block_size
+                    assert seq.num_computed_tokens >= end, "a findable block is not computed"
+                    computed.add((seq.request, block_id))
+
+    def _check_table(self, seq: Sequence) -> None:
+        """The table holds what is computed, no more than the tokens need, and is found under these tokens."""
+        num_blocks, size = len(seq.block_table), self.block_size
+        assert len(set(seq.block_table)) == num_blocks, "a block stands twice in one table"
+        assert seq.num_computed_tokens <= min(seq.num_tokens, num_blocks * size)
+        assert num_blocks <= blocks_needed(seq.num_tokens, size)
+        keys = self.block_keys(seq, seq.num_tokens // size)
+        for i, block_id in enumerate(seq.block_table):
+            key = self.blocks[block_id].key
+            assert key is None or [key] == keys[i : i + 1], f"block {block_id} is found under other tokens"

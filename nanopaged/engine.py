@@ -15,8 +15,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from nanopaged.beam_search import BeamSearch
-from nanopaged.block_manager import BlockManager
-from nanopaged.block_pool import blocks_needed
+from nanopaged.block_manager import BlockManager, blocks_needed
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.model.checkpoint import find_model, load_tokenizer, read_eos_token_ids
 from nanopaged.model.model_config import read_model_config

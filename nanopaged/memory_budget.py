@@ -17,7 +17,7 @@ import torch
 
 from nanopaged.attention.flash_backend import GATHER_KEYS
 from nanopaged.attention.metadata import PagedBatch, make_attention
-from nanopaged.block_pool import blocks_needed
+from nanopaged.block_manager import blocks_needed
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.device import send
 from nanopaged.kv_cache import KVCache, KVShape

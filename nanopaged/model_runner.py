@@ -109,7 +109,7 @@ class ModelRunner:
         """
         self.kv_cache.swap_out(batch.swap_out)
         self.kv_cache.swap_in(batch.swap_in)
-        self.kv_cache.copy_blocks([(copy.src, copy.dst) for copy in batch.copies])
+        self.kv_cache.copy_blocks(batch.copies)
         input_ids, positions, paged = prepare(batch, self.block_size)
         if self.graphs is not None and batch.num_decodes == len(batch.sequences):
             hidden = self.graphs.run(input_ids, positions, paged)

@@ -15,10 +15,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from nanopaged.block_manager import BlockManager, OutOfBlocks
+from nanopaged.block_manager import BlockManager
 from nanopaged.branching import advance_beams, fork_samples
 from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
-from nanopaged.swap import SwapCosts, Swapper
+from nanopaged.swap import OutOfBlocks, SwapCosts, Swapper
 
 
 class Scheduler:
@@ -81,80 +81,60 @@ class Scheduler:
     # ── before the forward pass ───────────────────────────────────────────────────────────────────
 
     def schedule(self) -> ScheduledBatch:
-        """Choose the next step's work: those already running first, then new ones while there is room."""
+        """Choose the next step's work: requests already running first, then new ones while there is room."""
         batch = ScheduledBatch()
         decodes: list[Sequence] = []
-        chunks: list[Sequence] = []
+        prefills: list[Sequence] = []
         budget = self.max_num_batched_tokens
 
         i = 0
         while i < len(self.running) and budget > 0:
             request = self.running[i]
-            if self._make_room(request, batch):
-                budget = self._give_tokens(request, budget, decodes, chunks)
-                i += 1
+            copies = self.block_manager.append_slots(request.live)
+            if copies is None:  # out of blocks: the latest request gives way, this one if there is no later
+                self._preempt(self.running.pop(), batch)
+                continue
+            batch.copies += copies
+            budget = self._schedule_tokens(request, budget, decodes, prefills)
+            i += 1
 
         # After a preemption the head of the queue is the victim. It cannot slip in again here: it gave back
-        # n blocks, at least one of them went to somebody else, and it needs n again.
+        # n blocks, at least one of them was taken by another request, and it needs n again.
         num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
         while self.waiting and budget > 0:
             request = next(iter(self.waiting.values()))
             num_seqs += request.num_seqs
             if num_seqs > self.max_num_seqs or not self._admit(request, budget, batch):
-                break  # first come, first served: nobody overtakes the head of the queue
-            budget = self._give_tokens(request, budget, decodes, chunks)
+                break  # first come, first served: no request overtakes the head of the queue
+            budget = self._schedule_tokens(request, budget, decodes, prefills)
 
-        assert decodes or chunks or not (self.running or self.waiting), "no work was scheduled"
-        batch.sequences, batch.num_decodes = decodes + chunks, len(decodes)
+        assert decodes or prefills or not (self.running or self.waiting), "no work was scheduled"
+        batch.sequences, batch.num_decodes = decodes + prefills, len(decodes)
         return batch
 
-    def _give_tokens(
-        self, request: Request, budget: int, decodes: list[Sequence], chunks: list[Sequence]
+    def _schedule_tokens(
+        self, request: Request, budget: int, decodes: list[Sequence], prefills: list[Sequence]
     ) -> int:
-        """Let the request's sequences catch up as far as the budget goes; return what is left of it."""
-        for seq in request.live:
-            gap = seq.num_tokens - seq.num_computed_tokens
-            if gap > budget:
-                if not self.enable_chunked_prefill or budget == 0:
-                    break  # its siblings wait as well: they may count on what it computes
-                gap = budget
-            seq.num_scheduled_tokens = gap
-            budget -= gap
-            if gap == 1:
-                decodes.append(seq)
-            elif gap > 1:
-                chunks.append(seq)
-                self.block_manager.promise(seq, seq.num_closed_tokens, seq.num_computed_tokens + gap)
-        return budget
+        """Schedule the tokens that the request still has to compute; return what is left of the budget.
 
-    def _make_room(self, request: Request, batch: ScheduledBatch) -> bool:
-        """Get the slots for the new tokens of a running request, preempting the latest as long as need be.
-
-        False if the latest was `request` itself: then it no longer runs, and its copies are taken back. (A
-        victim that is not `request` comes after it and has not had its turn in this step.)
+        block_size = 4, 6 of 13 tokens computed, budget 20: 7 tokens are scheduled, 13 of the budget are left
         """
-        may_share = len(request.live) > 1  # a block that is written is shared by siblings, if at all
+        block_size = self.block_manager.block_size
         for seq in request.live:
-            while seq.num_tokens > seq.num_slots or (
-                may_share and self.block_manager.writes_into_shared_block(seq)
-            ):
-                try:
-                    self._append_slots(seq, batch)
-                except OutOfBlocks:
-                    victim = self.running.pop()
-                    if victim is request:
-                        own = [copy for copy in batch.copies if copy.seq.request is request]
-                        self.block_manager.undo_copies(own)
-                        batch.copies = batch.copies[: len(batch.copies) - len(own)]  # they are the last
-                    self._preempt(victim, batch)
-                    if victim is request:
-                        return False
-        return True
-
-    def _append_slots(self, seq: Sequence, batch: ScheduledBatch) -> None:
-        copy = self.block_manager.append_slots(seq)
-        if copy is not None:
-            batch.copies.append(copy)
+            num_tokens = len(seq.token_ids) - seq.num_computed_tokens
+            if num_tokens > budget:
+                if not self.enable_chunked_prefill or budget == 0:
+                    break  # its siblings wait as well: they may count on the K/V that it computes
+                num_tokens = budget
+            seq.num_scheduled_tokens = num_tokens
+            budget -= num_tokens
+            if num_tokens == 1:
+                decodes.append(seq)
+            elif num_tokens > 1:
+                prefills.append(seq)
+            if seq.num_computed_tokens % block_size + num_tokens >= block_size:  # a block becomes full
+                self.block_manager.cache_blocks(seq)
+        return budget
 
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
         """Take a request's blocks away and put it back at the head of the queue.
@@ -198,8 +178,7 @@ class Scheduler:
         except OutOfBlocks:
             return False
         if is_swapped:
-            for seq in request.live:  # there is room: `swap_in` has seen to that
-                self._append_slots(seq, batch)
+            batch.copies += self.block_manager.append_slots(request.live)  # `swap_in` saw to the room
         del self.waiting[request.request_id]
         self.running.append(request)
         batch.admitted.append(request)
@@ -209,32 +188,27 @@ class Scheduler:
         """Get the blocks of a request that has none. False if it must fit in the step whole and does not."""
         # A prompt token found in the cache has no logits, so it cannot be given a log-probability.
         look_up = not request.wants_prompt_logprobs
-        prefixes = [self.block_manager.find_prefix(seq) if look_up else [] for seq in request.live]
-        num_cached_tokens = len(prefixes[0]) * self.block_manager.block_size
-        if not self.enable_chunked_prefill and request.live[0].num_tokens - num_cached_tokens > budget:
-            return False
-        self.block_manager.allocate(request.live, prefixes)
-        return True
+        if not self.enable_chunked_prefill:
+            hit = self.block_manager.find_prefix(request.live[0]) if look_up else []
+            if request.live[0].num_tokens - len(hit) * self.block_manager.block_size > budget:
+                return False
+        return self.block_manager.allocate(request.live, look_up)
 
     # ── after it ──────────────────────────────────────────────────────────────────────────────────
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
         """Append what was drawn, fork, finish and free. Returns the requests that advanced."""
-        self.block_manager.keep_promises()
         self.num_blocks_swapped_out += len(batch.swap_out)
         self.num_blocks_swapped_in += len(batch.swap_in)
         self.num_blocks_copied += len(batch.copies)
         self._count_admissions(batch.admitted)
         for request, logprobs in result.prompt_logprobs.items():
             request.prompt_logprobs.extend(logprobs)
-        block_size = self.block_manager.block_size
         advanced = dict.fromkeys(self.unreported)  # a set that keeps the order
         ended: list[Sequence] = []
         for seq, samples in zip(batch.sequences, result.samples, strict=True):
             request = seq.request
             seq.num_computed_tokens += seq.num_scheduled_tokens
-            if seq.num_computed_tokens - seq.num_closed_tokens >= block_size:
-                self.block_manager.close_blocks(seq)
             if not samples:
                 continue
             if request.is_beam_search:

@@ -9,12 +9,9 @@ Nothing here knows what a block contains, or on which device.
 
 from __future__ import annotations
 
-import struct
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import xxhash
 
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.text.detokenizer import Detokenizer
@@ -23,7 +20,6 @@ from nanopaged.text.stopping import StopRules
 
 if TYPE_CHECKING:
     from nanopaged.beam_search import BeamSearch
-    from nanopaged.block_manager import BlockCopy
 
 
 @dataclass(slots=True, eq=False)
@@ -53,9 +49,7 @@ class Sequence:
 
     block_table: list[int] = field(default_factory=list)  # i-th logical block → physical block
     host_table: list[int] = field(default_factory=list)  # the same in host memory, while swapped out
-    num_slots: int = 0  # of the blocks in the table
-    num_closed_tokens: int = 0  # those in full blocks whose K/V is there
-    block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # see `block_key`
+    block_keys: list[bytes] = field(default_factory=list)  # see `BlockManager.block_keys`
 
     candidates: list[Sample] | None = None  # of a beam that waits for the other beams of its request
     score: float | None = None  # of a beam search's hypothesis
@@ -124,24 +118,9 @@ class Sequence:
         self.cumulative_logprob = sum(sample.logprob for sample in self.samples)
         self.detokenizer = self._new_detokenizer()
         self.block_table, self.host_table, self.block_keys, self.candidates = [], [], [], None
-        self.num_slots = self.num_computed_tokens = self.num_closed_tokens = 0
+        self.num_computed_tokens = 0
         if self.samples:
             self.check_stop()
-
-    def block_key(self, i: int, block_size: int) -> tuple[int, bytes]:
-        """(hash, packed tokens) of the i-th block, which must be full. Worked out once, in order.
-
-        The hash covers the block's tokens and, through its parent's hash, everything before them: K/V
-        depends on the whole prefix, so two blocks may be shared only if their prefixes agree.
-
-            block_size = 2    tokens  a b │ c d │ e       hashes  h0 = H(a b)   h1 = H(h0, c d)
-        """
-        keys = self.block_keys
-        for j in range(len(keys), i + 1):
-            parent = keys[j - 1][0].to_bytes(8, "little") if j else b""
-            tokens = struct.pack(f"<{block_size}q", *self.token_ids[j * block_size : (j + 1) * block_size])
-            keys.append((xxhash.xxh3_64_intdigest(parent + tokens), tokens))
-        return keys[i]
 
     def _new_detokenizer(self) -> Detokenizer | None:
         old = self.detokenizer
@@ -262,7 +241,7 @@ class ScheduledBatch:
     num_decodes: int = 0
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
-    copies: list[BlockCopy] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination)
     admitted: list[Request] = field(default_factory=list)  # requests that left the waiting queue
 
 

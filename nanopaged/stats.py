@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanopaged import audit
-
 if TYPE_CHECKING:
     from nanopaged.scheduler import Scheduler
 
@@ -53,13 +51,13 @@ class EngineStats:
         return cls(
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,
-            num_cached_blocks=blocks.num_cached_blocks,
+            num_cached_blocks=len(blocks.cached),
             num_used_blocks=blocks.num_blocks - blocks.num_free_blocks,
-            num_shared_blocks=audit.num_shared_blocks(blocks, sequences),
-            num_blocks_saved=audit.num_blocks_saved(blocks, sequences),
+            num_shared_blocks=blocks.num_shared_blocks(sequences),
+            num_blocks_saved=blocks.num_blocks_saved(sequences),
             num_host_blocks=swapper.num_host_blocks,
             num_free_host_blocks=len(swapper.free_host_blocks),
-            slot_utilization=audit.slot_utilization(blocks, sequences),
+            slot_utilization=blocks.slot_utilization(sequences),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) - num_swapped,
             num_swapped=num_swapped,

@@ -14,9 +14,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from nanopaged.block_manager import BlockManager, OutOfBlocks
-from nanopaged.block_pool import Block, blocks_needed
+from nanopaged.block_manager import BlockManager, blocks_to_grow
 from nanopaged.sequence import Request
+
+
+class OutOfBlocks(Exception):
+    """The pool cannot give what was asked for now. Nothing has been changed."""
+
 
 Move = tuple[int, int]
 """(source block, destination block): device and host, or host and device."""
@@ -66,7 +70,7 @@ class Swapper:
 
     def tokens_to_recompute(self, request: Request) -> int:
         """K/V that would have to be computed again, less what other requests keep in shared blocks."""
-        size, pool = self.block_manager.block_size, self.block_manager.pool
+        size, pool = self.block_manager.block_size, self.block_manager
         own = Counter(block_id for seq in request.live for block_id in seq.block_table)
         tokens: dict[int, int] = {}
         for seq in request.live:
@@ -84,9 +88,9 @@ class Swapper:
         moves = {block_id: self.free_host_blocks.pop() for block_id in device_blocks}
         for seq in request.live:
             seq.host_table = [moves[block_id] for block_id in seq.block_table if block_id in moves]
-            num_computed_tokens, num_closed_tokens = seq.num_computed_tokens, seq.num_closed_tokens
+            num_computed_tokens = seq.num_computed_tokens
             self.block_manager.free(seq)
-            seq.num_computed_tokens, seq.num_closed_tokens = num_computed_tokens, num_closed_tokens
+            seq.num_computed_tokens = num_computed_tokens
         self.requests[request] = None
         return list(moves.items())
 
@@ -98,7 +102,7 @@ class Swapper:
         self._release({host_id for seq in request.live for host_id in seq.host_table})
         for seq in request.live:
             seq.host_table = []
-            seq.num_computed_tokens = seq.num_closed_tokens = 0
+            seq.num_computed_tokens = 0
 
     def _release(self, host_blocks: set[int]) -> None:
         self.free_host_blocks += sorted(host_blocks, reverse=True)
@@ -106,67 +110,28 @@ class Swapper:
     # ── in ────────────────────────────────────────────────────────────────────────────────────────
 
     def swap_in(self, request: Request) -> list[Move]:
-        """Give the request device blocks again, with the sharing it had, and room for its next tokens.
+        """Give the request device blocks again, all of them, with the sharing it had.
 
-        Raises OutOfBlocks, and changes nothing, if the pool cannot hold all of that now.
+        Raises OutOfBlocks, and changes nothing, if the pool cannot hold them and the request's next tokens
+        now.
         """
-        found = self._find_on_device(request)
-        host_blocks = list(dict.fromkeys(h for seq in request.live for h in seq.host_table))
-        num_revived = sum(1 for block in found.values() if block.ref_count == 0)
-        num_needed = len(host_blocks) - len(found) + num_revived + self._growth(request)
-        if num_needed > self.block_manager.num_free_blocks:
+        manager = self.block_manager
+        tables = [seq.host_table for seq in request.live]
+        host_blocks = list(dict.fromkeys(host_id for table in tables for host_id in table))
+        num_needed = len(host_blocks) + blocks_to_grow(request.live, tables, manager.block_size)
+        if num_needed > manager.num_free_blocks:
             raise OutOfBlocks
-        del self.requests[request]
-        self._release(set(host_blocks))  # the step's swaps out are all made before its swaps in
-        return self._map_to_device(request, host_blocks, found)
-
-    def _find_on_device(self, request: Request) -> dict[int, Block]:
-        """Host block → the device block in the prefix cache with the same contents, where there is one.
-
-        Not for siblings that are still catching up: they count blocks as computed that the first of them
-        is about to write, and a published block must not be written.
-        """
-        if len(request.live) > 1 and any(s.num_tokens - s.num_computed_tokens > 1 for s in request.live):
-            return {}
-        found: dict[int, Block] = {}
-        for seq in request.live:
-            num_closed = seq.num_closed_tokens // self.block_manager.block_size
-            prefix = self.block_manager.find_prefix(seq)
-            found.update(zip(seq.host_table[:num_closed], prefix, strict=False))
-        return found
-
-    def _growth(self, request: Request) -> int:
-        """Blocks that the request's next tokens need: new ones, and copies of last blocks that are shared."""
-        size, num_new, shared = self.block_manager.block_size, 0, Counter()
-        for seq in request.live:
-            num_new += blocks_needed(seq.num_tokens, size) - len(seq.host_table)
-            last = (seq.num_tokens - 1) // size
-            if last < len(seq.host_table):
-                shared[seq.host_table[last]] += 1
-        return num_new + sum(owners - 1 for owners in shared.values())
-
-    def _map_to_device(self, request: Request, host_blocks: list[int], found: dict[int, Block]) -> list[Move]:
-        pool = self.block_manager.pool
-        device = dict(found)
-        for block in dict.fromkeys(found.values()):  # before anything is taken, which may evict them
-            pool.share(block)
-        moves = []
-        for host_id in host_blocks:
-            if host_id not in device:
-                device[host_id] = pool.take()
-                moves.append((host_id, device[host_id].block_id))
-        owned: set[int] = set()  # the first owner's reference has been counted already
+        moves = {host_id: manager.take() for host_id in host_blocks}
         for seq in request.live:
             for host_id in seq.host_table:
-                block = device[host_id]
-                if block.block_id in owned:
-                    pool.share(block)
-                owned.add(block.block_id)
-                seq.block_table.append(block.block_id)
-            seq.num_slots = len(seq.block_table) * self.block_manager.block_size
+                manager.share(moves[host_id])
+            seq.block_table = [moves[host_id] for host_id in seq.host_table]
             seq.host_table = []
-            self.block_manager.promise(seq, 0, seq.num_closed_tokens)
-        return moves
+        for block_id in moves.values():  # the reference that `take` gave
+            manager.release(block_id)
+        del self.requests[request]
+        self._release(set(host_blocks))  # a step makes all of its swaps out before its swaps in
+        return list(moves.items())
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every host block is free or in one swapped request's tables."""

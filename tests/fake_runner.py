@@ -96,7 +96,7 @@ class FakeRunner:
             self._copy(self.slots, device_block, self.host_slots, host_block)
         for host_block, device_block in batch.swap_in:
             self._copy(self.host_slots, host_block, self.slots, device_block)
-        copies = [(copy.src, copy.dst) for copy in batch.copies]
+        copies = batch.copies
         for src, dst in copies:
             self._copy(self.slots, src, self.slots, dst)
         destinations = [dst for _, dst in copies]
@@ -129,12 +129,10 @@ class FakeRunner:
 
     def check_findable_blocks(self, manager: BlockManager) -> None:
         """Every block that a prompt could find holds the K/V of exactly the tokens it is found under."""
-        for key, block in manager.pool.index.items():
+        for key, block in manager.index.items():
             numbers = [self.slots.get((block.block_id, i), GARBAGE) for i in range(self.block_size)]
             token_ids = PREFIXES.tokens(max(numbers[-1], 0))
             assert token_ids, f"block {block.block_id} can be found, but its K/V was never computed"
             assert PREFIXES.numbers(token_ids)[-self.block_size :] == numbers, "a block of mixed contents"
-            found_under = Sequence(None, token_ids).block_key(
-                len(token_ids) // self.block_size - 1, self.block_size
-            )
-            assert found_under[0] == key, f"block {block.block_id} can be found under other tokens"
+            keys = manager.block_keys(Sequence(None, token_ids), len(token_ids) // self.block_size)
+            assert keys[-1] == key, f"block {block.block_id} can be found under other tokens"

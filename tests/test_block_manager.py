@@ -6,10 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanopaged import audit
 from nanopaged.beam_search import Heir
-from nanopaged.block_manager import BlockCopy, BlockManager, OutOfBlocks
-from nanopaged.block_pool import blocks_needed
+from nanopaged.block_manager import BlockManager, blocks_needed
 from nanopaged.branching import advance_beams
 from nanopaged.config import SamplingParams
 from nanopaged.sequence import Request, Sequence
@@ -22,30 +20,42 @@ def sequence(*token_ids: int) -> Sequence:
     return Request("r", None, list(token_ids), SamplingParams(), rules, 0).sequences[0]
 
 
+def family(*token_ids: list[int]) -> list[Sequence]:
+    """Several sequences of one request, without blocks."""
+    sequences = [sequence(*its_ids) for its_ids in token_ids]
+    for seq in sequences:
+        seq.request = sequences[0].request
+    sequences[0].request.live = sequences
+    return sequences
+
+
 def admit(manager: BlockManager, *token_ids: int, computed: bool = True) -> Sequence:
     """A sequence with its blocks, its K/V computed unless said otherwise."""
     seq = sequence(*token_ids)
-    manager.allocate([seq], [manager.find_prefix(seq)])
+    assert manager.allocate([seq])
     if computed:
         compute(manager, seq)
     return seq
 
 
+def schedule(manager: BlockManager, seq: Sequence) -> None:
+    """This step computes the rest of the sequence."""
+    seq.num_scheduled_tokens = seq.num_tokens - seq.num_computed_tokens
+    manager.cache_blocks(seq)
+
+
 def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> None:
-    """The K/V of the sequence (up to `num_tokens`) is there."""
-    seq.num_computed_tokens = seq.num_tokens if num_tokens is None else num_tokens
-    manager.close_blocks(seq)
-
-
-def promise(manager: BlockManager, seq: Sequence) -> None:
-    """The whole sequence will be computed in this step."""
-    manager.promise(seq, seq.num_closed_tokens, seq.num_tokens)
+    """A step computes the K/V of the sequence (up to `num_tokens`)."""
+    end = seq.num_tokens if num_tokens is None else num_tokens
+    seq.num_scheduled_tokens = end - seq.num_computed_tokens
+    manager.cache_blocks(seq)
+    seq.num_computed_tokens = end
 
 
 def append(manager: BlockManager, seq: Sequence, token_id: int) -> None:
     """What a decode step does: a token is known, gets a slot, and is computed."""
     seq.append(Sample(token_id, 0.0))
-    manager.append_slots(seq)
+    assert manager.append_slots([seq]) == []
     compute(manager, seq)
 
 
@@ -65,7 +75,7 @@ def test_a_block_is_taken_only_when_a_token_needs_it() -> None:
     assert len(seq.block_table) == 2
     append(manager, seq, 9)
     assert len(seq.block_table) == 3
-    assert audit.slot_utilization(manager, [seq]) == 9 / 12
+    assert manager.slot_utilization([seq]) == 9 / 12
     manager.check_invariants([seq])
 
 
@@ -94,10 +104,13 @@ def test_the_last_token_is_always_computed() -> None:
     first = admit(manager, 1, 2, 3, 4)
     second = admit(manager, 1, 2, 3, 4, computed=False)
     assert second.num_computed_tokens == 2
-    compute(manager, second, 4)
-    assert second.block_table == first.block_table, "the copy of the last block is given up for the twin's"
+    compute(manager, second)
+    assert second.block_table[0] == first.block_table[0]
+    assert second.block_table[1] != first.block_table[1], (
+        "an equal block is published, so this one stays private"
+    )
     manager.check_invariants([first, second])
-    assert manager.num_free_blocks == 14
+    assert manager.num_free_blocks == 13
 
 
 def test_freed_blocks_are_found_again() -> None:
@@ -105,7 +118,7 @@ def test_freed_blocks_are_found_again() -> None:
     first = admit(manager, 1, 2, 3, 4, 5)
     table = list(first.block_table)
     manager.free(first)
-    assert (manager.num_free_blocks, manager.num_cached_blocks) == (16, 2)
+    assert (manager.num_free_blocks, len(manager.cached)) == (16, 2)
     second = admit(manager, 1, 2, 3, 4, 6)
     assert second.block_table[:2] == table[:2]
     manager.check_invariants([second])
@@ -118,8 +131,7 @@ def test_a_chain_is_evicted_from_its_end() -> None:
     manager.free(seq)
     other = admit(manager, 11, 12, 13, 14)
     again = sequence(1, 2, 3, 4, 5, 6)
-    kept = [block.tokens for block in manager.find_prefix(again)]
-    assert kept == [again.block_key(i, 1)[1] for i in (0, 1)]
+    assert len(manager.find_prefix(again)) == 2
     manager.check_invariants([other])
 
 
@@ -148,13 +160,12 @@ def test_refused_admission_changes_nothing() -> None:
     manager = BlockManager(4, 2)
     manager.free(admit(manager, 1, 2, 3, 4, 5))
     holder = admit(manager, 9)
-    before = (manager.num_free_blocks, list(manager.pool.cached), dict(manager.pool.index))
+    before = (manager.num_free_blocks, list(manager.cached), dict(manager.index))
     seq = sequence(1, 2, 3, 4, 5, 6, 7, 8)
-    with pytest.raises(OutOfBlocks):
-        manager.allocate([seq], [manager.find_prefix(seq)])
+    assert not manager.allocate([seq])
     assert seq.block_table == []
     assert seq.num_computed_tokens == 0
-    assert before == (manager.num_free_blocks, list(manager.pool.cached), dict(manager.pool.index))
+    assert before == (manager.num_free_blocks, list(manager.cached), dict(manager.index))
     manager.check_invariants([holder])
 
 
@@ -162,56 +173,80 @@ def test_cached_blocks_that_are_hit_do_not_count_as_free_for_the_rest() -> None:
     """Three free blocks, all cached; two are the prompt's own prefix: it can have one more, not three."""
     manager = BlockManager(3, 1)
     manager.free(admit(manager, 1, 2, 3))
-    seq = sequence(1, 2, 8, 9)
-    with pytest.raises(OutOfBlocks):
-        manager.allocate([seq], [manager.find_prefix(seq)])
+    assert not manager.allocate([sequence(1, 2, 8, 9)])
     shorter = admit(manager, 1, 2, 8)
     manager.check_invariants([shorter])
 
 
-def test_a_collision_of_hashes_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a hash that gives every block the same value, no sequence ever gets another's K/V."""
-    monkeypatch.setattr("nanopaged.sequence.xxhash.xxh3_64_intdigest", lambda _: 42)
+def test_reserved_blocks_stay_free() -> None:
+    manager = BlockManager(4, 2)
+    assert not manager.allocate([sequence(1, 2, 3)], num_reserved=3)
+    assert manager.allocate([sequence(1, 2, 3)], num_reserved=2)
+
+
+def test_keys_differ_from_engine_to_engine() -> None:
+    """The same tokens, two managers: a key says nothing outside the engine that made it."""
+    seq, other = sequence(1, 2, 3, 4), sequence(1, 2, 3, 4)
+    assert BlockManager(4, 2).block_keys(seq, 2) != BlockManager(4, 2).block_keys(other, 2)
+
+
+def test_a_collision_of_hashes_needs_equal_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a hash that is always the same, blocks with other tokens are still never taken for each other."""
+    monkeypatch.setattr("nanopaged.block_manager.xxhash.xxh3_128_digest", lambda _: bytes(16))
     manager = BlockManager(16, 2)
     first = admit(manager, 1, 2, 3, 4, 5)
     second = admit(manager, 6, 7, 8, 9, 5, computed=False)
     assert second.num_computed_tokens == 0
-    compute(manager, second, 5)
+    compute(manager, second)
     twin = admit(manager, 1, 2, 3, 4, 5, computed=False)
-    assert twin.num_computed_tokens == 2, "the one block that is in the index is still found"
+    assert twin.num_computed_tokens == 4
     manager.check_invariants([first, second, twin])
 
 
-def test_the_right_tokens_after_the_wrong_parent_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hash of the block alone, blind to what came before it: the comparison of parents must catch that.
-
-    Tokens `5 6` are published as the second block of `1 2 5 6`. For `3 4 5 6` the hash and the tokens of
-    the second block agree, and its K/V would be wrong.
-    """
-    manager = BlockManager(16, 2)
-    monkeypatch.setattr(
-        "nanopaged.sequence.xxhash.xxh3_64_intdigest",
-        lambda data: int.from_bytes(data[-16:], "little") % 2**63,
-    )
-    first = admit(manager, 1, 2, 5, 6, 7)
-    other = admit(manager, 3, 4, 8, 8, 7)
-    third = admit(manager, 3, 4, 5, 6, 7, computed=False)
-    assert third.num_computed_tokens == 2
-    manager.check_invariants([first, other, third])
-
-
-def test_a_promised_block_can_be_shared_at_once() -> None:
+def test_a_scheduled_block_can_be_shared_at_once() -> None:
     """Twins of one step: the second shares what the first is still to compute."""
     manager = BlockManager(16, 2)
     first = admit(manager, 1, 2, 3, 4, 5, computed=False)
-    promise(manager, first)
+    schedule(manager, first)
     second = admit(manager, 1, 2, 3, 4, 5, computed=False)
     assert second.block_table[:2] == first.block_table[:2]
     assert second.num_computed_tokens == 4
-    manager.keep_promises()
-    compute(manager, first, 5)
-    compute(manager, second, 5)
+    first.num_computed_tokens = second.num_computed_tokens = 5
     manager.check_invariants([first, second])
+
+
+def test_a_block_after_a_private_one_is_found_by_its_contents() -> None:
+    """A twin's first block was published first, so ours is private; our second block is published.
+
+    A key stands for contents, so a third sequence takes the first block of one and the second block of the
+    other.
+    """
+    manager = BlockManager(16, 2)
+    first = admit(manager, 1, 2, 3)
+    second = sequence(1, 2, 3, 4, 5)
+    assert manager.allocate([second], look_up=False)
+    compute(manager, second)
+    third = admit(manager, 1, 2, 3, 4, 6, computed=False)
+    assert third.block_table[:2] == [first.block_table[0], second.block_table[1]]
+    compute(manager, third)
+    manager.check_invariants([first, second, third])
+
+
+def test_a_block_given_back_twice_is_an_error_at_once() -> None:
+    manager = BlockManager(4, 2)
+    block_id = manager.take()
+    manager.release(block_id)
+    with pytest.raises(RuntimeError, match=f"block {block_id} was released more often"):
+        manager.release(block_id)
+
+
+def test_reset_forgets_everything() -> None:
+    manager = BlockManager(4, 2)
+    admit(manager, 1, 2, 3)
+    manager.reset()
+    assert manager.num_free_blocks == 4
+    assert not manager.find_prefix(sequence(1, 2, 3))
+    manager.check_invariants([])
 
 
 def test_nothing_is_published_before_it_is_computed() -> None:
@@ -226,7 +261,7 @@ def test_nothing_is_published_before_it_is_computed() -> None:
 def test_without_prefix_caching_nothing_is_kept() -> None:
     manager = BlockManager(4, 2, enable_prefix_caching=False)
     manager.free(admit(manager, 1, 2, 3))
-    assert manager.num_cached_blocks == 0
+    assert len(manager.cached) == 0
     assert not manager.find_prefix(sequence(1, 2, 3))
 
 
@@ -234,14 +269,14 @@ def test_the_invariants_notice_a_wrong_reference_count() -> None:
     """The checker itself is checked: a leak, a block in two places, a stale hash."""
     manager = BlockManager(4, 2)
     seq = admit(manager, 1, 2, 3)
-    manager.pool.blocks[seq.block_table[0]].ref_count += 1
+    manager.blocks[seq.block_table[0]].ref_count += 1
     with pytest.raises(AssertionError, match="references"):
         manager.check_invariants([seq])
-    manager.pool.blocks[seq.block_table[0]].ref_count -= 1
-    manager.pool.empty.append(manager.pool.blocks[seq.block_table[1]])
+    manager.blocks[seq.block_table[0]].ref_count -= 1
+    manager.free_ids.append(seq.block_table[1])
     with pytest.raises(AssertionError, match="free"):
         manager.check_invariants([seq])
-    manager.pool.empty.pop()
+    manager.free_ids.pop()
     manager.check_invariants([seq])
     with pytest.raises(AssertionError):
         manager.check_invariants([])
@@ -257,7 +292,7 @@ def fork(manager: BlockManager, parent: Sequence, index: int = 1) -> Sequence:
 
 
 def refs(manager: BlockManager, *block_ids: int) -> list[int]:
-    return [manager.pool.blocks[block_id].ref_count for block_id in block_ids]
+    return [manager.blocks[block_id].ref_count for block_id in block_ids]
 
 
 def draw(seq: Sequence, token_id: int) -> None:
@@ -273,8 +308,8 @@ def test_a_fork_takes_no_memory() -> None:
     assert manager.num_free_blocks == free
     assert child.block_table == parent.block_table
     assert refs(manager, *parent.block_table) == [2, 2]
-    assert audit.num_blocks_saved(manager, [parent, child]) == 2
-    assert audit.num_shared_blocks(manager, [parent, child]) == 2
+    assert manager.num_blocks_saved([parent, child]) == 2
+    assert manager.num_shared_blocks([parent, child]) == 2
     manager.check_invariants([parent, child])
 
 
@@ -285,9 +320,7 @@ def test_parallel_sampling_as_in_figure_8_of_the_paper() -> None:
     block 1; its reference count is 2, so A1 gets a copy and the count falls to 1; then A2 writes in place.
     """
     manager = BlockManager(9, 4)
-    manager.pool.empty = [
-        manager.pool.blocks[i] for i in (0, 2, 4, 5, 6, 8, 3, 1, 7)
-    ]  # the last is taken first
+    manager.free_ids = [0, 2, 4, 5, 6, 8, 3, 1, 7]  # the last is taken first
     four, score, and_, seven, years, ago, our, fathers, mothers = range(9)
     a1 = admit(manager, four, score, and_, seven, years, ago, our)
     a2 = fork(manager, a1)
@@ -295,8 +328,7 @@ def test_parallel_sampling_as_in_figure_8_of_the_paper() -> None:
     assert refs(manager, 7, 1) == [2, 2]
     draw(a1, fathers)
     draw(a2, mothers)
-    assert manager.append_slots(a1) == BlockCopy(a1, 1, src=1, dst=3)
-    assert manager.append_slots(a2) is None, "the last owner writes in place"
+    assert manager.append_slots([a1, a2]) == [(1, 3)], "the last sequence writes in place"
     assert (a1.block_table, a2.block_table) == ([7, 3], [7, 1])
     assert refs(manager, 7, 1, 3) == [2, 1, 1]
     for seq in (a1, a2):
@@ -313,16 +345,16 @@ def test_beam_search_as_in_figure_9_of_the_paper() -> None:
     nobody else has: 2, 4, 5 and 8. The heirs' new tokens go to four new blocks, 9 to 12.
     """
     manager = BlockManager(13, 1)
-    manager.pool.empty = manager.pool.blocks[12:8:-1]  # blocks 0 to 8 are in tables, 9 is taken first
+    manager.free_ids = [12, 11, 10, 9]  # blocks 0 to 8 are in tables, 9 is taken first
     tables = [[0, 1, 3, 5], [0, 1, 3, 6], [0, 1, 3, 7], [0, 2, 4, 8]]
     beams = [sequence(*table) for table in tables]  # (a token is called like the block it is in)
     request = beams[0].request
     request.sequences = request.live = beams
     for index, (beam, table) in enumerate(zip(beams, tables, strict=True)):
         beam.request, beam.index, beam.block_table = request, index, list(table)
-        beam.num_slots = beam.num_computed_tokens = beam.num_closed_tokens = 4
+        beam.num_computed_tokens = 4
         for block_id in table:
-            manager.pool.blocks[block_id].ref_count += 1
+            manager.blocks[block_id].ref_count += 1
     assert refs(manager, *range(9)) == [4, 3, 1, 3, 1, 1, 1, 1, 1]
     manager.check_invariants(beams)
 
@@ -330,10 +362,9 @@ def test_beam_search_as_in_figure_9_of_the_paper() -> None:
     request.beam_search = SimpleNamespace(advance=lambda *_: heirs)
     advance_beams(request, manager)
     assert refs(manager, 0, 1, 3, 6, 7) == [4, 4, 4, 2, 2]
-    freed = [manager.pool.empty.pop().block_id for _ in range(4)]
+    freed = [manager.free_ids.pop() for _ in range(4)]
     assert sorted(freed) == [2, 4, 5, 8]  # set aside here, so that the heirs take those of the figure
-    for beam in request.live:
-        assert manager.append_slots(beam) is None, "the last blocks are full: nothing is copied"
+    assert manager.append_slots(request.live) == [], "the last blocks are full: nothing is copied"
     assert [beam.block_table for beam in request.live] == [
         [0, 1, 3, 6, 9],
         [0, 1, 3, 6, 10],
@@ -342,33 +373,34 @@ def test_beam_search_as_in_figure_9_of_the_paper() -> None:
     ]
 
 
-def test_the_last_owner_writes_in_place() -> None:
+def test_the_last_of_several_writers_writes_in_place() -> None:
     """Four siblings share a half-full block: three copies, and the fourth keeps the original."""
     manager = BlockManager(8, 4)
     siblings = [admit(manager, 1, 2, 3, 4, 5, 6)]
     siblings += [fork(manager, siblings[0], i) for i in (1, 2, 3)]
+    siblings[0].request.live = siblings
     original = siblings[0].block_table[1]
     for i, seq in enumerate(siblings):
         draw(seq, 10 + i)
-    copies = [manager.append_slots(seq) for seq in siblings]
-    assert [copy.src for copy in copies[:3]] == [original] * 3
-    assert copies[3] is None
+    copies = manager.append_slots(siblings)
+    assert [src for src, _ in copies] == [original] * 3
+    assert [dst for _, dst in copies] == [seq.block_table[1] for seq in siblings[:3]]
     assert siblings[3].block_table[1] == original
     assert len({seq.block_table[1] for seq in siblings}) == 4
-    assert audit.num_blocks_saved(manager, siblings) == 3
+    assert manager.num_blocks_saved(siblings) == 3
     for seq in siblings:
         compute(manager, seq)
     manager.check_invariants(siblings)
 
 
 def test_a_full_last_block_is_not_copied() -> None:
-    """Nobody writes into a full block, so siblings that branch at its end copy nothing."""
+    """No sequence writes into a full block, so siblings that fork at its end copy nothing."""
     manager = BlockManager(8, 4)
     parent = admit(manager, 1, 2, 3, 4)
     child = fork(manager, parent)
     for seq in (parent, child):
         draw(seq, 9)
-        assert manager.append_slots(seq) is None
+    assert manager.append_slots([parent, child]) == []
     assert parent.block_table[0] == child.block_table[0]
     assert parent.block_table[1] != child.block_table[1]
 
@@ -377,28 +409,11 @@ def test_out_of_blocks_for_a_copy_changes_nothing() -> None:
     manager = BlockManager(2, 4)
     parent = admit(manager, 1, 2, 3, 4, 5, 6)
     child = fork(manager, parent)
-    draw(parent, 7)
-    with pytest.raises(OutOfBlocks):
-        manager.append_slots(parent)
+    for seq in (parent, child):
+        draw(seq, 7)
+    assert manager.append_slots([parent, child]) is None
     assert parent.block_table == child.block_table
     assert refs(manager, *parent.block_table) == [2, 2]
-
-
-def test_undone_copies_leave_the_tables_as_they_were() -> None:
-    """The step failed before it copied: nobody may read the blocks that were to be filled."""
-    manager = BlockManager(8, 4)
-    siblings = [admit(manager, 1, 2, 3, 4, 5, 6)]
-    siblings += [fork(manager, siblings[0], i) for i in (1, 2)]
-    table, free = list(siblings[0].block_table), manager.num_free_blocks
-    for seq in siblings:
-        draw(seq, 7)
-    copies = [copy for seq in siblings if (copy := manager.append_slots(seq)) is not None]
-    assert len(copies) == 2
-    manager.undo_copies(copies)
-    assert all(seq.block_table == table for seq in siblings)
-    assert refs(manager, *table) == [3, 3]
-    assert manager.num_free_blocks == free
-    manager.check_invariants(siblings)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -408,10 +423,8 @@ def test_siblings_that_come_back_share_their_common_past(prefix_caching: bool) -
     Without a prefix cache, too: else a request that fitted before its preemption might not fit after it.
     """
     manager = BlockManager(7, 2, enable_prefix_caching=prefix_caching)
-    siblings = [sequence(1, 2, 3, 4, 5), sequence(1, 2, 3, 4, 6), sequence(1, 2, 8, 9)]
-    for seq in siblings:
-        seq.request = siblings[0].request
-    manager.allocate(siblings, [manager.find_prefix(seq) for seq in siblings])
+    siblings = family([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 8, 9])
+    assert manager.allocate(siblings)
     first, second, third = (seq.block_table for seq in siblings)
     assert first[:2] == second[:2]
     assert third[0] == first[0]
@@ -420,7 +433,7 @@ def test_siblings_that_come_back_share_their_common_past(prefix_caching: bool) -
     manager.check_invariants(siblings)
 
 
-def test_a_sibling_does_not_evict_what_another_was_promised() -> None:
+def test_a_sibling_does_not_evict_what_another_has_found() -> None:
     """Past bug: the first sibling's new block was the cached block that the second one had just found.
 
     Three blocks are cached: 1, 2, 3 of an old text. The first sibling needs two new blocks, the second hits
@@ -428,22 +441,18 @@ def test_a_sibling_does_not_evict_what_another_was_promised() -> None:
     """
     manager = BlockManager(5, 1)
     manager.free(admit(manager, 1, 2, 3))
-    siblings = [sequence(1, 8), sequence(1, 2, 3, 9)]
-    siblings[1].request = siblings[0].request
-    manager.allocate(siblings, [manager.find_prefix(seq) for seq in siblings])
+    siblings = family([1, 8], [1, 2, 3, 9])
+    assert manager.allocate(siblings)
     assert not {*siblings[0].block_table[1:]} & {*siblings[1].block_table}
     manager.check_invariants(siblings)
 
 
 def test_siblings_that_do_not_fit_together_change_nothing() -> None:
     manager = BlockManager(4, 2)
-    siblings = [sequence(1, 2, 3, 4, 5), sequence(1, 2, 3, 4, 6), sequence(1, 2, 8, 9)]
-    for seq in siblings:
-        seq.request = siblings[0].request
-    with pytest.raises(OutOfBlocks):
-        manager.allocate(siblings, [[], [], []])
+    siblings = family([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 8, 9])
+    assert not manager.allocate(siblings)
     assert all(seq.block_table == [] for seq in siblings)
     manager.check_invariants([])
     roomier = BlockManager(5, 2)
-    roomier.allocate(siblings, [[], [], []])
+    assert roomier.allocate(siblings)
     assert roomier.num_free_blocks == 0

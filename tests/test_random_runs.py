@@ -20,7 +20,7 @@ from fake_runner import FakeRunner, next_token
 from faults import interrupt_at_line
 
 from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from nanopaged.block_pool import blocks_needed
+from nanopaged.block_manager import blocks_needed
 
 
 @dataclass

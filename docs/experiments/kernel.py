@@ -33,7 +33,7 @@ from torch import Tensor
 
 from nanopaged.attention.metadata import PagedBatch, make_attention
 from nanopaged.attention.torch_backend import gather_context
-from nanopaged.block_pool import blocks_needed
+from nanopaged.block_manager import blocks_needed
 from nanopaged.device import pick_device
 from nanopaged.kv_cache import KVCache, KVShape
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from nanopaged.block_pool import blocks_needed
+from nanopaged.block_manager import blocks_needed
 
 NOT_NEEDED = {
     "nanovllm.config": ["Config"],

@@ -21,8 +21,7 @@ from common import add_plot_argument, at_least, machine, save_lines
 from no_model import NoModel, make_request
 
 from nanopaged import SamplingParams
-from nanopaged.block_manager import BlockManager
-from nanopaged.block_pool import blocks_needed
+from nanopaged.block_manager import BlockManager, blocks_needed
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model_runner import prepare
 from nanopaged.next_tokens import draw_next_tokens

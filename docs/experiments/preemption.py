@@ -24,7 +24,7 @@ from common import (
 )
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.block_pool import blocks_needed
+from nanopaged.block_manager import blocks_needed
 from nanopaged.device import pick_device
 from nanopaged.kv_cache import KVCache, KVShape
 

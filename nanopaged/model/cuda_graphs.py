@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanopaged.attention.metadata import PagedBatch
 from nanopaged.attention.triton_backend import BlockTables, DecodePlan, Store, num_processors
-from nanopaged.block_pool import blocks_needed
+from nanopaged.block_manager import blocks_needed
 from nanopaged.device import pinned, send
 from nanopaged.kernels import paged_attention as kernels
 from nanopaged.kv_cache import KVCache
