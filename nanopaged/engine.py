@@ -23,7 +23,6 @@ from nanopaged.model_runner import ModelRunner
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, ScheduledBatch, StepResult
 from nanopaged.stats import EngineStats
-from nanopaged.swap import SwapCosts
 from nanopaged.text.detokenizer import Detokenizer
 from nanopaged.text.outputs import RequestOutput
 from nanopaged.text.stopping import StopRules
@@ -37,9 +36,10 @@ class Runner(Protocol):
 
     num_blocks: int
     num_host_blocks: int
-    swap_costs: SwapCosts | None
 
     def execute(self, batch: ScheduledBatch) -> StepResult: ...
+
+    def cheaper_preemption(self) -> str: ...
 
 
 class LLMEngine:
@@ -77,9 +77,8 @@ class LLMEngine:
             config.max_num_seqs,
             budget,
             config.enable_chunked_prefill,
-            config.preemption,
+            self.runner.cheaper_preemption() if config.preemption == "auto" else config.preemption,
             self.runner.num_host_blocks,
-            self.runner.swap_costs,
         )
         self.requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
         self.num_steps = 0
@@ -252,4 +251,4 @@ class LLMEngine:
     def check_invariants(self) -> None:
         """Raise AssertionError if the block manager's books and the tables disagree (for tests)."""
         self.block_manager.check_invariants(self.scheduler.sequences)
-        self.scheduler.swapper.check_invariants()
+        self.scheduler.swapper.check_invariants(self.requests.values())

@@ -25,7 +25,6 @@ from nanopaged.model.model_config import ModelConfig
 from nanopaged.next_tokens import draw_next_tokens
 from nanopaged.sampler import LOGITS_TILE, describe
 from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
-from nanopaged.swap import SwapCosts
 from nanopaged.text.outputs import Logprobs
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ class ModelRunner:
     Attributes:
         num_blocks: blocks in the K/V pool, measured if the config left it open.
         num_host_blocks: blocks in host memory.
-        swap_costs: what swapping and recomputing take here, if the config wants the cheaper.
     """
 
     def __init__(
@@ -79,16 +77,17 @@ class ModelRunner:
             self.graphs = DecodeGraphs(
                 self.model, self.kv_cache, scale, tables, config.max_num_seqs, max_model_len
             )
-        self.swap_costs = self._measure_costs() if config.preemption == "auto" else None
 
     @torch.inference_mode()
-    def _measure_costs(self, num_tokens: int = 64) -> SwapCosts:
-        """Time a block's way to the host and a short prefill (without its attention), the best of three."""
+    def cheaper_preemption(self) -> str:
+        """ "swap" or "recompute": which takes less time for a block, measured now."""
+        num_tokens, moves = 64, [(i, i) for i in range(min(8, self.num_blocks, self.num_host_blocks))]
+        if not moves:
+            return "recompute"
         ids = torch.arange(num_tokens, device=self.device) % self.model.config.vocab_size
-        moves = [(i, i) for i in range(min(8, self.num_blocks, self.num_host_blocks))]
-        copying = self._time(lambda: self.kv_cache.swap_out(moves)) / max(1, len(moves))
+        out_and_in = 2 * self._time(lambda: self.kv_cache.swap_out(moves)) / len(moves)
         prefill = self._time(lambda: self.model(ids, ids * 0, lambda layer, q, k, v: q))
-        return SwapCosts(copying, num_tokens / prefill)
+        return "swap" if out_and_in < prefill / num_tokens * self.block_size else "recompute"
 
     def _time(self, work: Callable[[], object]) -> float:
         seconds = []

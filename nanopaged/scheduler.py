@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from nanopaged.block_manager import BlockManager
 from nanopaged.branching import advance_beams, fork_samples
 from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
-from nanopaged.swap import OutOfBlocks, SwapCosts, Swapper
+from nanopaged.swap import Swapper
 
 
 class Scheduler:
@@ -36,12 +36,10 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         preemption: str = "recompute",
         num_host_blocks: int = 0,
-        swap_costs: SwapCosts | None = None,
     ) -> None:
         self.block_manager = block_manager
         self.swapper = Swapper(block_manager, num_host_blocks)
-        self.preemption = preemption
-        self.swap_costs = swap_costs  # for preemption = "auto"
+        self.preemption = preemption  # "swap" or "recompute"
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
@@ -67,7 +65,7 @@ class Scheduler:
         """Drop a request wherever it is; its blocks return at once."""
         if self.waiting.pop(request.request_id, None) is None:
             (self.running if request.live else self.unreported).remove(request)
-        self.swapper.forget(request)
+        self.swapper.release(request)
         for seq in request.live:
             self.block_manager.free(seq)
             seq.finish_reason = "abort"
@@ -142,57 +140,44 @@ class Scheduler:
         Nothing that was generated is lost. Either its K/V goes to host memory, or the tokens stay and their
         K/V is computed again when the request comes back (less what the prefix cache then still has).
         """
-        moves = self.swapper.swap_out(request) if self._prefers_swap(request) else None
+        moves = self.swapper.swap_out(request) if self.preemption == "swap" else None
         if moves is not None:
             batch.swap_out += moves
             self.num_preemptions_swap += 1
         else:
-            self._drop(request)
+            for seq in request.live:
+                self.block_manager.free(seq)
+                seq.candidates = None  # a beam that had proposed its candidates will propose them again
             self.num_preemptions_recompute += 1
-        self._wait_first(request)
         request.num_preemptions += 1
-
-    def _prefers_swap(self, request: Request) -> bool:
-        if self.preemption != "auto":
-            return self.preemption == "swap"
-        num_blocks = len(self.swapper.blocks_to_move(request))
-        return self.swap_costs.prefers_swap(num_blocks, self.swapper.tokens_to_recompute(request))
-
-    def _drop(self, request: Request) -> None:
-        for seq in request.live:
-            self.block_manager.free(seq)
-            seq.candidates = None  # a beam that had made its proposals will make them again
-
-    def _wait_first(self, request: Request) -> None:
         self.waiting[request.request_id] = request
         self.waiting.move_to_end(request.request_id, last=False)
 
     def _admit(self, request: Request, budget: int, batch: ScheduledBatch) -> bool:
-        """Move the head of the waiting queue to the running ones if its blocks can be had."""
-        is_swapped = request in self.swapper.requests
-        try:
-            if is_swapped:
-                batch.swap_in += self.swapper.swap_in(request)
-            elif not self._allocate(request, budget):
+        """Move the head of the waiting queue to the running requests if its blocks can be had."""
+        if request.is_swapped:
+            moves = self.swapper.swap_in(request)
+            if moves is None:
                 return False
-        except OutOfBlocks:
-            return False
-        if is_swapped:
+            batch.swap_in += moves
             batch.copies += self.block_manager.append_slots(request.live)  # `swap_in` saw to the room
+        else:
+            # A prompt token found in the cache has no logits, so it cannot be given a log-probability.
+            look_up = not request.wants_prompt_logprobs
+            if not self.enable_chunked_prefill and not self._fits_whole(request, look_up, budget):
+                return False
+            if not self.block_manager.allocate(request.live, look_up):
+                return False
         del self.waiting[request.request_id]
         self.running.append(request)
         batch.admitted.append(request)
         return True
 
-    def _allocate(self, request: Request, budget: int) -> bool:
-        """Get the blocks of a request that has none. False if it must fit in the step whole and does not."""
-        # A prompt token found in the cache has no logits, so it cannot be given a log-probability.
-        look_up = not request.wants_prompt_logprobs
-        if not self.enable_chunked_prefill:
-            hit = self.block_manager.find_prefix(request.live[0]) if look_up else []
-            if request.live[0].num_tokens - len(hit) * self.block_manager.block_size > budget:
-                return False
-        return self.block_manager.allocate(request.live, look_up)
+    def _fits_whole(self, request: Request, look_up: bool, budget: int) -> bool:
+        """Whether the budget suffices for the request's first sequence, less what the prefix cache has."""
+        seq = request.live[0]
+        hit = self.block_manager.find_prefix(seq) if look_up else []
+        return seq.num_tokens - len(hit) * self.block_manager.block_size <= budget
 
     # ── after it ──────────────────────────────────────────────────────────────────────────────────
 

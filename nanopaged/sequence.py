@@ -183,6 +183,11 @@ class Request:
         return not self.live
 
     @property
+    def is_swapped(self) -> bool:
+        """Whether its K/V is in host memory."""
+        return any(seq.host_table for seq in self.live)
+
+    @property
     def prompt_phase(self) -> bool:
         """Whether one sequence still computes the prompt for all that will be forked from it."""
         return len(self.sequences) < self.params.num_sequences

@@ -17,7 +17,7 @@ class EngineStats:
     owners; `num_blocks_saved` is what sharing saves: all entries of the block tables, less the blocks in use.
     `slot_utilization` is the share of the slots in used blocks that hold K/V. `num_running`, `num_waiting`
     and `num_swapped` count requests, `prefix_cache_queries` and `_hits` prompt tokens, `num_blocks_copied`
-    copies on write.
+    copies on write; `preemption` is the way in use, "swap" or "recompute".
     """
 
     num_blocks: int
@@ -34,6 +34,7 @@ class EngineStats:
     num_swapped: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    preemption: str
     num_preemptions_swap: int
     num_preemptions_recompute: int
     num_blocks_swapped_out: int
@@ -47,7 +48,7 @@ class EngineStats:
     def of(cls, scheduler: Scheduler, num_steps: int) -> EngineStats:
         """Gather them from the scheduler and what it manages."""
         blocks, swapper, sequences = scheduler.block_manager, scheduler.swapper, scheduler.sequences
-        num_swapped = len(swapper.requests)
+        num_swapped = sum(request.is_swapped for request in scheduler.waiting.values())
         return cls(
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,
@@ -56,13 +57,14 @@ class EngineStats:
             num_shared_blocks=blocks.num_shared_blocks(sequences),
             num_blocks_saved=blocks.num_blocks_saved(sequences),
             num_host_blocks=swapper.num_host_blocks,
-            num_free_host_blocks=len(swapper.free_host_blocks),
+            num_free_host_blocks=len(swapper.free_ids),
             slot_utilization=blocks.slot_utilization(sequences),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) - num_swapped,
             num_swapped=num_swapped,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
+            preemption=scheduler.preemption,
             num_preemptions_swap=scheduler.num_preemptions_swap,
             num_preemptions_recompute=scheduler.num_preemptions_recompute,
             num_blocks_swapped_out=scheduler.num_blocks_swapped_out,

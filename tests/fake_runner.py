@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from nanopaged.block_manager import BlockManager
 from nanopaged.sequence import ScheduledBatch, Sequence, StepResult
-from nanopaged.swap import SwapCosts
 from nanopaged.text.outputs import Sample
 
 VOCAB_SIZE = 97
@@ -69,12 +68,15 @@ class FakeRunner:
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
-        self.swap_costs = SwapCosts(seconds_per_block=1.0, prefill_tokens_per_second=1.0)
         self.block_size = block_size
         self.slots: dict[tuple[int, int], int] = {}  # (block, offset) → number of the prefix stored there
         self.host_slots: dict[tuple[int, int], int] = {}
         self.fail_next = False
         self.most_tokens = 0  # seen in one step
+
+    def cheaper_preemption(self) -> str:
+        """What the engine asks for with preemption="auto"."""
+        return "swap"
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         self.most_tokens = max(self.most_tokens, sum(seq.num_scheduled_tokens for seq in batch.sequences))

@@ -11,7 +11,6 @@ from fake_runner import FakeRunner
 
 from nanopaged import LLM, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.swap import SwapCosts
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -122,7 +121,7 @@ def test_shared_blocks_move_once_and_stay_shared(make: MakeEngine) -> None:
 
 
 def test_a_request_whose_prompt_another_one_uses_is_swapped_whole(make: MakeEngine) -> None:
-    """Its copy of the shared blocks comes back to blocks of its own; the other request keeps the shared ones."""
+    """It comes back to blocks of its own; the other request keeps those that they had shared."""
     engine = make(num_blocks=14, enable_prefix_caching=True)
     prompt = tokens(1, 17)
     engine.add_request("early", prompt, params(28))
@@ -194,29 +193,24 @@ def make_twin(engine: LLMEngine, make: MakeEngine) -> LLMEngine:
     return twin
 
 
-def test_auto_takes_the_cheaper_way(make: MakeEngine) -> None:
-    """Copying at a second a block against computing at many tokens a second, and the other way round."""
-    for costs, way in ((SwapCosts(1.0, 100.0), "recompute"), (SwapCosts(0.001, 100.0), "swap")):
-        engine = make(preemption="auto")
-        engine.scheduler.swap_costs = costs
-        engine.add_request("early", tokens(1, 8), params(20))
-        engine.add_request("late", tokens(2, 8), params(20))
-        finish(engine)
-        stats = engine.stats()
-        assert (stats.num_preemptions_swap > 0) == (way == "swap")
-        assert (stats.num_preemptions_recompute > 0) == (way == "recompute")
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+def test_auto_takes_the_way_that_was_measured_to_be_cheaper(
+    make: MakeEngine, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeRunner, "cheaper_preemption", lambda self: way)
+    engine = make(preemption="auto")
+    engine.add_request("early", tokens(1, 8), params(20))
+    engine.add_request("late", tokens(2, 8), params(20))
+    finish(engine)
+    stats = engine.stats()
+    assert stats.preemption == way
+    assert (stats.num_preemptions_swap > 0) == (way == "swap")
+    assert (stats.num_preemptions_recompute > 0) == (way == "recompute")
 
 
-def test_what_others_keep_need_not_be_recomputed(make: MakeEngine) -> None:
-    """Of 18 tokens computed, 16 are in blocks that another request shares: 2 would be computed again."""
-    engine = make(num_blocks=40, enable_prefix_caching=True)
-    prompt = tokens(1, 17)
-    engine.add_request("early", prompt, params(5))
-    engine.add_request("late", prompt[:16] + [50, 51], params(5))
-    engine.step()
-    late = engine.requests["late"]
-    assert engine.scheduler.swapper.tokens_to_recompute(late) == 2
-    assert len(engine.scheduler.swapper.blocks_to_move(late)) == 5
+def test_auto_measures_and_says_what_it_chose() -> None:
+    assert LLM(num_blocks=64).engine.stats().preemption in ("swap", "recompute")
+    assert LLM(num_blocks=64, num_host_blocks=0).engine.stats().preemption == "recompute"
 
 
 # ── the bytes ─────────────────────────────────────────────────────────────────────────────────────
