@@ -1,112 +1,96 @@
-"""Which beams go on, and which have ended.
+"""Several sequences of one request: parallel sampling forks once, beam search at every step.
 
-Beam search keeps the `beam_width` most likely beginnings. At each step every beam proposes its most likely
-next tokens; the best of all proposals become the next beams, wherever they come from, so that one beam may
-have several heirs and another none. A proposal that ends a text is put aside as a hypothesis, with the
-score that transformers gives it:
+A fork costs no memory when it is made: the child shares the parent's blocks, and the first to write into a
+shared block gets a copy of its own (`BlockManager.append_slots`).
+
+Beam search keeps the `beam_width` most likely beginnings, the beams. At each step every beam proposes its
+most likely next tokens, its candidates. The best of all candidates become the next beams, each forked from
+the beam that proposed it, so one beam may go on as several and another not at all. A candidate that ends a
+text becomes a hypothesis: a finished sequence with the score that transformers gives it,
 
     score = sum of the log-probabilities of the generated tokens / (their number ** length_penalty)
-
-This file sees tokens and scores. That heirs share the K/V of their common past is `branching.py`'s business.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from nanopaged.config import BeamSearchParams
+from nanopaged.block_manager import BlockManager
+from nanopaged.sequence import Request, Sequence
 from nanopaged.text.outputs import Sample
-from nanopaged.text.stopping import StopRules
 
 
-@dataclass(frozen=True, slots=True)
-class Heir:
-    """A beam's continuation by one token."""
-
-    parent: int  # which of the beams
-    sample: Sample
-    cumulative_logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class Hypothesis:
-    """A text that has ended. `token_ids` are the generated ones, the last one included."""
-
-    token_ids: list[int]
-    cumulative_logprob: float
-    score: float
-    finish_reason: str
-    stop_reason: int | None
+def fork_samples(request: Request, block_manager: BlockManager) -> list[Sequence]:
+    """The prompt is computed: one sequence for each output that was asked for, the present one first."""
+    (seq,) = request.live
+    siblings = [seq]
+    for index in range(1, request.params.num_sequences):
+        siblings.append(seq.fork(index))
+        block_manager.fork(seq, siblings[-1])
+    request.sequences, request.live = siblings, list(siblings)
+    return siblings
 
 
-class BeamSearch:
-    """The state of one request's search: its best hypotheses so far, in falling order of score."""
+def advance_beams(request: Request, block_manager: BlockManager) -> None:
+    """Every beam has proposed its candidates: go on with the next beams, or end with the hypotheses.
 
-    def __init__(self, params: BeamSearchParams, stop_rules: StopRules, num_prompt_tokens: int) -> None:
-        self.width = params.beam_width
-        self.length_penalty = params.length_penalty
-        self.early_stopping = params.early_stopping
-        self.stop_rules = stop_rules
-        self.num_prompt_tokens = num_prompt_tokens
-        self.hypotheses: list[Hypothesis] = []
+        beams  A B C      next beams  B+x  A+y  B+z      B+x and B+z share B's blocks, those of C are freed
 
-    @property
-    def num_candidates(self) -> int:
-        """Proposals that a beam must make: were all its best ones ends of texts, `width` others are left."""
-        return self.width * max(2, 1 + len(self.stop_rules.token_ids))
+    Nothing of the request changes before the end, so that a step that fails on the way can be repeated.
+    """
+    beams, width, stop_token_ids = request.live, request.params.beam_width, request.stop_rules.token_ids
+    candidates: list[tuple[float, Sequence, Sample]] = [
+        (beam.cumulative_logprob + sample.logprob, beam, sample)
+        for beam in beams
+        for sample in beam.candidates
+    ]
+    candidates.sort(key=lambda candidate: candidate[0], reverse=True)
+    at_limit = beams[0].num_tokens + 1 >= request.stop_rules.max_length
 
-    def advance(
-        self, outputs: list[list[int]], scores: list[float], candidates: list[list[Sample]]
-    ) -> list[Heir]:
-        """The next beams, best first; none when the search is over.
+    hypotheses = list(request.hypotheses)
+    for _, beam, sample in candidates[:width]:  # a worse one that ends is no hypothesis
+        if at_limit or sample.token_id in stop_token_ids:
+            hypotheses.append(_finish(beam, sample))
+    hypotheses = sorted(hypotheses, key=lambda hypothesis: hypothesis.score, reverse=True)[:width]
 
-        Args:
-            outputs: what each beam has generated so far, all equally long.
-            scores: sum of the log-probabilities of each.
-            candidates: proposals of each, at least `num_candidates` (or the whole vocabulary).
-        """
-        proposals = [
-            Heir(parent, sample, scores[parent] + sample.logprob)
-            for parent, samples in enumerate(candidates)
-            for sample in samples
-        ]
-        proposals.sort(key=lambda heir: heir.cumulative_logprob, reverse=True)
-        length = len(outputs[0]) + 1
-        at_limit = self.num_prompt_tokens + length >= self.stop_rules.max_length
-        for heir in proposals[: self.width]:  # a worse one that ends is no hypothesis: it is forgotten
-            if at_limit or self._is_stop(heir):
-                self._put_aside(outputs[heir.parent], heir)
-        heirs = [heir for heir in proposals if not self._is_stop(heir)][: self.width]
-        if at_limit or self._is_over(heirs[0].cumulative_logprob, length):
-            return []
-        return heirs
+    going_on = [candidate for candidate in candidates if candidate[2].token_id not in stop_token_ids][:width]
+    next_beams: list[Sequence] = []
+    if not at_limit and not _is_over(request, hypotheses, best=going_on[0][0]):
+        for index, (_, beam, sample) in enumerate(going_on):
+            next_beams.append(beam.fork(index))
+            block_manager.fork(beam, next_beams[-1])
+            next_beams[-1].append(sample)
+    for beam in beams:  # what its children share with it they keep
+        block_manager.free(beam)
+    for index, hypothesis in enumerate(hypotheses):
+        hypothesis.index = index
+    request.sequences, request.live, request.hypotheses = next_beams or hypotheses, next_beams[:], hypotheses
 
-    def _is_stop(self, heir: Heir) -> bool:
-        return heir.sample.token_id in self.stop_rules.token_ids
 
-    def _put_aside(self, output: list[int], heir: Heir) -> None:
-        """Keep a finished text if it is among the `width` best."""
-        token_id = heir.sample.token_id
-        score = self._score(heir.cumulative_logprob, len(output) + 1)
-        reason, stop_reason = self.stop_rules.check_token(token_id) or ("length", None)
-        ended = Hypothesis([*output, token_id], heir.cumulative_logprob, score, reason, stop_reason)
-        self.hypotheses = sorted([*self.hypotheses, ended], key=lambda h: h.score, reverse=True)[: self.width]
+def _finish(beam: Sequence, sample: Sample) -> Sequence:
+    """The beam's text with `sample` as its last token."""
+    hypothesis = beam.fork(0)
+    hypothesis.append(sample)
+    hypothesis.score = _score(beam.request, hypothesis.cumulative_logprob, len(hypothesis.samples))
+    return hypothesis
 
-    def _score(self, cumulative_logprob: float, length: int) -> float:
-        return cumulative_logprob / length**self.length_penalty
 
-    def _is_over(self, best: float, length: int) -> bool:
-        """Whether the hypotheses are complete and, by the rule asked for, no beam can improve them.
+def _score(request: Request, cumulative_logprob: float, num_tokens: int) -> float:
+    return cumulative_logprob / num_tokens**request.params.length_penalty
 
-        True ends with the first `width` hypotheses. False asks whether the best beam, were it to end
-        now, would beat the worst hypothesis. "never" asks for the best it could still reach: its
-        log-probability only falls, but a positive length penalty favours long texts, so it is taken
-        at full length.
-        """
-        if len(self.hypotheses) < self.width:
-            return False
-        if self.early_stopping is True or self.width == 1:  # a width of 1 is greedy decoding
-            return True
-        if self.early_stopping == "never" and self.length_penalty > 0:
-            length = self.stop_rules.max_length - self.num_prompt_tokens
-        return self._score(best, length) <= self.hypotheses[-1].score
+
+def _is_over(request: Request, hypotheses: list[Sequence], best: float) -> bool:
+    """Whether there are enough hypotheses and, by the rule asked for, no beam can improve them.
+
+    early_stopping=True ends with the first `beam_width` hypotheses. False asks whether the best beam, were it
+    to end now, would beat the worst hypothesis. "never" asks for the best score that it could still reach:
+    its log-probability only falls, but a positive length penalty favours long texts, so it is taken at full
+    length.
+    """
+    params = request.params
+    if len(hypotheses) < params.beam_width:
+        return False
+    if params.early_stopping is True or params.beam_width == 1:  # a width of 1 is greedy decoding
+        return True
+    length = len(request.live[0].samples) + 1
+    if params.early_stopping == "never" and params.length_penalty > 0:
+        length = request.stop_rules.max_length - request.num_prompt_tokens
+    return _score(request, best, length) <= hypotheses[-1].score

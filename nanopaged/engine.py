@@ -14,7 +14,6 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from nanopaged.beam_search import BeamSearch
 from nanopaged.block_manager import BlockManager, blocks_needed
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.model.checkpoint import find_model, load_tokenizer, read_eos_token_ids
@@ -142,8 +141,6 @@ class LLMEngine:
         )
         if self.tokenizer is not None:
             request.sequences[0].detokenizer = Detokenizer(self.tokenizer.backend_tokenizer, params.stop)
-        if isinstance(params, BeamSearchParams):
-            request.beam_search = BeamSearch(params, rules, len(token_ids))
         return request
 
     def queue(self, request: Request) -> None:

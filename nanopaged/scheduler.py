@@ -15,8 +15,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from nanopaged.beam_search import advance_beams, fork_samples
 from nanopaged.block_manager import BlockManager
-from nanopaged.branching import advance_beams, fork_samples
 from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 from nanopaged.swap import Swapper
 
@@ -203,7 +203,7 @@ class Scheduler:
                 advance_beams(request, self.block_manager)
                 self.num_generated_tokens += len(request.sequences)
             else:
-                siblings = fork_samples(seq, self.block_manager) if request.prompt_phase else [seq]
+                siblings = fork_samples(request, self.block_manager) if request.prompt_phase else [seq]
                 for sibling, sample in zip(siblings, samples, strict=True):
                     if sibling.append(sample):
                         ended.append(sibling)

@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.text.detokenizer import Detokenizer
 from nanopaged.text.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput, Sample
 from nanopaged.text.stopping import StopRules
-
-if TYPE_CHECKING:
-    from nanopaged.beam_search import BeamSearch
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +157,7 @@ class Request:
 
     sequences: list[Sequence] = field(default_factory=list)  # one until the prompt is computed, then all
     live: list[Sequence] = field(default_factory=list)  # those that are not finished
-    beam_search: BeamSearch | None = None
+    hypotheses: list[Sequence] = field(default_factory=list)  # of a beam search: the best texts that ended
     prompt_logprobs: list[Logprobs | None] | None = None  # filled as the prompt is computed, if asked for
 
     arrival_time: float = field(default_factory=time.monotonic)

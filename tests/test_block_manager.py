@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
-from nanopaged.beam_search import Heir
+from nanopaged.beam_search import advance_beams
 from nanopaged.block_manager import BlockManager, blocks_needed
-from nanopaged.branching import advance_beams
-from nanopaged.config import SamplingParams
+from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.sequence import Request, Sequence
 from nanopaged.text.outputs import Sample
 from nanopaged.text.stopping import StopRules
@@ -342,14 +339,14 @@ def test_beam_search_as_in_figure_9_of_the_paper() -> None:
         beam 0: 0 1 3 5    beam 1: 0 1 3 6    beam 2: 0 1 3 7    beam 3: 0 2 4 8
 
     The next four all come from beams 1 and 2, two from each. Beams 0 and 3 go, and with them the blocks that
-    nobody else has: 2, 4, 5 and 8. The heirs' new tokens go to four new blocks, 9 to 12.
+    nobody else has: 2, 4, 5 and 8. The new tokens go to four new blocks, 9 to 12.
     """
     manager = BlockManager(13, 1)
     manager.free_ids = [12, 11, 10, 9]  # blocks 0 to 8 are in tables, 9 is taken first
     tables = [[0, 1, 3, 5], [0, 1, 3, 6], [0, 1, 3, 7], [0, 2, 4, 8]]
     beams = [sequence(*table) for table in tables]  # (a token is called like the block it is in)
     request = beams[0].request
-    request.sequences = request.live = beams
+    request.params, request.sequences, request.live = BeamSearchParams(beam_width=4), beams, beams
     for index, (beam, table) in enumerate(zip(beams, tables, strict=True)):
         beam.request, beam.index, beam.block_table = request, index, list(table)
         beam.num_computed_tokens = 4
@@ -358,12 +355,12 @@ def test_beam_search_as_in_figure_9_of_the_paper() -> None:
     assert refs(manager, *range(9)) == [4, 3, 1, 3, 1, 1, 1, 1, 1]
     manager.check_invariants(beams)
 
-    heirs = [Heir(parent, Sample(50 + i, 0.0), 0.0) for i, parent in enumerate([1, 1, 2, 2])]
-    request.beam_search = SimpleNamespace(advance=lambda *_: heirs)
+    for beam, tokens in zip(beams, ([], [50, 51], [52, 53], []), strict=True):
+        beam.candidates = [Sample(token_id, -float(token_id)) for token_id in tokens]
     advance_beams(request, manager)
     assert refs(manager, 0, 1, 3, 6, 7) == [4, 4, 4, 2, 2]
     freed = [manager.free_ids.pop() for _ in range(4)]
-    assert sorted(freed) == [2, 4, 5, 8]  # set aside here, so that the heirs take those of the figure
+    assert sorted(freed) == [2, 4, 5, 8]  # set aside here, so that the new tokens take those of the figure
     assert manager.append_slots(request.live) == [], "the last blocks are full: nothing is copied"
     assert [beam.block_table for beam in request.live] == [
         [0, 1, 3, 6, 9],

@@ -39,9 +39,3 @@ class StopRules:
             min_length=num_prompt_tokens + params.min_tokens,
             max_length=min(num_prompt_tokens + params.max_tokens, max_model_len),
         )
-
-    def check_token(self, token_id: int) -> tuple[str, int | None] | None:
-        """The same for a token alone; the stop_reason is None for the model's own end-of-sequence."""
-        if token_id not in self.token_ids:
-            return None
-        return "stop", None if token_id in self.eos_token_ids else token_id
