@@ -4,8 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
-from nanopaged.stats import EngineStats
-from nanopaged.text.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nanopaged.text.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
     from nanopaged.engine import LLMEngine

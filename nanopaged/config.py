@@ -78,7 +78,7 @@ class EngineConfig:
             together on a GPU; on a CPU, the share of the memory now free that the K/V pool may take.
             None is 0.9 on a GPU and 0.5 on a CPU, where other programs want to live too.
         max_num_seqs: sequences running at once.
-        max_num_batched_tokens: tokens computed in one step (the step's budget). None is 2048, or
+        max_num_batched_tokens: tokens computed in one step (the token budget). None is 2048, or
             `max_model_len` if that is more and prompts may not be cut into chunks.
         max_model_len: tokens of prompt and output together. None takes the model's own limit.
         enable_prefix_caching: find full blocks of earlier prompts and outputs again by their hash.
@@ -147,7 +147,7 @@ class EngineConfig:
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         _check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
 
-    def step_budget(self, max_model_len: int) -> int:
+    def token_budget(self, max_model_len: int) -> int:
         """Tokens that one step may compute, for a model of `max_model_len`.
 
         Raises:

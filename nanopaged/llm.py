@@ -13,7 +13,8 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from nanopaged.config import BeamSearchParams, EngineConfig
-from nanopaged.engine import LLMEngine, Params, Prompt
+from nanopaged.engine import LLMEngine
+from nanopaged.prompts import Params, Prompt
 from nanopaged.sequence import Request
 from nanopaged.text.outputs import RequestOutput
 
@@ -68,7 +69,7 @@ class LLM:
                 f"there are {len(prompts)} prompts, but {len(params)} params: give one for all, or one each"
             )
         requests = [
-            self.engine.make_request(self._new_id(), prompt, its_params)
+            self.engine.prompts.make_request(self._new_id(), prompt, its_params)
             for prompt, its_params in zip(prompts, params, strict=True)
         ]
         with self._serving(requests):
@@ -128,7 +129,7 @@ class LLM:
         """
         if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], str):
             raise TypeError("stream takes one prompt: a str or a list of token ids")
-        return self._stream(self.engine.make_request(self._new_id(), prompt, params))
+        return self._stream(self.engine.prompts.make_request(self._new_id(), prompt, params))
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
         with self._serving([request]):

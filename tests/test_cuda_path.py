@@ -115,7 +115,7 @@ def run(cuda: FakeCuda, llm: LLM, lengths: list[int], params: object) -> Steps:
     hook = llm.engine.runner.model.register_forward_pre_hook(lambda *_: cuda.note("model"))
     for i, (length, p) in enumerate(zip(lengths, params, strict=True)):
         prompt = [(i + j) % VOCAB_SIZE for j in range(length)]
-        llm.engine.queue(llm.engine.make_request(str(i), prompt, p))
+        llm.engine.queue(llm.engine.prompts.make_request(str(i), prompt, p))
     cuda.taken()
     steps = []
     while llm.engine.has_unfinished_requests():

@@ -26,7 +26,7 @@ def run(llm: LLM, prompts: list[list[int]], params: object) -> list[RequestOutpu
     """As `generate`, with the invariants checked after every step."""
     params = params if isinstance(params, list) else [params] * len(prompts)
     requests = [
-        llm.engine.make_request(str(i), prompt, p)
+        llm.engine.prompts.make_request(str(i), prompt, p)
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
     ]
     for request in requests:

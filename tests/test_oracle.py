@@ -19,7 +19,7 @@ def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> lis
     """As `generate`, with the invariants checked after every step."""
     engine = llm.engine
     requests = [
-        engine.make_request(str(i), prompt, p)
+        engine.prompts.make_request(str(i), prompt, p)
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
     ]
     for request in requests:

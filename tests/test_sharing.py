@@ -17,7 +17,8 @@ def run(llm: LLM, prompts: list[list[int]], params: list[Params]) -> list[Reques
     """All together, with the invariants checked after every step; at the end every block is free."""
     engine = llm.engine
     requests = [
-        engine.make_request(str(i), *asked) for i, asked in enumerate(zip(prompts, params, strict=True))
+        engine.prompts.make_request(str(i), *asked)
+        for i, asked in enumerate(zip(prompts, params, strict=True))
     ]
     for request in requests:
         engine.queue(request)

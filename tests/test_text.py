@@ -164,7 +164,7 @@ def test_chat_ends_by_itself(llm: LLM) -> None:
     assert all("<|" not in output.outputs[0].text for output in outputs)
     ended = [output.outputs[0] for output in outputs if output.outputs[0].finish_reason == "stop"]
     assert ended
-    assert all(completion.token_ids[-1] in llm.engine.eos_token_ids for completion in ended)
+    assert all(completion.token_ids[-1] in llm.engine.prompts.eos_token_ids for completion in ended)
     assert all(completion.stop_reason is None for completion in ended)
 
 
@@ -182,7 +182,7 @@ def test_min_tokens_holds_back_every_way_to_stop(llm: LLM) -> None:
     ):
         token_ids = output.outputs[0].token_ids
         assert len(token_ids) >= n + 10
-        assert not llm.engine.eos_token_ids & set(token_ids[: n + 9])
+        assert not llm.engine.prompts.eos_token_ids & set(token_ids[: n + 9])
 
 
 def test_stop_strings_are_not_looked_for_before_min_tokens(tokenizer: PreTrainedTokenizerBase) -> None:

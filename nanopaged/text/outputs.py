@@ -99,3 +99,39 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts and shares: of blocks and queues now, of the rest since the engine was made.
+
+    `num_free_blocks` includes the cached ones, which can be had at once. `num_shared_blocks` have several
+    owners; `num_blocks_saved` is what sharing saves: all entries of the block tables, less the blocks in use.
+    `slot_utilization` is the share of the slots in used blocks that hold K/V. `num_running`, `num_waiting`
+    and `num_swapped` count requests, `prefix_cache_queries` and `_hits` prompt tokens, `num_blocks_copied`
+    copies on write; `preemption` is the way in use, "swap" or "recompute".
+    """
+
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_used_blocks: int
+    num_shared_blocks: int
+    num_blocks_saved: int
+    num_host_blocks: int
+    num_free_host_blocks: int
+    slot_utilization: float
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    preemption: str
+    num_preemptions_swap: int
+    num_preemptions_recompute: int
+    num_blocks_swapped_out: int
+    num_blocks_swapped_in: int
+    num_blocks_copied: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_generated_tokens: int

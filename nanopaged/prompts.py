@@ -1,0 +1,143 @@
+"""From a prompt and its parameters to a checked request.
+
+Every complaint that a user can get about a request is made here, before the request is queued: it names the
+value, the limit and the way out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as SequenceOf
+from numbers import Integral
+
+from transformers import PreTrainedTokenizerBase
+
+from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
+from nanopaged.sequence import Request
+from nanopaged.text.detokenizer import Detokenizer
+from nanopaged.text.stopping import StopRules
+
+Prompt = str | SequenceOf[int]
+Params = SamplingParams | BeamSearchParams
+
+
+class PromptProcessor:
+    """Checks prompts and parameters against the limits of one engine, and makes requests of them.
+
+    Args:
+        num_blocks: blocks of the whole KV cache.
+        eos_token_ids: the model's end-of-sequence tokens.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        max_model_len: int,
+        num_blocks: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.num_blocks = num_blocks
+        self.eos_token_ids = eos_token_ids
+        self._seeds = random.Random(config.seed)
+
+    def make_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> Request:
+        """A request that this engine can serve.
+
+        Raises:
+            TypeError, ValueError: the prompt is empty, too long or not in the vocabulary, or the request
+            could
+                never be served.
+        """
+        params = params if params is not None else SamplingParams()
+        if not isinstance(params, Params):
+            raise TypeError(f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}")
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {request_id!r}")
+        token_ids = self._tokenize(prompt)
+        self._check_fits(len(token_ids), params)
+        self._check_params(params)
+        request = Request(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=token_ids,
+            params=params,
+            stop_rules=StopRules.of(params, len(token_ids), self.eos_token_ids, self.max_model_len),
+            seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
+        )
+        if self.tokenizer is not None:
+            request.sequences[0].detokenizer = Detokenizer(self.tokenizer.backend_tokenizer, params.stop)
+        return request
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this model has no tokenizer: give the prompt as a list of token ids")
+            token_ids = self.tokenizer.encode(prompt)
+        elif hasattr(prompt, "tolist"):  # an array or a tensor
+            token_ids = prompt.tolist()
+        elif isinstance(prompt, SequenceOf) and not isinstance(prompt, bytes):
+            token_ids = list(prompt)
+        else:
+            raise TypeError(f"a prompt is a str or a list of token ids, got {type(prompt).__name__}")
+        if not isinstance(token_ids, list):
+            raise TypeError(f"a prompt is a str or a list of token ids, got {prompt!r}")
+        if not token_ids:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        for token_id in token_ids:
+            if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+                raise TypeError(f"token ids must be ints, got {token_id!r} in the prompt")
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")
+        return [int(token_id) for token_id in token_ids]
+
+    def _check_fits(self, num_prompt_tokens: int, params: Params) -> None:
+        if num_prompt_tokens >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self.max_model_len} "
+                "with at least one token to generate: shorten it, or raise max_model_len if the model "
+                "allows more"
+            )
+        num_seqs = params.num_sequences
+        if num_seqs > self.config.max_num_seqs:
+            raise ValueError(
+                f"the request is for {num_seqs} sequences, but max_num_seqs is {self.config.max_num_seqs}: "
+                "ask for fewer, or raise max_num_seqs"
+            )
+        # The last token generated is never read back, so it needs no slot. Full blocks of the prompt are
+        # shared by all of the request's sequences.   block_size = 4, prompt 9, max_tokens 12, 3 sequences: 20
+        # slots each are 5 blocks, 2 of them shared: 11
+        block_size = self.config.block_size
+        longest = min(num_prompt_tokens + params.max_tokens, self.max_model_len) - 1
+        shared = num_prompt_tokens // block_size if num_seqs > 1 else 0
+        needed = shared + num_seqs * (-(-longest // block_size) - shared)
+        if needed > self.num_blocks:
+            what = f"a prompt of {num_prompt_tokens} tokens with max_tokens={params.max_tokens}"
+            what += f" and {num_seqs} sequences" if num_seqs > 1 else ""
+            raise ValueError(
+                f"{what} may need {needed} blocks of {block_size} slots, but the whole pool has "
+                f"{self.num_blocks}: shorten it, lower max_tokens, or raise num_blocks"
+            )
+
+    def _check_params(self, params: Params) -> None:
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name)
+            if wanted is not None and wanted > self.vocab_size:
+                raise ValueError(f"{name} is {wanted}, but the vocabulary has {self.vocab_size} tokens")
+        for token_id in params.stop_token_ids:
+            if token_id >= self.vocab_size:
+                raise ValueError(
+                    f"stop token id {token_id} is outside the vocabulary of {self.vocab_size} tokens"
+                )
+        if params.min_tokens > 0 and len(set(params.stop_token_ids)) == self.vocab_size:
+            raise ValueError(
+                f"min_tokens is {params.min_tokens}, but stop_token_ids has all {self.vocab_size} tokens of "
+                "the vocabulary: leave out one that may be drawn before"
+            )
