@@ -31,11 +31,15 @@ if TYPE_CHECKING:
 
     from nanopaged import RequestOutput
 
-SHAPES = {  # architecture, layers, hidden, intermediate, heads, KV heads, head_dim, vocabulary
-    "test": ("Qwen3", 2, 64, 96, 4, 2, 16, 12000),
-    "100m": ("Qwen3", 12, 768, 2048, 12, 4, 64, 32000),
-    "qwen3-0.6b": ("Qwen3", 28, 1024, 3072, 16, 8, 128, 151936),
-    "llama-3-8b": ("Llama", 32, 4096, 14336, 32, 8, 128, 128256),
+SIZES = (  # of a model, by transformers' names; a row of SHAPES has them in this order
+    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings"),
+)
+SHAPES = {
+    "test": ("qwen3", 2, 64, 96, 4, 2, 16, 12000, True),
+    "100m": ("qwen3", 12, 768, 2048, 12, 4, 64, 32000, True),
+    "qwen3-0.6b": ("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True),
+    "llama-3-8b": ("llama", 32, 4096, 14336, 32, 8, 128, 128256, False),
 }
 DEFAULTS: dict[str, tuple[Any, Any]] = {  # on CUDA, elsewhere
     "shape": ("qwen3-0.6b", "100m"),
@@ -55,7 +59,10 @@ Requests = list[tuple[list[int], int]]  # (prompt's token ids, tokens to generat
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the defaults, and the docstring as it is."""
+    """Shows the docstring as it is, and the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
 
 
 def read_arguments() -> argparse.Namespace:
@@ -113,20 +120,9 @@ def make_config(args: argparse.Namespace) -> transformers.PreTrainedConfig:
 
     if args.model is not None:
         return transformers.AutoConfig.from_pretrained(args.model)
-    family, layers, hidden, inner, heads, kv_heads, head_dim, vocab = SHAPES[args.shape]
-    return getattr(transformers, f"{family}Config")(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocab,
-        max_position_embeddings=4096,
-        tie_word_embeddings=family == "Qwen3",
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = dict(zip(SIZES, SHAPES[args.shape], strict=True))
+    others = {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}
+    return transformers.AutoConfig.for_model(**sizes, **others)
 
 
 def save_random_weights(config: transformers.PreTrainedConfig, args: argparse.Namespace, folder: str) -> None:
