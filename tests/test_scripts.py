@@ -49,6 +49,15 @@ def test_example() -> None:
     saved = [int(share) for share in re.findall(r"\((\d+)% saved\)", printed)]
     assert len(saved) == 2
     assert min(saved) > 0
+    texts = re.findall(r"^  (.*)$", printed.split("FALSTAFF: four samples")[1], flags=re.MULTILINE)
+    assert len(texts) == 10, "four samples, four beams, and the blocks of both"
+    assert max(map(len, texts[:4] + texts[5:9])) < 60, "--max-tokens holds for samples and beams as well"
+
+
+def test_example_refuses_to_generate_nothing() -> None:
+    assert "0 is too small: at least 1 token must be generated" in run(
+        "example.py", "--max-tokens", "0", status=2
+    )
 
 
 def test_example_with_another_model() -> None:
