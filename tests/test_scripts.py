@@ -148,7 +148,7 @@ def test_sharing_saves_more_with_more_sequences(tmp_path: Path) -> None:
 
 def test_preemption(tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
-    printed = experiment("preemption", "--shape", "test", "--plot", str(picture))
+    printed = experiment("preemption", "--shape", "test", "--repeat", "1", "--plot", str(picture))
     assert len(re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ +[\d.]+$", printed, flags=re.MULTILINE)) == 9
     pools = re.findall(r"^ *(\d+)% +[\d.]+ +(\d+) +[\d.]+ +(\d+)$", printed, flags=re.MULTILINE)
     assert [int(share) for share, *_ in pools] == [100, 70, 50, 30]

@@ -42,7 +42,7 @@ def main() -> None:
             column.append(100 * share)
         print(f"{block_size:10} {wasted:13.1%} {found:13.1%} {1e6 * seconds:11.1f}", flush=True)
     if args.plot:
-        save_lines(args.plot, args.block_size, columns, "block size (tokens)", "%")
+        save_lines(args.plot, args.block_size, columns, "block size (tokens)", "share (%)")
 
 
 def replay(block_size: int, args: argparse.Namespace) -> tuple[float, float]:
@@ -54,11 +54,11 @@ def replay(block_size: int, args: argparse.Namespace) -> tuple[float, float]:
     sharable = 0
     for i in range(args.requests):
         if i % GROUP == 0:
-            prefix = rng.choices(range(32000), k=rng.randint(50, 300))
+            prefix = [rng.randrange(32000) for _ in range(rng.randint(50, 300))]
         elif i >= GROUP:  # the first group is admitted together, before anything is computed
             sharable += len(prefix)
         num_input, num_output = (1 + int(rng.expovariate(1 / mean)) for mean in TRACES["ShareGPT-like"])
-        prompt = prefix + rng.choices(range(32000), k=min(1000, num_input))
+        prompt = prefix + [rng.randrange(32000) for _ in range(min(1000, num_input))]
         scheduler.add(make_request(str(i), prompt, SamplingParams(max_tokens=min(500, num_output))))
     runner, allocated, filled, found = NoModel(args.seed), 0, 0, 0
     with tqdm(total=args.requests, desc=f"blocks of {block_size}", leave=False) as bar:

@@ -214,6 +214,8 @@ def save_lines(
     The points stand side by side at equal distances, which suits sizes that double; `to_scale` places them
     by their value. The y axis starts at 0 unless it is logarithmic.
     """
+    from matplotlib.ticker import LogLocator
+
     places = xs if to_scale else list(range(len(xs)))
     with _axes(path) as axes:
         for name, ys in lines.items():
@@ -222,6 +224,9 @@ def save_lines(
         axes.set(xlabel=x_label, ylabel=y_label)
         if log_y:
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))  # labels at 1, 3, 10, 30, …
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+            axes.minorticks_off()
         else:
             axes.set_ylim(bottom=0)
 

@@ -63,9 +63,9 @@ def main() -> None:
             else:
                 averages = run_contiguous(lengths, args.slots, POLICIES[policy])
             print_row(f"{trace:15} {policy:11}", averages, PAPER[policy])
-            shares.setdefault(policy, []).append(averages[0] if averages else float("nan"))
+            shares.setdefault(policy, []).append(100 * averages[0] if averages else float("nan"))
     if args.plot:
-        save_bars(args.plot, list(TRACES), shares, "share of K/V memory with real tokens")
+        save_bars(args.plot, list(TRACES), shares, "K/V memory with real tokens (%)")
 
 
 def print_row(name: str, averages: Averages, paper: str) -> None:

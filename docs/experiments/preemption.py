@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from common import (
     add_model_arguments,
     add_plot_argument,
+    at_least,
     machine,
     make_llm,
     make_parser,
@@ -41,6 +42,7 @@ Moves = list[tuple[int, int]]  # (device block, host block)
 def main() -> None:
     parser = make_parser(__doc__)
     add_model_arguments(parser)
+    parser.add_argument("--repeat", type=at_least(1), default=3, help="rounds in each pool; medians count")
     add_plot_argument(parser)
     args = parser.parse_args()
     device = pick_device()
@@ -149,30 +151,40 @@ def run_small_pools(args: argparse.Namespace) -> None:
         f"\n{'pool':>5} {'swap':>9} {'preempted':>10} {'recompute':>10} {'preempted':>10}   output tokens/s"
     )
     for share in (1.0, 0.7, 0.5, 0.3):
-        swapped, recomputed = (serve(round(share * needed), way, args) for way in ("swap", "recompute"))
-        print(f"{share:5.0%} {swapped[0]:9.1f} {swapped[1]:10}", end=" ")
-        print(f"{recomputed[0]:10.1f} {recomputed[1]:10}", flush=True)
+        swap, recompute = serve_in_turns(round(share * needed), args)
+        print(f"{share:5.0%} {swap[0]:9.1f} {swap[1]:10} {recompute[0]:10.1f} {recompute[1]:10}", flush=True)
 
 
-def serve(num_blocks: int, preemption: str, args: argparse.Namespace) -> tuple[float, int]:
-    """(output tokens per second, requests preempted)."""
+def serve_in_turns(num_blocks: int, args: argparse.Namespace) -> list[tuple[float, int]]:
+    """(median output tokens per second, requests preempted in a round), by swapping and by recomputing."""
     from nanopaged import SamplingParams
 
-    llm = make_llm(
-        args,
-        block_size=16,
-        num_blocks=num_blocks,
-        max_model_len=160,
-        preemption=preemption,
-        enable_prefix_caching=False,
-    )
-    vocab, rng = range(llm.engine.vocab_size), random.Random(args.seed)
+    llms = [
+        make_llm(
+            args,
+            block_size=16,
+            num_blocks=num_blocks,
+            max_model_len=160,
+            preemption=preemption,
+            enable_prefix_caching=False,
+        )
+        for preemption in ("swap", "recompute")
+    ]
+    rng, rates = random.Random(args.seed), [[], []]
+    prompts = [rng.choices(range(llms[0].engine.vocab_size), k=64) for _ in range(16)]
     params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
-    llm.generate([[1] * 64] * 2, SamplingParams(max_tokens=2), use_tqdm=False)
-    began = time.perf_counter()
-    llm.generate([rng.choices(vocab, k=64) for _ in range(16)], params, use_tqdm=False)
-    seconds, stats = time.perf_counter() - began, llm.engine.stats()
-    return 16 * 96 / seconds, stats.num_preemptions_swap + stats.num_preemptions_recompute
+    for i in range(args.repeat + 1):
+        for llm, its_rates in zip(llms, rates, strict=True):
+            began = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            if i > 0:  # the first round warms up
+                its_rates.append(16 * 96 / (time.perf_counter() - began))
+    stats = [llm.engine.stats() for llm in llms]
+    preempted = [s.num_preemptions_swap + s.num_preemptions_recompute for s in stats]
+    return [
+        (statistics.median(its_rates), total // (args.repeat + 1))
+        for its_rates, total in zip(rates, preempted, strict=True)
+    ]
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def replay(kind: str, width: int, means: tuple[int, int], args: argparse.Namespa
     )
     for i in range(args.requests):
         num_input, num_output = (min(2048, 1 + int(rng.expovariate(1 / mean))) for mean in means)
-        prompt = rng.choices(range(32000), k=num_input)
+        prompt = [rng.randrange(32000) for _ in range(num_input)]
         if kind == "beam":
             params = BeamSearchParams(beam_width=width, max_tokens=num_output)
         else:
