@@ -62,7 +62,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Shows the docstring as it is, and the defaults that say something."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return super()._get_help_string(action) if action.default else action.help
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 def read_arguments() -> argparse.Namespace:

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-EXPERIMENTS = sorted(
-    file.stem for file in (ROOT / "docs" / "experiments").glob("*.py") if "def main()" in file.read_text()
-)
+MEASUREMENTS = ["bench.py"] + [
+    f"docs/experiments/{file.name}"
+    for file in sorted((ROOT / "docs" / "experiments").glob("*.py"))
+    if "def main()" in file.read_text()
+]
 LENGTHS = ["--min-input", "4", "--max-input", "20", "--min-output", "2", "--max-output", "9"]
 
 
@@ -101,15 +103,15 @@ def test_bench_for_machines() -> None:
     assert line["preemptions"] == 0
 
 
-# ── docs/experiments: the command line ────────────────────────────────────────────────────────────
+# ── the command line ──────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_help_answers_before_the_heavy_imports(name: str) -> None:
+@pytest.mark.parametrize("script", MEASUREMENTS)
+def test_help_answers_before_the_heavy_imports(script: str) -> None:
     """--help says what is measured, the command and the defaults, and does not wait for torch."""
-    options = ["-X", "importtime", str(ROOT / "docs" / "experiments" / f"{name}.py"), "--help"]
+    options = ["-X", "importtime", str(ROOT / script), "--help"]
     done = subprocess.run([sys.executable, *options], capture_output=True, text=True, timeout=60)
-    assert f"python docs/experiments/{name}.py" in done.stdout
+    assert f"python {script}" in done.stdout
     assert "(default: 0)" in done.stdout
     imported = set(re.findall(r"\| +(\w+)$", done.stderr, flags=re.MULTILINE))
     assert "argparse" in imported
