@@ -1,6 +1,6 @@
-"""A few prompts that begin alike, answered in one continuous batch, and what the pages did meanwhile.
+"""A few prompts with the same beginning, answered in one continuous batch, and what the blocks did meanwhile.
 
-Then one prompt answered several times over, by sampling and by beam search: sequences that share their past.
+Then four samples and four beams of one prompt: sequences that share the blocks of their common past.
 
 python example.py                             the tiny model in the box: no GPU, no network
 python example.py --model Qwen/Qwen3-0.6B     a real one: a folder or a hub id, with its chat template
@@ -107,10 +107,21 @@ def show_sharing(llm: LLM, name: str, prompt: Prompt, max_tokens: int, seed: int
         )
 
 
+def positive(text: str) -> int:
+    """A type for argparse."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too small: at least 1 token must be generated")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", help="a model folder or a hub id; default: the tiny one in the box")
-    parser.add_argument("--max-tokens", type=int, help="per answer; default: 70, or 200 with --model")
+    parser.add_argument(
+        "--max-tokens",
+        type=positive,
+        help="per answer, sample and beam; default: 70 (200 with --model) per answer, 40 per sample and beam",
+    )
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -119,7 +130,7 @@ def main() -> None:
     llm = LLM(args.model, seed=args.seed)
     params = SamplingParams(
         temperature=args.temperature,
-        max_tokens=args.max_tokens or (70 if is_tiny else 200),
+        max_tokens=args.max_tokens or (70 if is_tiny else 200),  # None if it was not given, never 0
         stop="\n\n" if is_tiny else (),
     )
     prompts = make_prompts(llm, is_tiny)
@@ -130,7 +141,7 @@ def main() -> None:
         print(f"{name}\n{indent(output.outputs[0].text.strip(), '  ')}\n")
     print(report(llm, outputs, busiest))
     name, prompt = list(prompts.items())[-1]
-    show_sharing(llm, name, prompt, max_tokens=40, seed=args.seed)
+    show_sharing(llm, name, prompt, max_tokens=args.max_tokens or 40, seed=args.seed)
 
 
 if __name__ == "__main__":

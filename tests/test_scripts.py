@@ -1,4 +1,4 @@
-"""The scripts a newcomer runs, small: they must end well and print what they promise."""
+"""The scripts that a newcomer runs, small: they end well and print what they promise."""
 
 from __future__ import annotations
 
@@ -10,16 +10,35 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+MEASUREMENTS = ["bench.py"] + [
+    f"docs/experiments/{file.name}"
+    for file in sorted((ROOT / "docs" / "experiments").glob("*.py"))
+    if "def main()" in file.read_text()
+]
+LENGTHS = ["--min-input", "4", "--max-input", "20", "--min-output", "2", "--max-output", "9"]
 
 
-def run(*command: str) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def run(script: str, *arguments: str, status: int = 0, timeout: float = 300, **environment: str) -> str:
+    """What the script prints to stdout; its complaint on stderr if it is to fail with `status`."""
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
+        [sys.executable, ROOT / script, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment,
+        timeout=timeout,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == status, done.stderr
+    return done.stderr if status else done.stdout
+
+
+def experiment(name: str, *arguments: str, **options: int | str) -> str:
+    return run(f"docs/experiments/{name}.py", *arguments, **options)
+
+
+# ── example.py ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_example() -> None:
@@ -32,6 +51,15 @@ def test_example() -> None:
     saved = [int(share) for share in re.findall(r"\((\d+)% saved\)", printed)]
     assert len(saved) == 2
     assert min(saved) > 0
+    texts = re.findall(r"^  (.*)$", printed.split("FALSTAFF: four samples")[1], flags=re.MULTILINE)
+    assert len(texts) == 10, "four samples, four beams, and the blocks of both"
+    assert max(map(len, texts[:4] + texts[5:9])) < 60, "--max-tokens holds for samples and beams as well"
+
+
+def test_example_refuses_to_generate_nothing() -> None:
+    assert "0 is too small: at least 1 token must be generated" in run(
+        "example.py", "--max-tokens", "0", status=2
+    )
 
 
 def test_example_with_another_model() -> None:
@@ -41,35 +69,76 @@ def test_example_with_another_model() -> None:
     assert "prompt tokens reused" in printed
 
 
-def test_bench_throughput_beside_transformers() -> None:
-    lengths = ["--min-input", "4", "--max-input", "20", "--min-output", "2", "--max-output", "9"]
-    printed = run(
-        "bench.py",
-        "--shape",
-        "test",
-        "--requests",
-        "5",
-        "--budget",
-        "64",
-        "--baseline",
-        "hf",
-        "--repeat",
-        "2",
-        *lengths,
-    )
+# ── bench.py ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_bench_beside_transformers() -> None:
+    small = ["--shape", "test", "--requests", "5", "--static", "2", "8", "16", "--budget", "64"]
+    printed = run("bench.py", *small, *LENGTHS, "--baseline", "hf", "--repeat", "2", "--json")
+    line = json.loads(printed.splitlines()[-1])
+    assert list(line["rates"]) == [
+        "nanopaged",
+        "transformers, static batches of 2",
+        "transformers, static batches of 5",  # 8 and 16 would be the same batch again
+        "transformers, continuous",
+    ]
     found = re.search(
         r"nanopaged is ([\d.]+) times .* \(transformers, .*; rounds: ([\d.]+), ([\d.]+)\)", printed
     )
     median, *rounds = map(float, found.groups())
     assert min(rounds) - 0.01 <= median <= max(rounds) + 0.01
-    assert (
-        len(re.findall(r"^(nanopaged|transformers, [a-z 0-9]+) +[\d.]+ +[\d.]+ +[\d.]+$", printed, re.M)) == 5
+    rows = re.findall(r"^(nanopaged|transformers, [a-z 0-9]+) +[\d.]+ +[\d.]+ +[\d.]+$", printed, re.M)
+    assert len(rows) == 4
+
+
+def test_bench_for_machines() -> None:
+    printed = run(
+        "bench.py", "--shape", "test", "--requests", "5", "--json", "--backend", "reference", *LENGTHS
     )
+    line = json.loads(printed.splitlines()[-1])
+    assert line["settings"]["requests"] == 5
+    assert line["rates"]["nanopaged"] == [line["output_tokens_per_second"]]
+    assert line["total_tokens_per_second"] > line["output_tokens_per_second"] > 0
+    assert len(line["time_to_first_token"]) == len(line["time_per_output_token"]) == 3
+    assert line["preemptions"] == 0
 
 
-def test_bench_sharing_saves_more_with_more_sequences(tmp_path: Path) -> None:
+# ── the command line ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("script", MEASUREMENTS)
+def test_help_answers_before_the_heavy_imports(script: str) -> None:
+    """--help says what is measured, the command and the defaults, and does not wait for torch."""
+    options = ["-X", "importtime", str(ROOT / script), "--help"]
+    done = subprocess.run([sys.executable, *options], capture_output=True, text=True, timeout=60)
+    assert f"python {script}" in done.stdout
+    assert "(default: 0)" in done.stdout
+    imported = set(re.findall(r"\| +(\w+)$", done.stderr, flags=re.MULTILINE))
+    assert "argparse" in imported
+    assert not imported & {"torch", "transformers", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["memory", "--plot", "nowhere/picture.svg"], "there is no folder nowhere"),
+        (["memory", "--plot", "picture.jpeg"], "picture.jpeg does not end in .svg or .png"),
+        (["overhead", "--nano-vllm", "/nowhere"], "/nowhere is no checkout of nano-vllm"),
+        (["chunked", "--budget", "8"], "--budget 8 has no room for a prompt beside 8 decodes"),
+        (["kernel", "--context", "20-10"], "20-10 is not a length, or a range from low to high"),
+    ],
+)
+def test_mistakes_are_told_before_the_work(arguments: list[str], complaint: str) -> None:
+    name, *rest = arguments
+    assert complaint in experiment(name, *rest, status=2)
+
+
+# ── docs/experiments: what they measure ───────────────────────────────────────────────────────────
+
+
+def test_sharing_saves_more_with_more_sequences(tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
-    printed = run("bench.py", "sharing", "--requests", "30", "--plot", str(picture))
+    printed = experiment("sharing", "--requests", "30", "--plot", str(picture))
     assert "<svg" in picture.read_text()
     rows = re.findall(r"-like +(parallel|cache alone|beam) +([\d.]+)% +([\d.]+)% +([\d.]+)%", printed)
     assert [row[0] for row in rows] == ["parallel", "cache alone", "beam"] * 2
@@ -79,58 +148,52 @@ def test_bench_sharing_saves_more_with_more_sequences(tmp_path: Path) -> None:
         assert all(float(a) >= float(b) for a, b in zip(forked[1:], cached[1:], strict=True))
 
 
-def test_bench_preemption_and_overhead(tmp_path: Path) -> None:
+def test_preemption(tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
-    printed = run("bench.py", "preemption", "--shape", "test", "--plot", str(picture))
+    printed = experiment("preemption", "--shape", "test", "--repeat", "1", "--plot", str(picture))
     assert len(re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ +[\d.]+$", printed, flags=re.MULTILINE)) == 9
     pools = re.findall(r"^ *(\d+)% +[\d.]+ +(\d+) +[\d.]+ +(\d+)$", printed, flags=re.MULTILINE)
     assert [int(share) for share, *_ in pools] == [100, 70, 50, 30]
-    assert pools[0][1:] == ("0", "0"), "nobody is preempted where there is room for all"
+    assert pools[0][1:] == ("0", "0"), "a pool with room for all preempts no request"
     assert int(pools[3][1]) > 0
     assert int(pools[3][2]) > 0
     assert "<svg" in picture.read_text()
-    picture.unlink()
-    printed = run("bench.py", "overhead", "--steps", "5", "--sequences", "1", "40", "--plot", str(picture))
+
+
+def test_overhead(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    printed = experiment("overhead", "--steps", "5", "--sequences", "1", "40", "--plot", str(picture))
     assert "<svg" in picture.read_text()
     assert len(re.findall(r"^1,000,000 +\d+ +[\d.]+ +[\d.]+$", printed, flags=re.MULTILINE)) == 2
     rows = len(re.findall(r"^ +(?:1|40)(?: +[\d.]+){5}$", printed, flags=re.MULTILINE))
     assert rows == (2 if importlib.util.find_spec("triton") else 0)
 
 
-def test_bench_kernel(tmp_path: Path) -> None:
-    """Every way to decode, over a fixed length and a range, in both layouts; and the moves."""
-    small = ["--layers", "2", "--kv-heads", "2", "--group", "2", "--head-dim", "16"]
-    picture = tmp_path / "picture.svg"
-    small += ["--plot", str(picture)]
-    printed = run("bench.py", "kernel", "--batch", "1", "3", "--context", "40", "10-60", *small)
-    assert "<svg" in picture.read_text()
+def test_kernel(tmp_path: Path) -> None:
+    """Every way to decode, over a fixed length and a range; and the moves."""
+    picture = tmp_path / "picture.png"
+    small = ["--layers", "2", "--kv-heads", "2", "--group", "2", "--head-dim", "16", "--plot", str(picture)]
+    printed = experiment("kernel", "--batch", "1", "3", "--context", "40", "10-60", *small)
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert "copying memory: " in printed
-    for way, times in {"paged": 8, "dense": 4, "store": 4, "copy": 3}.items():
+    for way, times in {"paged": 4, "dense": 4, "store": 4, "copy": 3}.items():
         assert len(re.findall(rf"^{way} .* [\d.]+%$", printed, flags=re.MULTILINE)) == times
 
 
-def test_bench_roofline() -> None:
-    printed = run("bench.py", "roofline", "--shape", "test", "--batch", "1", "3", "--steps", "5")
+def test_roofline() -> None:
+    printed = experiment("roofline", "--shape", "test", "--batch", "1", "3", "--steps", "5")
     rows = re.findall(r"^(prefill|decode) (\d+) +[\d.]+ .* [\d.]+%$", printed, flags=re.MULTILINE)
     assert rows == [("prefill", "1"), ("decode", "1"), ("prefill", "3"), ("decode", "3")]
 
 
-def test_bench_for_machines() -> None:
-    lengths = ["--min-input", "4", "--max-input", "20", "--min-output", "2", "--max-output", "9"]
-    printed = run(
-        "bench.py", "--shape", "test", "--requests", "5", "--json", "--backend", "reference", *lengths
-    )
-    line = json.loads(printed.splitlines()[-1])
-    assert line["settings"]["requests"] == 5
-    assert line["rates"]["nanopaged"] == [line["output_tokens_per_second"]]
-    assert line["total_tokens_per_second"] > line["output_tokens_per_second"] > 0
-    assert len(line["time_to_first_token"]) == len(line["time_per_output_token"]) == 3
+def test_memory_keeps_the_papers_order(tmp_path: Path) -> None:
+    """Each allocation holds more real tokens than the one before, and serves more requests at once.
 
-
-def test_bench_memory_keeps_the_papers_order(tmp_path: Path) -> None:
-    """Each allocation holds more real tokens than the one before, and serves more requests at once."""
+    Progress bars are switched off: no loop may count its work by them.
+    """
     picture = tmp_path / "picture.svg"
-    printed = run("bench.py", "memory", "--requests", "150", "--slots", "2500", "--plot", str(picture))
+    arguments = ["--requests", "150", "--slots", "2500", "--plot", str(picture)]
+    printed = experiment("memory", *arguments, TQDM_DISABLE="1", timeout=60)
     rows = re.findall(r"-like +(max|pow2|oracle|paging) +([\d.]+)% +([\d.]+)", printed)
     assert [row[0] for row in rows] == ["max", "pow2", "oracle", "paging"] * 2
     for trace in (rows[:4], rows[4:]):
@@ -140,10 +203,16 @@ def test_bench_memory_keeps_the_papers_order(tmp_path: Path) -> None:
     assert "<svg" in picture.read_text()
 
 
-def test_bench_blocksize_wastes_more_in_larger_blocks(tmp_path: Path) -> None:
+def test_memory_says_where_no_request_waits(tmp_path: Path) -> None:
+    printed = experiment("memory", "--requests", "20", "--plot", str(tmp_path / "picture.svg"))
+    assert re.search(r"^Alpaca-like +paging +all requests fit at once", printed, flags=re.MULTILINE)
+    assert re.search(r"^Alpaca-like +max +[\d.]+% +7\.0 ", printed, flags=re.MULTILINE)
+
+
+def test_larger_blocks_waste_more(tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
-    printed = run(
-        "bench.py", "blocksize", "--requests", "40", "--block-size", "1", "16", "128", "--plot", str(picture)
+    printed = experiment(
+        "blocksize", "--requests", "40", "--block-size", "1", "16", "128", "--plot", str(picture)
     )
     rows = re.findall(r"^ +(\d+) +([\d.]+)% +([\d.]+)% +[\d.]+$", printed, flags=re.MULTILINE)
     wasted, found = ([float(row[column]) for row in rows] for column in (1, 2))
@@ -154,20 +223,24 @@ def test_bench_blocksize_wastes_more_in_larger_blocks(tmp_path: Path) -> None:
     assert "<svg" in picture.read_text()
 
 
-def test_bench_prefix_and_chunked(tmp_path: Path) -> None:
+def test_prefix(tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
-    small = ["--shape", "test", "--plot", str(picture)]
-    printed = run("bench.py", "prefix", "--prefix", "0", "64", "--requests", "4", "--output", "3", *small)
+    small = ["--shape", "test", "--requests", "4", "--output", "3", "--repeat", "1", "--plot", str(picture)]
+    printed = experiment("prefix", "--prefix", "0", "64", *small)
     found = re.findall(r"^ +\d+ +(?:on|off) +[\d.]+ +[\d.]+ +([\d.]+)%$", printed, flags=re.MULTILINE)
     assert [float(share) for share in found] == [0, 0, 50, 0], "three of four find 64 of 96 tokens"
     assert "<svg" in picture.read_text()
-    picture.unlink()
-    printed = run("bench.py", "chunked", "--budget", "32", "64", "--prompt", "200", *small)
+
+
+def test_chunked(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    small = ["--shape", "test", "--prompt", "200", "--repeat", "2", "--plot", str(picture)]
+    printed = experiment("chunked", "--budget", "32", "64", *small)
     assert len(re.findall(r"^ +(?:32|64|whole)(?: +[\d.]+){3}$", printed, flags=re.MULTILINE)) == 3
     assert "<svg" in picture.read_text()
 
 
-def test_bench_sampling() -> None:
+def test_sampling() -> None:
     """Each setting beside transformers', rows by vocabularies."""
-    printed = run("bench.py", "sampling", "--rows", "1", "3", "--vocab", "300", "--repeat", "1")
+    printed = experiment("sampling", "--rows", "1", "3", "--vocab", "300", "--repeat", "1")
     assert len(re.findall(r"^ +[13] +300 .+( +[\d.]+){3}$", printed, flags=re.MULTILINE)) == 2 * 6

@@ -1,71 +1,78 @@
-"""What the experiments share: a machine's name, models of known shapes, random requests, timing, pictures."""
+"""What the experiments share: the command line, models of known shapes, timing, figures.
+
+torch, transformers and matplotlib take seconds to load. They are imported in the functions that need them, so
+that `--help` and a mistake in the arguments answer at once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
-import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
+if TYPE_CHECKING:
+    import torch
+    from matplotlib.axes import Axes
 
-from nanopaged.device import pick_device
-from nanopaged.model.checkpoint import find_model
-from nanopaged.model.layers import Linear
-from nanopaged.model.model_config import read_model_config
+    from nanopaged import LLM
 
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a model, of Qwen3's architecture or Llama's."""
-
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool = True
-    architecture: str = "Qwen3"
+SHAPES: dict[str, dict[str, Any]] = {}  # name → config.json
 
 
-SHAPES = {
-    "test": Shape(2, 64, 96, 4, 2, 16, 12000),
-    "28m": Shape(6, 384, 1024, 6, 2, 64, 32000),
-    "100m": Shape(12, 768, 2048, 12, 4, 64, 32000),
-    "qwen3-0.6b": Shape(28, 1024, 3072, 16, 8, 128, 151936),
-    "qwen3-4b": Shape(36, 2560, 9728, 32, 8, 128, 151936),
-    "qwen3-8b": Shape(36, 4096, 12288, 32, 8, 128, 151936, tied=False),
-    "llama-3.2-1b": Shape(16, 2048, 8192, 32, 8, 64, 128256, architecture="Llama"),
-    "llama-3-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256, tied=False, architecture="Llama"),
-}
+def _shape(
+    name: str, family: str, layers: int, hidden: int, inner: int, heads: tuple[int, int, int], vocab: int
+) -> None:
+    """heads: (query heads, KV heads, head_dim)"""
+    SHAPES[name] = {
+        "model_type": family,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": heads[2],
+        "vocab_size": vocab,
+        "tie_word_embeddings": hidden <= 2560,  # the larger ones have an output projection of their own
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": None,
+    }
 
+
+_shape("test", "qwen3", 2, 64, 96, (4, 2, 16), 12000)
+_shape("28m", "qwen3", 6, 384, 1024, (6, 2, 64), 32000)
+_shape("100m", "qwen3", 12, 768, 2048, (12, 4, 64), 32000)
+_shape("qwen3-0.6b", "qwen3", 28, 1024, 3072, (16, 8, 128), 151936)
+_shape("qwen3-4b", "qwen3", 36, 2560, 9728, (32, 8, 128), 151936)
+_shape("qwen3-8b", "qwen3", 36, 4096, 12288, (32, 8, 128), 151936)
+_shape("llama-3.2-1b", "llama", 16, 2048, 8192, (32, 8, 64), 128256)
+_shape("llama-3-8b", "llama", 32, 4096, 14336, (32, 8, 128), 128256)
 
 DTYPES = ["float32", "bfloat16", "float16"]
 
 
-@dataclass
-class Workload:
-    """Requests of random lengths and tokens."""
+# ── the command line ──────────────────────────────────────────────────────────────────────────────
 
-    prompts: list[list[int]]
-    max_tokens: list[int]
 
-    @classmethod
-    def draw(cls, args: argparse.Namespace) -> Workload:
-        rng = random.Random(args.seed)
-        lengths = [rng.randint(args.min_input, args.max_input) for _ in range(args.requests)]
-        vocab_size = read_vocab_size(args)
-        prompts = [[rng.randrange(vocab_size) for _ in range(n)] for n in lengths]
-        return cls(prompts, [rng.randint(args.min_output, args.max_output) for _ in prompts])
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default not in (None, []) else action.help
+
+
+def make_parser(docstring: str) -> argparse.ArgumentParser:
+    """A parser with --seed. Its --help shows the docstring as it is, and all defaults."""
+    parser = argparse.ArgumentParser(description=docstring, formatter_class=_HelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of everything random")
+    return parser
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -80,78 +87,74 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, shape: str = "100m") -> None:
-    """--model, --shape, --dtype, --seed: what `checkpoint` reads."""
-    parser.add_argument("--model", help="a folder or a hub id, instead of random weights")
-    parser.add_argument("--shape", choices=SHAPES, default=shape, help="of the random weights")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--seed", type=int, default=0)
+    """What `make_llm` reads."""
+    parser.add_argument("--model", help="a model folder or hub id, instead of random weights")
+    parser.add_argument("--shape", choices=SHAPES, default=shape, help="sizes of the random model")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and K/V")
 
 
 def add_plot_argument(parser: argparse.ArgumentParser) -> None:
-    """--plot, for `save_lines` or `save_bars`."""
-    parser.add_argument("--plot", metavar="FILE", help="save a picture, e.g. as .svg")
+    """For `save_lines` or `save_bars`. A file that cannot be written is refused before the work starts."""
+    parser.add_argument("--plot", type=figure_file, metavar="FILE", help="save a figure as .svg or .png")
+
+
+def figure_file(text: str) -> Path:
+    """A type for argparse: a path to which a figure can be saved."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if path.suffix not in (".svg", ".png"):
+        raise argparse.ArgumentTypeError(f"{path.name} does not end in .svg or .png")
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError('a figure needs matplotlib: pip install -e ".[bench]"')
+    return path
+
+
+# ── the model and the machine ─────────────────────────────────────────────────────────────────────
+
+
+def make_llm(args: argparse.Namespace, **config: Any) -> LLM:
+    """The model that the arguments name, or one of random weights."""
+    from nanopaged import LLM
+
+    if args.model is not None:
+        return LLM(args.model, dtype=args.dtype, **config)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(SHAPES[args.shape]))
+        return LLM(folder, dtype=args.dtype, load_format="dummy", seed=args.seed, **config)
 
 
 def model_name(args: argparse.Namespace) -> str:
     """For a headline."""
-    return f"{args.model}, {args.dtype}" if args.model else f"shape {args.shape}, {args.dtype}"
+    return f"{args.model or f'shape {args.shape}'}, {args.dtype}"
 
 
-def read_vocab_size(args: argparse.Namespace) -> int:
-    """How many tokens the model of these arguments knows."""
-    if args.model is None:
-        return SHAPES[args.shape].vocab
-    return read_model_config(find_model(args.model, with_weights=False)).vocab_size
+def pick_device() -> torch.device:
+    """CUDA if there is any, else the CPU."""
+    import torch
+
+    return torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu").device
 
 
 def machine() -> str:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
-    return (
-        f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"Python {platform.python_version()}, {device}, {torch.get_num_threads()} threads"
-    )
+    """The versions and the device, for a headline."""
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{versions}, {name}, {torch.get_num_threads()} threads"
 
 
-@contextmanager
-def checkpoint(args: argparse.Namespace) -> Iterator[Path | str]:
-    """The model to run: the one named, or random weights of a shape, in a folder that all sides can load."""
-    if args.model is not None:
-        yield args.model
-        return
-    config = hf_config(SHAPES[args.shape])
-    torch.manual_seed(args.seed)
-    with pick_device("auto"):
-        dtype = getattr(torch, args.dtype)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        del model
-        yield Path(folder)
-
-
-def hf_config(shape: Shape) -> transformers.PreTrainedConfig:
-    """A configuration of transformers with these sizes."""
-    return getattr(transformers, f"{shape.architecture}Config")(
-        num_hidden_layers=shape.layers,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab,
-        max_position_embeddings=4096,
-        tie_word_embeddings=shape.tied,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+# ── timing ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def time_call(call: Callable[[], object], device: torch.device, best: bool = False) -> float:
-    """Seconds, the median or the best. On a GPU of a CUDA graph, its second-level cache emptied first."""
+    """Seconds, the median or the best of nine. On a GPU: of a CUDA graph, with an empty L2 cache."""
     if device.type == "cuda":
+        import torch
         from triton.testing import do_bench
 
-        call()  # compiles what is to be compiled
+        call()  # compiles the kernels
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -166,54 +169,75 @@ def time_call(call: Callable[[], object], device: torch.device, best: bool = Fal
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written, of a copy much larger than any cache, at best."""
+    """Bytes per second, read and written, of a copy much larger than any cache; the best."""
+    import torch
+
     size = (2 << 30) if device.type == "cuda" else (128 << 20)
     src = torch.ones(size, dtype=torch.uint8, device=device)
     dst = torch.empty_like(src)
     return 2 * size / time_call(lambda: dst.copy_(src), device, best=True)
 
 
-@torch.inference_mode()
-def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Floating-point operations a second of a large linear layer, at best."""
-    n = 8192 if device.type == "cuda" else 2048
-    layer = Linear(n, n, bias=False, like=torch.empty(0, dtype=dtype, device=device))
-    layer.weight.data.normal_()
-    layer.pack()
-    x = torch.randn(n, n, device=device).to(dtype)
-    return 2 * n**3 / time_call(lambda: layer(x), device, best=True)
+# ── figures ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def _axes(path: Path) -> Iterator[Axes]:
+    """Axes to draw on; the figure is saved afterwards. Text stays text in an SVG, which keeps it small."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style = {"svg.fonttype": "none", "svg.hashsalt": "nanopaged", "font.sans-serif": ["DejaVu Sans"]}
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(figsize=(6, 3.6))
+        yield axes
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        figure.tight_layout()
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        plt.close(figure)
 
 
 def save_lines(
-    path: str, xs: list[float], lines: dict[str, list[float]], x_label: str, y_label: str, log_y: bool = False
+    path: Path,
+    xs: list[int],
+    lines: dict[str, list[float]],
+    x_label: str,
+    y_label: str,
+    to_scale: bool = False,
+    log_y: bool = False,
 ) -> None:
-    """A picture of one line for each name over `xs` (or the first of them), which double or so each time."""
-    import matplotlib.pyplot as plt
+    """One line for each name. A line shorter than `xs` ends early.
 
-    figure, axes = plt.subplots(figsize=(6, 3.6))
-    for name, ys in lines.items():
-        axes.plot(xs[: len(ys)], ys, marker="o", label=name)
-    axes.set(xscale="symlog" if min(xs) == 0 else "log", xlabel=x_label, ylabel=y_label)
-    axes.set_yscale("log" if log_y else "linear")
-    axes.set_xticks(xs, [str(x) for x in xs])
-    axes.minorticks_off()
-    if not log_y:
-        axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
+    The points stand side by side at equal distances, which suits sizes that double; `to_scale` places them
+    by their value. The y axis starts at 0 unless it is logarithmic.
+    """
+    from matplotlib.ticker import LogLocator
+
+    places = xs if to_scale else list(range(len(xs)))
+    with _axes(path) as axes:
+        for name, ys in lines.items():
+            axes.plot(places[: len(ys)], ys, marker="o", label=name)
+        axes.set_xticks(places, [f"{x:,}" for x in xs])
+        axes.set(xlabel=x_label, ylabel=y_label)
+        if log_y:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))  # labels at 1, 3, 10, 30, …
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+            axes.minorticks_off()
+        else:
+            axes.set_ylim(bottom=0)
 
 
-def save_bars(path: str, groups: list[str], bars: dict[str, list[float]], y_label: str) -> None:
-    """A picture of groups of bars, one bar in each for each name."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.6))
+def save_bars(
+    path: Path, groups: list[str], bars: dict[str, list[float]], y_label: str, x_label: str = ""
+) -> None:
+    """Groups of bars, with one bar for each name."""
     width = 0.8 / len(bars)
-    for i, (name, heights) in enumerate(bars.items()):
-        axes.bar([x + i * width for x in range(len(groups))], heights, width, label=name)
-    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(groups))], groups)
-    axes.set_ylabel(y_label)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
+    with _axes(path) as axes:
+        for i, (name, heights) in enumerate(bars.items()):
+            axes.bar([x + i * width for x in range(len(groups))], heights, width, label=name)
+        axes.set_xticks([x + 0.4 - width / 2 for x in range(len(groups))], groups)
+        axes.set(xlabel=x_label, ylabel=y_label)

@@ -1,23 +1,23 @@
-"""What a step costs nano-vllm on the host, from a checkout of it: its scheduler and batch preparation.
+"""Host time of a decode step in nano-vllm, from a checkout of it: its scheduler and batch preparation.
 
-Its model is left out, and so is what it imports for it (flash-attn, a GPU): stubs stand in for those modules,
-and copies to the device stay on the host. github.com/GeeeekExplorer/nano-vllm
+Its model is left out. Stubs stand in for the modules that it needs for the model (flash-attn among them), and
+copies to the GPU stay on the host. github.com/GeeeekExplorer/nano-vllm
 """
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
-
-from nanopaged.block_manager import blocks_needed
 
 NOT_NEEDED = {
     "nanovllm.config": ["Config"],
@@ -28,10 +28,10 @@ NOT_NEEDED = {
 
 
 @contextmanager
-def imported(checkout: str) -> Iterator[SimpleNamespace]:
+def import_nano_vllm(checkout: Path) -> Iterator[SimpleNamespace]:
     """Its scheduler, sequence, parameters and runner, importable while this lasts."""
     package = ModuleType("nanovllm")
-    package.__path__ = [f"{checkout}/nanovllm"]
+    package.__path__ = [str(checkout / "nanovllm")]
     modules = {"nanovllm": package}
     for name, members in NOT_NEEDED.items():
         modules[name] = ModuleType(name)
@@ -47,20 +47,20 @@ def imported(checkout: str) -> Iterator[SimpleNamespace]:
         )
 
 
-def time_host(checkout: str, num_seqs: int, num_steps: int, block_size: int, seed: int) -> float:
+def time_nano_vllm(checkout: Path, num_seqs: int, num_steps: int, block_size: int, seed: int) -> float:
     """Seconds of schedule, prepare and postprocess in a step of `num_seqs` decodes, the median."""
     make_tensor, rng = torch.tensor, random.Random(seed)
 
     def unpinned(*args: object, pin_memory: bool = False, **options: object) -> torch.Tensor:
         return make_tensor(*args, **options)
 
-    with imported(checkout) as nano, mock.patch("torch.tensor", unpinned):
+    with import_nano_vllm(checkout) as nano, mock.patch("torch.tensor", unpinned):
         config = SimpleNamespace(
             max_num_seqs=num_seqs,
             max_num_batched_tokens=1 << 20,
             eos=-1,
             kvcache_block_size=block_size,
-            num_kvcache_blocks=num_seqs * (blocks_needed(100 + num_steps, block_size) + 1),
+            num_kvcache_blocks=num_seqs * (math.ceil((100 + num_steps) / block_size) + 1),
         )
         nano.Sequence.block_size = block_size
         scheduler, runner = nano.Scheduler(config), nano.ModelRunner.__new__(nano.ModelRunner)

@@ -1,11 +1,15 @@
-"""A runner without a model, requests for it, and the lengths that the paper's traces have on average."""
+"""The real scheduler and block manager without a model: requests for them, and a runner that answers at once.
+
+Everything that these experiments know of the bookkeeping's inner parts is in this file.
+"""
 
 from __future__ import annotations
 
 import random
 
 from nanopaged import BeamSearchParams, SamplingParams
-from nanopaged.beam_search import BeamSearch
+from nanopaged.block_manager import BlockManager
+from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 from nanopaged.text.outputs import Sample
 from nanopaged.text.stopping import StopRules
@@ -15,7 +19,7 @@ TRACES = {"Alpaca-like": (19, 58), "ShareGPT-like": (161, 338)}
 
 
 class NoModel:
-    """A runner that answers at once with random tokens: what remains is scheduling and bookkeeping."""
+    """A runner that returns random tokens: what remains of a step is scheduling and bookkeeping."""
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)
@@ -25,7 +29,7 @@ class NoModel:
 
     def _samples(self, seq: Sequence) -> list[Sample]:
         request = seq.request
-        if request.beam_search is None:
+        if not request.is_beam_search:
             num = request.params.num_sequences if request.prompt_phase else 1
             return [Sample(self.rng.randrange(32000), -1.0) for _ in range(num)]
         # Beams propose tokens whose probabilities fall off as in text: a few likely ones, a long tail.
@@ -33,8 +37,24 @@ class NoModel:
         return [Sample(self.rng.randrange(32000), logprob) for logprob in draws]
 
 
+def make_scheduler(
+    num_blocks: int,
+    block_size: int,
+    max_num_seqs: int = 1 << 20,
+    max_num_batched_tokens: int = 1 << 20,
+    enable_prefix_caching: bool = True,
+) -> Scheduler:
+    """A scheduler with a pool of its own. Its limits are so high that only memory makes a request wait."""
+    manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
+    return Scheduler(manager, max_num_seqs, max_num_batched_tokens)
+
+
 def make_request(name: str, prompt: list[int], params: SamplingParams | BeamSearchParams) -> Request:
+    """A request as the engine builds it."""
     rules = StopRules.of(params, len(prompt), frozenset(), max_model_len=1 << 20)
-    search = BeamSearch(params, rules, len(prompt)) if isinstance(params, BeamSearchParams) else None
-    seq = Sequence(list(prompt), len(prompt))
-    return Request(name, None, prompt, params, rules, seed=0, sequences=[seq], beam_search=search)
+    return Request(name, None, prompt, params, rules, seed=0)
+
+
+def num_used_blocks(scheduler: Scheduler) -> int:
+    """Blocks that at least one sequence holds."""
+    return scheduler.block_manager.num_blocks - scheduler.block_manager.num_free_blocks

@@ -1,8 +1,11 @@
-"""Microseconds a token to swap K/V out and in again, and to compute it again (paper, §7.3, Fig. 19).
+"""Microseconds per token to swap K/V out and in again, and to compute it again (paper, §7.3, Fig. 19).
 
-The paper's engine kept each layer's blocks apart, so a block was 2 · layers small copies, and small blocks
-swapped badly. Here a block is one run of memory; the other layout is measured beside it. Then whole runs in
-pools too small for all their requests: output tokens a second when victims are swapped and when recomputed.
+    python docs/experiments/preemption.py --plot docs/preemption.svg
+
+The paper's engine kept each layer's blocks apart, so swapping a block took 2 · num_layers small copies, and
+small blocks swapped badly. Here all layers of a block lie together (block-major), and swapping it is one
+copy; the paper's layout (layer-major) is measured beside it. Then whole runs in pools that are too small for
+all requests: output tokens per second with preemption="swap" and with "recompute".
 """
 
 from __future__ import annotations
@@ -11,114 +14,178 @@ import argparse
 import random
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
 from common import (
     add_model_arguments,
     add_plot_argument,
-    checkpoint,
+    at_least,
     machine,
+    make_llm,
+    make_parser,
     model_name,
+    pick_device,
     save_lines,
 )
 
-from nanopaged import LLM, SamplingParams
-from nanopaged.block_manager import blocks_needed
-from nanopaged.device import pick_device
-from nanopaged.kv_cache import KVCache, KVShape
+if TYPE_CHECKING:
+    import torch
+
+    from nanopaged.kv_cache import KVShape
+
+BLOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+NUM_TOKENS = 2048  # whose K/V is swapped
+Moves = list[tuple[int, int]]  # (device block, host block)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main() -> None:
+    parser = make_parser(__doc__)
     add_model_arguments(parser)
+    parser.add_argument("--repeat", type=at_least(1), default=3, help="rounds in each pool; medians count")
     add_plot_argument(parser)
-
-
-def run(args: argparse.Namespace) -> None:
-    device = pick_device("auto")
-    recompute, shape = time_prefill(args)
-    recompute *= 1e6
-    print(f"{model_name(args)}: {shape.block_bytes(1):,} bytes a token; {machine()}")
+    args = parser.parse_args()
+    device = pick_device()
+    seconds, shape = time_prefill(args)
+    recompute = 1e6 * seconds
+    print(f"{model_name(args)}: {shape.block_bytes(1):,} bytes of K/V a token; {machine()}")
     print(f"{'block size':>10} {'block-major':>12} {'layer-major':>12} {'recompute':>10}   us a token")
-    rows = []
-    for block_size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-        swaps = [1e6 * time_swap(shape, block_size, device, major, args.seed) for major in (True, False)]
-        rows.append((block_size, *swaps, recompute))
-        print(f"{block_size:10} {swaps[0]:12.2f} {swaps[1]:12.2f} {recompute:10.2f}")
+    lines: dict[str, list[float]] = {"recompute": [], "swap, layer-major": [], "swap, block-major": []}
+    for block_size in BLOCK_SIZES:
+        swaps = [
+            1e6 * time_swap(make(shape, block_size, device), block_size, device, args.seed)
+            for make in (block_major_swap, layer_major_swap)
+        ]
+        for line, us in zip(lines.values(), (recompute, swaps[1], swaps[0]), strict=True):
+            line.append(us)
+        print(f"{block_size:10} {swaps[0]:12.2f} {swaps[1]:12.2f} {recompute:10.2f}", flush=True)
     if args.plot:
-        sizes, *columns = map(list, zip(*rows, strict=True))
-        lines = dict(zip(("swap, block-major", "swap, layer-major", "recompute"), columns, strict=True))
-        save_lines(args.plot, sizes, lines, "block size (tokens)", "microseconds a token", log_y=True)
-    pool_table(args)
+        x_label, y_label = "block size (tokens)", "microseconds per token"
+        save_lines(args.plot, BLOCK_SIZES, lines, x_label, y_label, log_y=True)
+    run_small_pools(args)
 
 
-def pool_table(args: argparse.Namespace) -> None:
-    """16 requests of 64 tokens in and 96 out, in pools for a share of what they need at most."""
-    needed = 16 * blocks_needed(160, 16)
-    print(f"\n{'pool':>5} {'swap':>9} {'victims':>8} {'recompute':>10} {'victims':>8}   output tokens/s")
-    with checkpoint(args) as folder:
-        for share in (1.0, 0.7, 0.5, 0.3):
-            columns = [serve(folder, round(share * needed), way, args) for way in ("swap", "recompute")]
-            figures = " ".join(
-                f"{rate:{width}.1f} {n:8}" for width, (rate, n) in zip((9, 10), columns, strict=True)
-            )
-            print(f"{share:5.0%} {figures}", flush=True)
+# ── one swap ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def serve(
-    folder: Path | str, num_blocks: int, preemption: str, args: argparse.Namespace
-) -> tuple[float, int]:
-    """(output tokens a second, requests preempted)."""
-    llm = LLM(
-        folder,
-        dtype=args.dtype,
-        num_blocks=num_blocks,
-        max_model_len=160,
-        preemption=preemption,
-        enable_prefix_caching=False,
-    )
-    vocab, rng = range(llm.engine.vocab_size), random.Random(args.seed)
-    params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
-    llm.generate([[1] * 64], SamplingParams(max_tokens=2), use_tqdm=False)
-    began = time.perf_counter()
-    llm.generate([rng.choices(vocab, k=64) for _ in range(16)], params)
-    seconds, stats = time.perf_counter() - began, llm.engine.stats()
-    return 16 * 96 / seconds, stats.num_preemptions_swap + stats.num_preemptions_recompute
+def block_major_swap(shape: KVShape, block_size: int, device: torch.device) -> Callable[[Moves], None]:
+    """Our K/V cache: a block is one copy."""
+    from nanopaged.kv_cache import KVCache
 
-
-def time_swap(
-    shape: KVShape,
-    block_size: int,
-    device: torch.device,
-    block_major: bool,
-    seed: int,
-    num_tokens: int = 2048,
-) -> float:
-    """Seconds a token for the way out and in of scattered blocks; the median of seven rounds."""
-    num_blocks = num_tokens // block_size
-    cache = KVCache(shape, 2 * num_blocks, block_size, device, num_blocks, block_major)
+    num_blocks = NUM_TOKENS // block_size
+    cache = KVCache(shape, 2 * num_blocks, block_size, device, num_blocks)
     cache.data.normal_()
+
+    def swap(moves: Moves) -> None:
+        cache.swap_out(moves)
+        cache.swap_in([(host_block, device_block) for device_block, host_block in moves])
+
+    return swap
+
+
+def layer_major_swap(shape: KVShape, block_size: int, device: torch.device) -> Callable[[Moves], None]:
+    """The paper's layout: each layer has its K and its V together, so a block is 2 · num_layers copies.
+
+    [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
+    """
+    import torch
+
+    num_blocks = NUM_TOKENS // block_size
+    block = (shape.num_kv_heads, block_size, shape.head_dim)
+    on_device = torch.randn(shape.num_layers, 2, 2 * num_blocks, *block, dtype=shape.dtype, device=device)
+    on_host = torch.empty(
+        shape.num_layers, 2, num_blocks, *block, dtype=shape.dtype, pin_memory=device.type == "cuda"
+    )
+
+    def swap(moves: Moves) -> None:
+        layers = list(zip(on_device.flatten(0, 1), on_host.flatten(0, 1), strict=True))
+        for device_block, host_block in moves:
+            for here, there in layers:
+                there[host_block].copy_(here[device_block], non_blocking=True)
+        for device_block, host_block in moves:
+            for here, there in layers:
+                here[device_block].copy_(there[host_block], non_blocking=True)
+
+    return swap
+
+
+def time_swap(swap: Callable[[Moves], None], block_size: int, device: torch.device, seed: int) -> float:
+    """Seconds a token for scattered blocks to go out and come in; the median of seven rounds."""
+    import torch
+
+    num_blocks = NUM_TOKENS // block_size
     rng, rounds = random.Random(seed), []
     for _ in range(7):
         device_blocks = rng.sample(range(2 * num_blocks), num_blocks)
-        host_blocks = rng.sample(range(num_blocks), num_blocks)
+        moves = list(zip(device_blocks, rng.sample(range(num_blocks), num_blocks), strict=True))
         began = time.perf_counter()
-        cache.swap_out(list(zip(device_blocks, host_blocks, strict=True)))
-        cache.swap_in(list(zip(host_blocks, device_blocks, strict=True)))
+        swap(moves)
         if device.type == "cuda":
             torch.cuda.synchronize()
         rounds.append(time.perf_counter() - began)
-    return statistics.median(rounds) / num_tokens
+    return statistics.median(rounds) / NUM_TOKENS
 
 
 def time_prefill(args: argparse.Namespace, num_tokens: int = 512) -> tuple[float, KVShape]:
-    """Seconds a token to compute a prompt, attention included, the median of five; and the K/V's shape."""
-    with checkpoint(args) as folder:
-        llm = LLM(folder, dtype=args.dtype, max_model_len=1024, enable_prefix_caching=False)
+    """Seconds a token to compute a prompt, the median of five rounds; and the shape of its K/V."""
+    from nanopaged import SamplingParams
+
+    llm = make_llm(args, max_model_len=1024, enable_prefix_caching=False)
     rng, rounds = random.Random(args.seed), []
-    for _ in range(5):
-        prompt = [rng.randrange(llm.engine.vocab_size) for _ in range(num_tokens)]
+    for i in range(6):
+        prompt = rng.choices(range(llm.engine.vocab_size), k=num_tokens)
         began = time.perf_counter()
         llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
-        rounds.append(time.perf_counter() - began)
+        if i > 0:  # the first round warms up
+            rounds.append(time.perf_counter() - began)
     return statistics.median(rounds) / num_tokens, llm.engine.runner.kv_cache.shape
+
+
+# ── whole runs ────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_small_pools(args: argparse.Namespace) -> None:
+    """16 requests of 64 tokens in and 96 out, in pools for a share of the blocks that they need at most."""
+    needed = 16 * 160 // 16
+    print(
+        f"\n{'pool':>5} {'swap':>9} {'preempted':>10} {'recompute':>10} {'preempted':>10}   output tokens/s"
+    )
+    for share in (1.0, 0.7, 0.5, 0.3):
+        swap, recompute = serve_in_turns(round(share * needed), args)
+        print(f"{share:5.0%} {swap[0]:9.1f} {swap[1]:10} {recompute[0]:10.1f} {recompute[1]:10}", flush=True)
+
+
+def serve_in_turns(num_blocks: int, args: argparse.Namespace) -> list[tuple[float, int]]:
+    """(median output tokens per second, requests preempted in a round), by swapping and by recomputing."""
+    from nanopaged import SamplingParams
+
+    llms = [
+        make_llm(
+            args,
+            block_size=16,
+            num_blocks=num_blocks,
+            max_model_len=160,
+            preemption=preemption,
+            enable_prefix_caching=False,
+        )
+        for preemption in ("swap", "recompute")
+    ]
+    rng, rates = random.Random(args.seed), [[], []]
+    prompts = [rng.choices(range(llms[0].engine.vocab_size), k=64) for _ in range(16)]
+    params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
+    for i in range(args.repeat + 1):
+        for llm, its_rates in zip(llms, rates, strict=True):
+            began = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            if i > 0:  # the first round warms up
+                its_rates.append(16 * 96 / (time.perf_counter() - began))
+    stats = [llm.engine.stats() for llm in llms]
+    preempted = [s.num_preemptions_swap + s.num_preemptions_recompute for s in stats]
+    return [
+        (statistics.median(its_rates), total // (args.repeat + 1))
+        for its_rates, total in zip(rates, preempted, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,10 @@
-"""Throughput and time to first token when prompts share a beginning, with the prefix cache and without."""
+"""Throughput and time to first token when all prompts share a prefix, with the prefix cache and without it.
+
+    python docs/experiments/prefix.py --plot docs/prefix.svg
+
+The two engines, one with the cache and one without, take turns. Each round has a new prefix, so that nothing
+is found of the rounds before; the first round of both is a warm-up and is not counted. The rows are medians.
+"""
 
 from __future__ import annotations
 
@@ -6,68 +12,85 @@ import argparse
 import random
 import statistics
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common import (
     add_model_arguments,
     add_plot_argument,
     at_least,
-    checkpoint,
     machine,
+    make_llm,
+    make_parser,
     save_lines,
 )
 
-from nanopaged import LLM, SamplingParams
+if TYPE_CHECKING:
+    from nanopaged import LLM
+
+Result = tuple[float, float, float]  # output tokens per second, seconds to the first token, share found
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main() -> None:
+    parser = make_parser(__doc__)
     add_model_arguments(parser, shape="28m")
-    parser.add_argument(
-        "--prefix", type=int, nargs="+", default=[0, 128, 512, 1024, 2048], help="shared tokens"
-    )
-    parser.add_argument("--requests", type=at_least(1), default=16)
-    parser.add_argument("--own", type=at_least(1), default=32, help="tokens of each prompt after the prefix")
-    parser.add_argument("--output", type=at_least(1), default=32)
-    parser.add_argument("--block-size", type=int, default=16)
+    prefixes = [0, 128, 512, 1024, 2048]
+    parser.add_argument("--prefix", type=at_least(0), nargs="+", default=prefixes, help="tokens shared")
+    parser.add_argument("--requests", type=at_least(1), default=16, help="in a round")
+    parser.add_argument("--own", type=at_least(1), default=32, help="tokens of a prompt after the prefix")
+    parser.add_argument("--output", type=at_least(1), default=32, help="tokens that a request generates")
+    parser.add_argument("--block-size", type=at_least(1), default=16, help="tokens in a block")
+    parser.add_argument("--repeat", type=at_least(1), default=3, help="rounds")
     add_plot_argument(parser)
-
-
-def run(args: argparse.Namespace) -> None:
+    args = parser.parse_args()
     print(f"{args.requests} requests, {args.own} tokens of their own, {args.output} out; {machine()}")
-    print(f"{'prefix':>6} {'cache':>5} {'output tokens/s':>15} {'first token, s (median)':>24} {'found':>6}")
+    print(f"{'prefix':>6} {'cache':>5} {'output tokens/s':>15} {'first token, s':>15} {'found':>6}")
     lines: dict[str, list[float]] = {"cache on": [], "cache off": []}
-    with checkpoint(args) as folder:
-        for prefix in args.prefix:
-            for cache in (True, False):
-                rate, first, found = serve(folder, prefix, cache, args)
-                name = "on" if cache else "off"
-                lines[f"cache {name}"].append(rate)
-                print(f"{prefix:6} {name:>5} {rate:15.1f} {first:24.3f} {found:6.1%}", flush=True)
+    for prefix in args.prefix:
+        for name, results in in_turns(prefix, args).items():
+            rate, first, found = map(statistics.median, zip(*results, strict=True))
+            lines[f"cache {name}"].append(rate)
+            print(f"{prefix:6} {name:>5} {rate:15.1f} {first:15.3f} {found:6.1%}", flush=True)
     if args.plot:
-        save_lines(args.plot, args.prefix, lines, "shared prefix (tokens)", "output tokens a second")
+        x_label, y_label = "shared prefix (tokens)", "output tokens per second"
+        save_lines(args.plot, args.prefix, lines, x_label, y_label, to_scale=True)
 
 
-def serve(
-    folder: Path | str, prefix: int, cache: bool, args: argparse.Namespace
-) -> tuple[float, float, float]:
-    """(output tokens a second, median seconds to the first token, share of prompt tokens found)."""
-    rng = random.Random(args.seed)
-    llm = LLM(
-        folder,
-        dtype=args.dtype,
-        block_size=args.block_size,
-        enable_prefix_caching=cache,
-        max_model_len=prefix + args.own + args.output + 8,
-    )
-    shared = [rng.randrange(llm.engine.vocab_size) for _ in range(prefix)]
-    prompts = [
-        shared + [rng.randrange(llm.engine.vocab_size) for _ in range(args.own)] for _ in range(args.requests)
-    ]
-    params = SamplingParams(temperature=0, max_tokens=args.output, ignore_eos=True)
-    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
+def in_turns(prefix: int, args: argparse.Namespace) -> dict[str, list[Result]]:
+    """The rounds of both engines."""
+    longest = prefix + args.own + args.output
+    llms = {
+        name: make_llm(
+            args,
+            block_size=args.block_size,
+            enable_prefix_caching=name == "on",
+            max_model_len=longest,
+            num_blocks=args.requests * -(-longest // args.block_size),
+        )
+        for name in ("on", "off")
+    }
+    rng, results = random.Random(args.seed), {name: [] for name in llms}
+    for i in range(args.repeat + 1):
+        vocab = range(llms["on"].engine.vocab_size)
+        shared = rng.choices(vocab, k=prefix)
+        prompts = [shared + rng.choices(vocab, k=args.own) for _ in range(args.requests)]
+        for name, llm in llms.items():
+            result = serve(llm, prompts, args.output)
+            if i > 0:
+                results[name].append(result)
+    return results
+
+
+def serve(llm: LLM, prompts: list[list[int]], max_tokens: int) -> Result:
+    from nanopaged import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     began = time.perf_counter()
-    outputs = llm.generate(prompts, params)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - began
     waits = [output.metrics.first_token_time - output.metrics.arrival_time for output in outputs]
     found = sum(output.metrics.num_cached_tokens for output in outputs) / sum(map(len, prompts))
-    return args.requests * args.output / seconds, statistics.median(waits), found
+    return len(prompts) * max_tokens / seconds, statistics.median(waits), found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,11 @@
-"""Blocks saved by parallel sampling and beam search: 1 - blocks in use / entries of the block tables (§6.3).
+"""Blocks saved by parallel sampling and beam search: 1 - blocks in use / entries of all block tables (§6.3).
+
+    python docs/experiments/sharing.py
 
 Requests of exponentially distributed lengths go through the real scheduler and block manager, without a
-model; the prefix cache is off, so that requests share nothing with each other. "cache alone" is parallel
-sampling without forks or copies on write: each output is a request of its own with the same prompt, and what
-they share is what the prefix cache finds, whole blocks of the prompt.
+model. "cache alone" samples in parallel without forks: each output is a request of its own with the same
+prompt, and the prefix cache finds the whole blocks of that prompt. Elsewhere the prefix cache is off, so that
+two requests share nothing.
 """
 
 from __future__ import annotations
@@ -11,49 +13,50 @@ from __future__ import annotations
 import argparse
 import random
 
-from common import add_plot_argument, at_least, save_lines
-from no_model import TRACES, NoModel, make_request
+from common import add_plot_argument, at_least, make_parser, save_lines
+from no_model import TRACES, NoModel, make_request, make_scheduler, num_used_blocks
 from tqdm import tqdm
 
-from nanopaged import BeamSearchParams, SamplingParams, audit
-from nanopaged.block_manager import BlockManager
-from nanopaged.scheduler import Scheduler
+from nanopaged import BeamSearchParams, SamplingParams
 
+WIDTHS = [2, 4, 6]
 PAPER = {
     ("Alpaca-like", "parallel"): "6.1 to 9.8 %",
-    ("Alpaca-like", "cache alone"): "",
-    ("ShareGPT-like", "cache alone"): "",
     ("Alpaca-like", "beam"): "37.6 to 55.2 %",
     ("ShareGPT-like", "parallel"): "16.2 to 30.5 %",
     ("ShareGPT-like", "beam"): "44.3 to 66.3 %",
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=at_least(1), default=500)
-    parser.add_argument("--block-size", type=at_least(1), default=16)
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--requests", type=at_least(1), default=500, help="in each figure")
+    parser.add_argument("--block-size", type=at_least(1), default=16, help="tokens in a block")
     add_plot_argument(parser)
-    parser.add_argument("--seed", type=int, default=0)
-
-
-def run(args: argparse.Namespace) -> None:
-    print(f"{args.requests} requests a row, blocks of {args.block_size}; widths 2, 4, 6")
+    args = parser.parse_args()
+    print(f"{args.requests} requests a figure, blocks of {args.block_size}")
     print(f"{'trace':15} {'sharing':12} {'n = 2':>7} {'n = 4':>7} {'n = 6':>7}   paper, 2 to 6")
     lines: dict[str, list[float]] = {}
     for trace, means in TRACES.items():
         for kind in ("parallel", "cache alone", "beam"):
-            saved = [replay(kind, width, means, args) for width in (2, 4, 6)]
+            saved = [replay(kind, width, means, args) for width in WIDTHS]
             lines[f"{kind}, {trace}"] = saved
             columns = " ".join(f"{share:7.1%}" for share in saved)
-            print(f"{trace:15} {kind:12} {columns}   {PAPER[trace, kind]}")
+            print(f"{trace:15} {kind:12} {columns}   {PAPER.get((trace, kind), '')}", flush=True)
     if args.plot:
-        save_lines(args.plot, [2, 4, 6], lines, "sequences a request", "share of blocks saved")
+        save_lines(args.plot, WIDTHS, lines, "sequences a request", "share of blocks saved")
 
 
 def replay(kind: str, width: int, means: tuple[int, int], args: argparse.Namespace) -> float:
+    """The share of block table entries that need no block of their own, over all steps."""
     rng = random.Random(args.seed)
-    manager = BlockManager(100_000, args.block_size, enable_prefix_caching=kind == "cache alone")
-    scheduler = Scheduler(manager, max_num_seqs=64 * width, max_num_batched_tokens=8192)
+    scheduler = make_scheduler(
+        100_000,
+        args.block_size,
+        max_num_seqs=64 * width,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=kind == "cache alone",
+    )
     for i in range(args.requests):
         num_input, num_output = (min(2048, 1 + int(rng.expovariate(1 / mean))) for mean in means)
         prompt = [rng.randrange(32000) for _ in range(num_input)]
@@ -63,12 +66,15 @@ def replay(kind: str, width: int, means: tuple[int, int], args: argparse.Namespa
             params = SamplingParams(n=width if kind == "parallel" else 1, max_tokens=num_output)
         for copy in range(width if kind == "cache alone" else 1):
             scheduler.add(make_request(f"{i}-{copy}", prompt, params))
-    runner, saved, entries = NoModel(args.seed), 0, 0
+    runner, blocks, entries = NoModel(args.seed), 0, 0
     with tqdm(total=len(scheduler.waiting), desc=f"{kind} {width}", leave=False) as bar:
-        while scheduler.has_unfinished:
+        while scheduler.running or scheduler.waiting:
             batch = scheduler.schedule()
-            for request in scheduler.update(batch, runner.execute(batch)):
-                bar.update(request.finished)
-            saved += audit.num_blocks_saved(manager, scheduler.sequences)
+            bar.update(sum(request.finished for request in scheduler.update(batch, runner.execute(batch))))
+            blocks += num_used_blocks(scheduler)
             entries += sum(len(seq.block_table) for seq in scheduler.sequences)
-    return saved / entries
+    return 1 - blocks / entries if entries else 0.0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""A batch of decodes over scattered blocks, outside of an engine: what `kernel` and `blocksize` time.
+
+All that the experiments know of the attention backends' inner parts is in this file.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanopaged.attention.metadata import PagedBatch, make_attention
+from nanopaged.kv_cache import KVCache, KVShape
+
+
+@dataclass(frozen=True)
+class KVSizes:
+    """The sizes of the K/V cache and of the queries."""
+
+    num_layers: int
+    num_kv_heads: int
+    group: int  # query heads to a KV head
+    head_dim: int
+    dtype: torch.dtype
+
+    def make_cache(self, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
+        """A cache with something in it."""
+        shape = KVShape(self.num_layers, self.num_kv_heads, self.head_dim, self.dtype)
+        cache = KVCache(shape, num_blocks, block_size, device)
+        cache.data.normal_()
+        return cache
+
+    def bytes_per_token(self) -> int:
+        """Of K and V, in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class DecodeCase:
+    """One layer's decode of sequences of `lens` tokens, the new one included."""
+
+    def __init__(
+        self, lens: list[int], block_size: int, sizes: KVSizes, device: torch.device, seed: int
+    ) -> None:
+        self.lens, self.block_size, self.layer = lens, block_size, sizes.num_layers - 1
+        needed = [math.ceil(n / block_size) for n in lens]
+        ids = random.Random(seed).sample(range(sum(needed) + 8), sum(needed))
+        self.tables = [[ids.pop() for _ in range(n)] for n in needed]
+        self.cache = sizes.make_cache(sum(needed) + 8, block_size, device)
+        self.k, self.v = self.cache.layer(self.layer)  # [num_blocks, num_kv_heads, block_size, head_dim]
+        num_heads = sizes.num_kv_heads * sizes.group
+        self.q = torch.randn(len(lens), num_heads, sizes.head_dim).to(device, sizes.dtype)
+        self.new_kv = torch.randn(2, len(lens), sizes.num_kv_heads, sizes.head_dim).to(device, sizes.dtype)
+        # The query heads of a KV head as so many queries: [num_seqs, num_kv_heads, group, head_dim]
+        self.grouped_q = self.q.view(len(lens), sizes.num_kv_heads, sizes.group, sizes.head_dim)
+        self.num_bytes = sum(lens) * sizes.bytes_per_token()
+
+    def paged(self, num_splits: int | None = None) -> Callable[[], Tensor]:
+        """Our own decode, without storing the new K/V."""
+        size, n = self.block_size, len(self.lens)
+        last = [length - 1 for length in self.lens]
+        slots = [table[p // size] * size + p % size for table, p in zip(self.tables, last, strict=True)]
+        ones = np.ones(n, dtype=np.int64)
+        batch = PagedBatch(ones, np.array(self.lens), self.tables, np.array(slots), n, list(range(n)))
+        plan = make_attention("auto", self.cache, self.q.shape[-1] ** -0.5).decodes(batch)
+        if num_splits is not None:
+            plan.num_splits = num_splits
+        return lambda: plan(self.layer, self.q, *self.new_kv)
+
+    def gather(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """K and V padded to [num_seqs, num_kv_heads, longest, head_dim], and a mask if lengths differ."""
+        longest, num_blocks = max(self.lens), max(map(len, self.tables))
+        padded = [table + [0] * (num_blocks - len(table)) for table in self.tables]
+        index = torch.tensor(padded, device=self.q.device)
+        k, v = (x[index].transpose(1, 2).flatten(2, 3)[:, :, :longest] for x in (self.k, self.v))
+        if min(self.lens) == longest:
+            return k, v, None
+        is_key = torch.arange(longest) < torch.tensor(self.lens)[:, None]
+        return k, v, is_key[:, None, None].to(self.q.device)
+
+    def dense(self) -> Callable[[], Tensor]:
+        """PyTorch's attention over K/V that was gathered before."""
+        k, v, mask = self.gather()
+        k, v = k.contiguous(), v.contiguous()
+        return lambda: F.scaled_dot_product_attention(self.grouped_q, k, v, mask)
+
+    def flash_attn(self) -> Callable[[], Tensor] | None:
+        """flash-attn's decode over K/V that was gathered before; None where flash-attn is not installed."""
+        try:
+            from flash_attn import flash_attn_with_kvcache
+        except ImportError:
+            return None
+        k, v = (x.transpose(1, 2).contiguous() for x in self.gather()[:2])
+        lens = torch.tensor(self.lens, dtype=torch.int32, device=self.q.device)
+        return lambda: flash_attn_with_kvcache(self.q[:, None], k, v, cache_seqlens=lens)
+
+    def padded(self) -> Tensor:
+        """Gather all sequences, then attend."""
+        k, v, mask = self.gather()
+        return F.scaled_dot_product_attention(self.grouped_q, k, v, mask)
+
+    def one_by_one(self) -> Tensor:
+        """Gather and attend sequence by sequence."""
+        outs = []
+        for q, table, n in zip(self.grouped_q, self.tables, self.lens, strict=True):
+            index = torch.tensor(table)
+            k, v = (x[index].transpose(0, 1).flatten(1, 2)[None, :, :n] for x in (self.k, self.v))
+            outs.append(F.scaled_dot_product_attention(q[None], k, v))
+        return torch.cat(outs)
+
+
+def store_call(cache: KVCache, slots: list[int], k: Tensor, v: Tensor, layer: int) -> Callable[[], None]:
+    """Our own write of new K/V [num_tokens, num_kv_heads, head_dim] into `slots` of a layer."""
+    ones = np.ones(len(slots), dtype=np.int64)
+    batch = PagedBatch(ones, ones, [], np.array(slots), len(slots), [])
+    store = make_attention("auto", cache, 1.0).store(batch)
+    return lambda: store(layer, k, v)
+
+
+def copy_call(cache: KVCache, pairs: list[tuple[int, int]]) -> Callable[[], None]:
+    """Our own copy of whole blocks, (source, destination). On a GPU: the kernel, without sending `pairs`."""
+    if cache.copy_kernel is None:
+        return lambda: cache.copy_blocks(pairs)
+    index = torch.tensor(pairs, device=cache.data.device)
+    return lambda: cache.copy_kernel(cache.data, index)

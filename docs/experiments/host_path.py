@@ -1,0 +1,52 @@
+"""A runner that does on the host what a step on a GPU does there; the model and the GPU are left out.
+
+All that the experiments know of the model runner's inner parts is in this file.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from nanopaged.attention.triton_backend import BlockTables
+from nanopaged.kv_cache import KVCache, KVShape
+from nanopaged.model.cuda_graphs import DecodeGraphs
+from nanopaged.model_runner import prepare
+from nanopaged.next_tokens import draw_next_tokens
+from nanopaged.sequence import ScheduledBatch, StepResult
+
+VOCAB = 32
+HIDDEN = 8
+
+
+class HostPath:
+    """Stands in for `ModelRunner`; `prepare_seconds` has the time until the launch, for each decode step."""
+
+    def __init__(self, block_size: int, max_num_seqs: int, max_context_len: int) -> None:
+        device = torch.device("cpu")
+        self.block_size = block_size
+        self.hidden = torch.zeros(max_num_seqs, HIDDEN)
+        self.logits = torch.randn(max_num_seqs, VOCAB)
+        self.graphs = DecodeGraphs(
+            model=lambda input_ids, positions, attend: self.hidden[: len(input_ids)],
+            cache=KVCache(KVShape(1, 1, HIDDEN, torch.float32), 1, block_size, device),
+            scale=1.0,
+            tables=BlockTables(device),
+            max_num_seqs=max_num_seqs,
+            max_context_len=max_context_len,
+            capture=lambda work: (work(), lambda: None),
+        )
+        self.prepare_seconds: list[float] = []
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """As `ModelRunner.execute`; prefills are answered without being prepared."""
+        began = time.perf_counter()
+        if batch.num_decodes < len(batch.sequences):
+            num_tokens = sum(seq.num_scheduled_tokens for seq in batch.sequences)
+            hidden = torch.zeros(1, HIDDEN).expand(num_tokens, HIDDEN)
+        else:
+            hidden = self.graphs.run(*prepare(batch, self.block_size))
+            self.prepare_seconds.append(time.perf_counter() - began)
+        return StepResult(draw_next_tokens(batch, hidden, lambda rows: self.logits[: len(rows)]))
