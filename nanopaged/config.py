@@ -87,6 +87,8 @@ class EngineConfig:
         preemption: how a request gives its blocks back when they run out. "swap" moves its K/V to host
             memory (and falls back to the other way when that is full), "recompute" drops it and
             computes it again, "auto" takes what is cheaper, by numbers measured at start-up.
+        watermark: share of the blocks that must stay free when a request is admitted beside running ones, so
+            that those can grow. 0 admits as long as a block is left, and preempts more.
         attention_backend: "torch" runs everywhere; "triton" decodes with our own kernels, on a GPU;
             "flash" does, too, and reads prompts with flash-attn or PyTorch's own flash attention;
             "reference" is the slow, obvious loop over blocks that the documentation explains; "auto"
@@ -115,6 +117,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     preemption: str = "auto"
+    watermark: float = 0.05
     attention_backend: str = "auto"
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
@@ -138,6 +141,7 @@ class EngineConfig:
         _check_optional_int(self, "num_host_blocks", 0)
         if self.memory_utilization is not None:
             _check_number("memory_utilization", self.memory_utilization, 0.01, 1.0)
+        _check_number("watermark", self.watermark, 0.0, 0.9)
         _check_bool("enforce_eager", self.enforce_eager)
         _check_int(self, "tensor_parallel_size", 1)
         _require(

@@ -68,6 +68,7 @@ class LLMEngine:
             config.enable_chunked_prefill,
             runner.cheaper_preemption() if config.preemption == "auto" else config.preemption,
             runner.num_host_blocks,
+            config.watermark,
         )
         self.prompts = PromptProcessor(
             config,

@@ -36,10 +36,12 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         preemption: str = "recompute",
         num_host_blocks: int = 0,
+        watermark: float = 0.0,
     ) -> None:
         self.block_manager = block_manager
         self.swapper = Swapper(block_manager, num_host_blocks)
         self.preemption = preemption  # "swap" or "recompute"
+        self.num_watermark_blocks = int(watermark * block_manager.num_blocks)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
@@ -154,9 +156,15 @@ class Scheduler:
         self.waiting.move_to_end(request.request_id, last=False)
 
     def _admit(self, request: Request, budget: int, batch: ScheduledBatch) -> bool:
-        """Move the head of the waiting queue to the running requests if its blocks can be had."""
+        """Move the head of the waiting queue to the running requests if its blocks can be had.
+
+        Some blocks stay free for those that are running to grow into: a request that takes the last ones
+        would soon be preempted, and its prompt computed for nothing. An empty engine admits a request of any
+        size.
+        """
+        num_reserved = self.num_watermark_blocks if self.running else 0
         if request.is_swapped:
-            moves = self.swapper.swap_in(request)
+            moves = self.swapper.swap_in(request, num_reserved)
             if moves is None:
                 return False
             batch.swap_in += moves
@@ -166,7 +174,7 @@ class Scheduler:
             look_up = not request.wants_prompt_logprobs
             if not self.enable_chunked_prefill and not self._fits_whole(request, look_up, budget):
                 return False
-            if not self.block_manager.allocate(request.live, look_up):
+            if not self.block_manager.allocate(request.live, look_up, num_reserved):
                 return False
         del self.waiting[request.request_id]
         self.running.append(request)

@@ -48,6 +48,7 @@ def tiny() -> LLM:
         ("load_format", "gguf", ValueError, "load_format is 'gguf'"),
         ("enable_prefix_caching", "yes", TypeError, "enable_prefix_caching must be True or False"),
         ("preemption", "hope", ValueError, "preemption is 'hope'.*swap"),
+        ("watermark", -0.1, ValueError, "watermark is -0.1"),
         ("num_host_blocks", -1, ValueError, "num_host_blocks is -1"),
         ("tensor_parallel_size", 2, ValueError, "tensor_parallel_size is 2, but only 1"),
         ("enforce_eager", 1, TypeError, "enforce_eager must be True or False"),

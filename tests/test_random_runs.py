@@ -63,6 +63,7 @@ class Workload:
     chunked: bool
     caching: bool
     preemption: str  # as in EngineConfig, or "directed": see `forked`
+    watermark: float
     max_num_seqs: int
     faults: dict[int, int]  # step → 0: the runner fails; n: Ctrl-C at the n-th line that the step executes
     requests: list[Asked] = field(repr=False)
@@ -102,6 +103,7 @@ def general(seed: int) -> Workload:
         chunked=rng.random() < 0.5,
         caching=rng.random() < 0.5,
         preemption=rng.choice(["swap", "recompute", "auto"]),
+        watermark=rng.choice([0.0, 0.05, 0.3]),
         max_num_seqs=rng.randint(4, 10),
         faults=draw_faults(rng, 30),
         requests=requests,
@@ -147,6 +149,7 @@ def forked(seed: int) -> Workload:
         chunked=True,
         caching=True,
         preemption="directed",
+        watermark=rng.choice([0.0, 0.1]),
         max_num_seqs=12,
         faults=draw_faults(rng, 60) if rng.random() < 0.5 else {},
         requests=requests,
@@ -187,6 +190,7 @@ class Run:
             enable_chunked_prefill=workload.chunked,
             enable_prefix_caching=workload.caching,
             preemption=workload.preemption.replace("directed", "swap"),
+            watermark=workload.watermark,
         )
         self.rng = random.Random(workload.seed)
         self.engine = LLMEngine(config, self.runner)
@@ -311,7 +315,7 @@ def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
 def test_the_fake_model_notices_a_wrong_block(qwen3: Oracle) -> None:
     """The guard of all tests above: hand a sequence a wrong block, and the fake runner must notice."""
     asked = Asked([1, 2, 0, 1], "one", 1, 8, 0, None, False)
-    workload = Workload(0, 2, 20, 0, 8, True, True, "recompute", 4, {}, [asked])
+    workload = Workload(0, 2, 20, 0, 8, True, True, "recompute", 0.0, 4, {}, [asked])
     run = Run(workload, qwen3.folder)
     run.engine.add_request("a", asked.prompt, SamplingParams(max_tokens=8, stop_token_ids=[EOS]))
     run.engine.step()

@@ -108,6 +108,25 @@ def test_first_come_first_served_even_if_a_later_one_would_fit(make: MakeEngine)
     assert list(run(engine)) == ["running", "large", "small"]
 
 
+def test_the_watermark_leaves_room_to_grow(make: MakeEngine) -> None:
+    """Ten blocks, two of them to be left free: a prompt of three blocks waits while one of six is running."""
+    engine = make(num_blocks=10, watermark=0.2)
+    engine.add_request("large", tokens(1, 23), params(6))
+    engine.add_request("waits", tokens(2, 11), params(2))
+    engine.step()
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (1, 1)
+    assert list(run(engine)) == ["large", "waits"]
+    assert engine.stats().num_preemptions_recompute == 0
+
+
+def test_an_empty_engine_admits_a_request_that_needs_every_block(make: MakeEngine) -> None:
+    engine = make(num_blocks=10, watermark=0.9)
+    engine.add_request("a", tokens(1, 37), params(4))
+    engine.step()
+    assert engine.stats().num_used_blocks == 10
+    assert list(run(engine)) == ["a"]
+
+
 def test_the_latest_is_preempted_and_says_the_same_in_the_end(make: MakeEngine) -> None:
     """Two requests outgrow the pool: the later gives its blocks back, and the earlier never waits."""
     engine = make(num_blocks=8, enable_prefix_caching=False)

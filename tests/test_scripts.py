@@ -150,13 +150,19 @@ def test_sharing_saves_more_with_more_sequences(tmp_path: Path) -> None:
 
 def test_preemption(tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
-    printed = experiment("preemption", "--shape", "test", "--repeat", "1", "--plot", str(picture))
+    printed = experiment(
+        "preemption", "--shape", "test", "--repeat", "1", "--requests", "150", "--plot", str(picture)
+    )
     assert len(re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ +[\d.]+$", printed, flags=re.MULTILINE)) == 9
     pools = re.findall(r"^ *(\d+)% +[\d.]+ +(\d+) +[\d.]+ +(\d+)$", printed, flags=re.MULTILINE)
     assert [int(share) for share, *_ in pools] == [100, 70, 50, 30]
     assert pools[0][1:] == ("0", "0"), "a pool with room for all preempts no request"
     assert int(pools[3][1]) > 0
     assert int(pools[3][2]) > 0
+    rows = re.findall(r"^ShareGPT-like +(\d+)% +([\d.]+) +(\d+) +([\d.]+) +\d+$", printed, flags=re.MULTILINE)
+    assert [int(row[0]) for row in rows] == [0, 1, 2, 3, 5, 10]
+    assert float(rows[0][1]) > float(rows[4][1]) >= 1, "fewer tokens are computed again"
+    assert int(rows[0][2]) > int(rows[4][2]), "fewer requests are preempted"
     assert "<svg" in picture.read_text()
 
 

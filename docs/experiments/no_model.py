@@ -43,10 +43,11 @@ def make_scheduler(
     max_num_seqs: int = 1 << 20,
     max_num_batched_tokens: int = 1 << 20,
     enable_prefix_caching: bool = True,
+    watermark: float = 0.0,
 ) -> Scheduler:
     """A scheduler with a pool of its own. Its limits are so high that only memory makes a request wait."""
     manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
-    return Scheduler(manager, max_num_seqs, max_num_batched_tokens)
+    return Scheduler(manager, max_num_seqs, max_num_batched_tokens, watermark=watermark)
 
 
 def make_request(name: str, prompt: list[int], params: SamplingParams | BeamSearchParams) -> Request:

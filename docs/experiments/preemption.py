@@ -6,6 +6,10 @@ The paper's engine kept each layer's blocks apart, so swapping a block took 2 ·
 small blocks swapped badly. Here all layers of a block lie together (block-major), and swapping it is one
 copy; the paper's layout (layer-major) is measured beside it. Then whole runs in pools that are too small for
 all requests: output tokens per second with preemption="swap" and with "recompute".
+
+Last the admission watermark, the share of the blocks that must stay free when a request is admitted beside
+running ones: without one, a request takes the last blocks, is soon preempted, and computes its prompt again.
+The requests go through the real scheduler and block manager without a model, in a pool of 15,700 slots.
 """
 
 from __future__ import annotations
@@ -28,6 +32,10 @@ from common import (
     pick_device,
     save_lines,
 )
+from memory import Lengths, draw_lengths
+from no_model import TRACES, NoModel, make_request, make_scheduler
+
+from nanopaged import SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +51,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     add_model_arguments(parser)
     parser.add_argument("--repeat", type=at_least(1), default=3, help="rounds in each pool; medians count")
+    parser.add_argument("--requests", type=at_least(1), default=600, help="of each trace, for the watermark")
     add_plot_argument(parser)
     args = parser.parse_args()
     device = pick_device()
@@ -63,6 +72,7 @@ def main() -> None:
         x_label, y_label = "block size (tokens)", "microseconds per token"
         save_lines(args.plot, BLOCK_SIZES, lines, x_label, y_label, log_y=True)
     run_small_pools(args)
+    run_watermarks(args)
 
 
 # ── one swap ──────────────────────────────────────────────────────────────────────────────────────
@@ -128,8 +138,6 @@ def time_swap(swap: Callable[[Moves], None], block_size: int, device: torch.devi
 
 def time_prefill(args: argparse.Namespace, num_tokens: int = 512) -> tuple[float, KVShape]:
     """Seconds a token to compute a prompt, the median of five rounds; and the shape of its K/V."""
-    from nanopaged import SamplingParams
-
     llm = make_llm(args, max_model_len=1024, enable_prefix_caching=False)
     rng, rounds = random.Random(args.seed), []
     for i in range(6):
@@ -157,8 +165,6 @@ def run_small_pools(args: argparse.Namespace) -> None:
 
 def serve_in_turns(num_blocks: int, args: argparse.Namespace) -> list[tuple[float, int]]:
     """(median output tokens per second, requests preempted in a round), by swapping and by recomputing."""
-    from nanopaged import SamplingParams
-
     llms = [
         make_llm(
             args,
@@ -185,6 +191,43 @@ def serve_in_turns(num_blocks: int, args: argparse.Namespace) -> list[tuple[floa
         (statistics.median(its_rates), total // (args.repeat + 1))
         for its_rates, total in zip(rates, preempted, strict=True)
     ]
+
+
+# ── the watermark ─────────────────────────────────────────────────────────────────────────────────
+
+
+def run_watermarks(args: argparse.Namespace) -> None:
+    """What a watermark saves (tokens computed again) and costs (requests that run at once, so steps)."""
+    print(f"\n{'trace':15} {'watermark':>9} {'computed':>9} {'preempted':>10} {'at once':>8} {'steps':>7}")
+    for trace, means in TRACES.items():
+        lengths = draw_lengths(means, args.requests, args.seed)
+        for watermark in (0.0, 0.01, 0.02, 0.03, 0.05, 0.1):
+            computed, preempted, at_once, steps = replay(lengths, watermark, args.seed)
+            print(
+                f"{trace:15} {watermark:9.0%} {computed:9.3f} {preempted:10} {at_once:8.1f} {steps:7}",
+                flush=True,
+            )
+    print("computed: tokens computed per token of a prompt or an output; at once: while requests wait")
+
+
+def replay(lengths: Lengths, watermark: float, seed: int) -> tuple[float, int, float, int]:
+    """(tokens computed per useful one, times a request was preempted, requests running, steps)."""
+    scheduler = make_scheduler(
+        15700 // 16, 16, max_num_batched_tokens=2048, enable_prefix_caching=False, watermark=watermark
+    )
+    for i, (num_input, num_output) in enumerate(lengths):
+        scheduler.add(make_request(str(i), [0] * num_input, SamplingParams(max_tokens=num_output)))
+    runner, computed, steps, busy_steps, running = NoModel(seed), 0, 0, 0, 0
+    while scheduler.running or scheduler.waiting:
+        batch = scheduler.schedule()
+        steps += 1
+        computed += sum(seq.num_scheduled_tokens for seq in batch.sequences)
+        if scheduler.waiting:
+            busy_steps += 1
+            running += len(scheduler.running)
+        scheduler.update(batch, runner.execute(batch))
+    useful = sum(num_input + num_output - 1 for num_input, num_output in lengths)  # the last needs no K/V
+    return computed / useful, scheduler.num_preemptions_recompute, running / max(1, busy_steps), steps
 
 
 if __name__ == "__main__":
