@@ -22,7 +22,7 @@ def fork_samples(request: Request, block_manager: BlockManager) -> list[Sequence
     """The prompt is computed: one sequence for each output that was asked for, the present one first."""
     (seq,) = request.live
     siblings = [seq]
-    for index in range(1, request.params.num_sequences):
+    for index in range(1, request.num_sequences):
         siblings.append(seq.fork(index))
         block_manager.fork(seq, siblings[-1])
     request.sequences, request.live = siblings, list(siblings)

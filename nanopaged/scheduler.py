@@ -220,20 +220,16 @@ class Scheduler:
         for seq in ended:
             self.block_manager.free(seq)
             seq.request.live.remove(seq)
-        self._note_times(advanced)
-        self.unreported = []
-        return list(advanced)
-
-    def _note_times(self, advanced: Iterable[Request]) -> None:
         now, some_finished = time.monotonic(), False
         for request in advanced:
             if request.first_token_time is None:
                 request.first_token_time = now
             if not request.live:
-                request.finish_time = now
-                some_finished = True
+                request.finish_time, some_finished = now, True
         if some_finished:
             self.running = [request for request in self.running if request.live]
+        self.unreported = []
+        return list(advanced)
 
     def _count_admissions(self, admitted: list[Request]) -> None:
         for request in admitted:

@@ -153,6 +153,7 @@ class Request:
     stop_rules: StopRules
     seed: int  # the params' own, or one drawn for the request
     num_prompt_tokens: int = field(init=False)
+    num_sequences: int = field(init=False)  # that will answer it: n, or the beam width
     is_beam_search: bool = field(init=False)
 
     sequences: list[Sequence] = field(default_factory=list)  # one until the prompt is computed, then all
@@ -168,6 +169,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.num_sequences = self.params.num_sequences
         self.is_beam_search = isinstance(self.params, BeamSearchParams)
         self.sequences = [Sequence(self, list(self.prompt_token_ids))]
         self.live = list(self.sequences)
@@ -186,12 +188,12 @@ class Request:
     @property
     def prompt_phase(self) -> bool:
         """Whether one sequence still computes the prompt for all that will be forked from it."""
-        return len(self.sequences) < self.params.num_sequences
+        return len(self.sequences) < self.num_sequences
 
     @property
     def num_seqs(self) -> int:
         """Sequences that the request counts for: those it will have once its prompt is computed."""
-        return self.params.num_sequences if self.prompt_phase else len(self.live)
+        return self.num_sequences if self.prompt_phase else len(self.live)
 
     @property
     def num_candidates(self) -> int:

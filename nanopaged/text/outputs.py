@@ -6,17 +6,12 @@ from dataclasses import dataclass
 
 
 class Logprob(float):
-    """A token's natural-log probability. It is a float that also knows the token's rank (1 = top)."""
+    """A token's natural-log probability. It is a float that also knows the token's rank (1 = most likely)."""
 
-    __slots__ = ("rank",)
-
-    def __new__(cls, logprob: float, rank: int) -> Logprob:
+    def __new__(cls, logprob: float, rank: int = 0) -> Logprob:
         self = super().__new__(cls, logprob)
         self.rank = rank
         return self
-
-    def __getnewargs__(self) -> tuple[float, int]:
-        return float(self), self.rank
 
     @property
     def logprob(self) -> float:
