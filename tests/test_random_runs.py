@@ -121,9 +121,9 @@ def forked(seed: int) -> Workload:
     block_size = rng.randint(1, 3)
     stem = rng.choices(range(3), k=rng.randint(2, 8))
     requests = []
-    for _ in range(rng.randint(1, 3)):
+    for _ in range(rng.randint(2, 4)):
         prompt = rng.choices(range(3), k=rng.randint(1, 6))
-        requests.append(Asked(prompt, "one", 1, rng.randint(10, 40), 0, None, False))
+        requests.append(Asked(prompt, "one", 1, rng.randint(20, 50), rng.randint(0, 6), None, False))
     for _ in range(rng.randint(1, 3)):
         requests.append(
             Asked(
@@ -143,13 +143,13 @@ def forked(seed: int) -> Workload:
     return Workload(
         seed=seed,
         block_size=block_size,
-        num_blocks=most + rng.randint(0, 8),
+        num_blocks=most + rng.randint(0, 3),
         num_host_blocks=rng.choice([most * 4, rng.randint(2, most + 4)]),
-        budget=rng.randint(2, 7),
+        budget=rng.randint(3, 6),
         chunked=True,
         caching=True,
         preemption="directed",
-        watermark=rng.choice([0.0, 0.1]),
+        watermark=0.0,
         max_num_seqs=12,
         faults=draw_faults(rng, 60) if rng.random() < 0.5 else {},
         requests=requests,
