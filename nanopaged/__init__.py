@@ -1,4 +1,4 @@
-"""nanopaged: PagedAttention you can read in an evening, on whatever machine you have."""
+"""nanopaged: PagedAttention that you can read in an evening and run with or without a GPU."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ _WITH_TORCH = {"LLM": "nanopaged.llm", "LLMEngine": "nanopaged.engine"}
 
 
 def __getattr__(name: str) -> Any:
-    """What loads PyTorch is loaded when it is asked for; scheduler and block manager do without."""
+    """Import PyTorch only with the names that need it; scripts over the bookkeeping alone start at once."""
     if name not in _WITH_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_WITH_TORCH[name]), name)

@@ -1,7 +1,7 @@
-"""Everything a user can set, and the one place where it is checked.
+"""Every option of the engine and of a request, and the checks of their values.
 
-`EngineConfig` holds what is fixed for the life of an engine, `SamplingParams` what may differ from
-request to request. Both validate themselves when made, so the rest of the engine never asks again.
+`EngineConfig` holds what is fixed for the life of an engine, `SamplingParams` and `BeamSearchParams` what may
+differ from request to request. They are checked when they are made, so no other module checks them again.
 
 This module knows no tensors: `dtype` and `device` are names here.
 """
@@ -62,46 +62,45 @@ def _check_bool(name: str, value: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an engine is built from.
+    """The options of an engine.
 
     Fields:
         model: a folder with config.json, safetensors and a tokenizer, or a Hugging Face hub id.
             None is the tiny model in the box.
-        dtype: of weights, activations and K/V. "auto" takes the checkpoint's own.
-        device: "auto" (CUDA where there is one), or any name torch knows: "cpu", "cuda", "cuda:1".
-        block_size: token slots in a block. Any size from 1; 16 is the paper's default (§7.2).
-        num_blocks: blocks in the K/V pool. None measures the memory and takes what
-            `memory_utilization` allows, but never more than every sequence could use.
-        num_host_blocks: blocks in host memory, to which requests can be swapped out. None is as many as the
-            pool has, but at most 4 GiB; 0 allows no swapping.
-        memory_utilization: share of the device's memory that weights, activations and K/V may take
-            together on a GPU; on a CPU, the share of the memory now free that the K/V pool may take.
-            None is 0.9 on a GPU and 0.5 on a CPU, where other programs want to live too.
+        dtype: the type of weights, activations and K/V. "auto" takes the checkpoint's own.
+        device: "auto" (CUDA if there is one), or a name that torch knows: "cpu", "cuda", "cuda:1".
+        block_size: token slots in a block, 1 or more; 16 is the paper's default (§7.2).
+        num_blocks: blocks of the KV cache. None measures the free memory and takes what
+            `memory_utilization` allows, but no more than `max_num_seqs` sequences of full length could fill.
+        num_host_blocks: blocks in host memory for swapped requests. None is as many as the KV cache has, but
+            at most 4 GiB; 0 disables swapping.
+        memory_utilization: on a GPU, the share of its memory that weights, activations and KV cache may take
+            together (None: 0.9). On a CPU, the share of the memory that is free now that the KV cache may
+            take (None: 0.5); several engines each take their share of what is free when they start.
         max_num_seqs: sequences running at once.
         max_num_batched_tokens: tokens computed in one step (the token budget). None is 2048, or
-            `max_model_len` if that is more and prompts may not be cut into chunks.
+            `max_model_len` if that is more and chunked prefill is off.
         max_model_len: tokens of prompt and output together. None takes the model's own limit.
-        enable_prefix_caching: find full blocks of earlier prompts and outputs again by their hash.
-        enable_chunked_prefill: a prompt may be computed in pieces over several steps, so that a long
-            one does not hold up the sequences that are already decoding.
-        preemption: how a request gives its blocks back when they run out. "swap" moves its K/V to host
-            memory (and falls back to the other way when that is full), "recompute" drops it and
-            computes it again, "auto" takes what is cheaper, by numbers measured at start-up.
-        watermark: share of the blocks that must stay free when a request is admitted beside running ones, so
-            that those can grow. 0 admits as long as a block is left, and preempts more.
-        attention_backend: "torch" runs everywhere; "triton" decodes with our own kernels, on a GPU;
-            "flash" does, too, and reads prompts with flash-attn or PyTorch's own flash attention;
-            "reference" is the slow, obvious loop over blocks that the documentation explains; "auto"
-            picks the fastest that runs here.
-        enforce_eager: launch every kernel one by one. Otherwise, on a GPU and with its kernels, steps of
-            decodes alone are replayed from CUDA graphs, which are captured at start-up.
-        tensor_parallel_size: devices to spread each layer over. Only 1 so far.
+        enable_prefix_caching: let requests share full blocks of earlier prompts and outputs that begin alike.
+        enable_chunked_prefill: compute a prompt in pieces over several steps, so that a long one does not
+            hold up the sequences that are already decoding.
+        preemption: what happens to the K/V of a request that must give its blocks back. "swap" moves it to
+            host memory (and recomputes if that is full), "recompute" drops it and computes it again, "auto"
+            takes the cheaper one, measured once at start.
+        watermark: share of the blocks that must stay free when a request is admitted while others run, so
+            that their sequences can grow. 0 admits while a block is left, and preempts more often.
+        attention_backend: "torch" runs everywhere. "triton" uses our own kernels for storing and decoding, on
+            a GPU. "flash" does too, and prefills with flash-attn or PyTorch's flash attention. "reference" is
+            the slow, obvious loop over blocks that the docs explain. "auto" picks the fastest that runs here.
+        enforce_eager: launch every kernel one by one. Otherwise, on a GPU with the "triton" or "flash"
+            backend, decode-only steps are replayed from CUDA graphs, which are captured at start.
+        tensor_parallel_size: devices that share each layer. Only 1 so far.
         load_format: "auto" reads the weights; "dummy" draws random ones (config.json is enough).
-        seed: seeds the requests that bring no seed of their own, and the dummy weights.
+        seed: seeds the requests that have no seed of their own, and the dummy weights.
 
     Raises:
         TypeError: an unknown name, or a value of the wrong type.
-        ValueError: a value out of its range; the message says which and what would do.
+        ValueError: a value out of its range; the message names the value and the limit.
     """
 
     model: str | Path | None = field(default=None, kw_only=False)
@@ -183,12 +182,12 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the most likely tokens that together reach this probability (nucleus sampling).
         min_p: drop tokens less likely than `min_p` times the most likely one.
-        seed: makes the request repeatable, whatever else runs beside it. None draws one.
+        seed: makes the request repeatable, independent of the other requests in the batch. None draws one.
         max_tokens: tokens to generate at most.
         min_tokens: before so many tokens no end-of-sequence or stop token is drawn and no stop
             string is looked for.
         stop: a string, or several; the output ends before the first that appears.
-        stop_token_ids: token ids that end the output, beside the model's own end-of-sequence ids.
+        stop_token_ids: token ids that end the output, in addition to the model's end-of-sequence ids.
         ignore_eos: do not end at end-of-sequence; `stop` and `stop_token_ids` still end it.
         logprobs: return the log-probabilities of that many most likely tokens at each generated
             position, and the chosen one's. They are of the model's own distribution, before
@@ -264,7 +263,7 @@ class BeamSearchParams:
         early_stopping: when to stop once `beam_width` texts have ended. True: at once. False: when the best
             beam, ended now, would not beat the worst of them. "never": when no beam ever could.
         ignore_eos: do not end at end-of-sequence.
-        stop_token_ids: token ids that end a text, beside the model's own end-of-sequence ids.
+        stop_token_ids: token ids that end a text, in addition to the model's end-of-sequence ids.
 
     Raises:
         TypeError, ValueError: as for `EngineConfig`.
@@ -278,7 +277,7 @@ class BeamSearchParams:
     ignore_eos: bool = False
     stop_token_ids: SequenceOf[int] = ()
 
-    # What sampling has and a beam search does without.
+    # The engine reads these fields of every request's params; a beam search does not have them.
     seed: ClassVar[None] = None
     stop: ClassVar[tuple[str, ...]] = ()
     logprobs: ClassVar[None] = None

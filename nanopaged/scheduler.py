@@ -158,7 +158,7 @@ class Scheduler:
     def _admit(self, request: Request, budget: int, batch: ScheduledBatch) -> bool:
         """Move the head of the waiting queue to the running requests if its blocks can be had.
 
-        Some blocks stay free for those that are running to grow into: a request that takes the last ones
+        Some blocks stay free, so that running sequences can grow: a request that takes the last ones
         would soon be preempted, and its prompt computed for nothing. An empty engine admits a request of any
         size.
         """

@@ -19,7 +19,7 @@ Move = tuple[int, int]
 
 
 class Swapper:
-    """The blocks of host memory. A swapped request's `host_table`s name those that it has."""
+    """The blocks of host memory; the `host_table`s of a swapped request name the ones that it uses."""
 
     def __init__(self, block_manager: BlockManager, num_host_blocks: int) -> None:
         self.block_manager = block_manager

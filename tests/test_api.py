@@ -309,7 +309,7 @@ def test_an_interrupt_while_a_step_is_booked(tiny: LLM, monkeypatch: pytest.Monk
 
 
 def test_generate_returns_its_own_requests_and_serves_the_others(llm: LLM) -> None:
-    """A request that was added beside them advances in the same steps."""
+    """A request that was added to the engine directly advances in the same steps."""
     llm.engine.add_request("theirs", [1, 2], SamplingParams(max_tokens=9, ignore_eos=True))
     (ours,) = llm.generate([[3, 4]], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
     assert len(ours.outputs[0].token_ids) == 5
@@ -325,7 +325,7 @@ def test_generate_ends_when_others_abort_its_requests(llm: LLM, monkeypatch: pyt
     def watched(**options: bool) -> list[RequestOutput]:
         nonlocal num_steps
         num_steps += 1
-        assert num_steps < 10, "nobody is left"
+        assert num_steps < 10, "generate does not return"
         if num_steps in (3, 5):
             llm.engine.abort_request(next(iter(llm.engine.requests)))
         return step(**options)
@@ -378,7 +378,7 @@ def test_ids_of_the_front_end_and_of_the_user_do_not_collide(llm: LLM) -> None:
 
 
 def test_prompts_of_all_kinds(tiny: LLM) -> None:
-    """A text, ids, a list of either; results in the order asked, whatever finishes first."""
+    """A text, ids, a list of either; results in the order asked, also if they finish in another order."""
     ids = tiny.engine.tokenizer.encode("ROMEO:\n")
     (from_text,) = tiny.generate("ROMEO:\n", GREEDY, use_tqdm=False)
     (from_ids,) = tiny.generate(ids, GREEDY, use_tqdm=False)
@@ -432,7 +432,7 @@ def test_metrics_and_stats_add_up(tiny: LLM) -> None:
 
 
 def test_an_output_is_the_users_own(llm: LLM) -> None:
-    """Whatever the user does to the lists in an output, the request goes on."""
+    """Changing the lists in an output does not change the request."""
     llm.engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True, prompt_logprobs=0))
     while llm.engine.has_unfinished_requests():
         (output,) = llm.engine.step()

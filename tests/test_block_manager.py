@@ -339,7 +339,7 @@ def test_beam_search_as_in_figure_9_of_the_paper() -> None:
         beam 0: 0 1 3 5    beam 1: 0 1 3 6    beam 2: 0 1 3 7    beam 3: 0 2 4 8
 
     The next four all come from beams 1 and 2, two from each. Beams 0 and 3 go, and with them the blocks that
-    nobody else has: 2, 4, 5 and 8. The new tokens go to four new blocks, 9 to 12.
+    no other table has: 2, 4, 5 and 8. The new tokens go to four new blocks, 9 to 12.
     """
     manager = BlockManager(13, 1)
     manager.free_ids = [12, 11, 10, 9]  # blocks 0 to 8 are in tables, 9 is taken first

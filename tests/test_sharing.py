@@ -44,7 +44,7 @@ def sampling(n: int, **extra: object) -> SamplingParams:
 @pytest.mark.parametrize("block_size", [1, 4, 7])
 @pytest.mark.parametrize("budget", [3, 2048])
 def test_n_outputs_share_the_prompt_and_differ(qwen3: Oracle, block_size: int, budget: int) -> None:
-    """The prompt is computed once, whatever n; the outputs differ, and are the same the next time."""
+    """The prompt is computed once for any n; the outputs differ, and are the same the next time."""
     (prompt,) = random_prompts(1, seed=2, longest=40)
     llm = LLM(qwen3.folder, block_size=block_size, max_num_batched_tokens=budget, num_blocks=300)
     (first,) = run(llm, [prompt], [sampling(4)])

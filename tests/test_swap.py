@@ -76,7 +76,7 @@ def test_a_victim_is_moved_and_comes_back(make: MakeEngine) -> None:
     assert list(done) == ["early", "late"]
 
 
-def test_nobody_new_is_admitted_while_a_swapped_request_waits(make: MakeEngine) -> None:
+def test_no_new_request_is_admitted_while_a_swapped_one_waits(make: MakeEngine) -> None:
     engine = make()
     engine.add_request("early", tokens(1, 8), params(20))
     engine.add_request("late", tokens(2, 8), params(20))

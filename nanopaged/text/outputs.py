@@ -29,7 +29,7 @@ class Sample:
 
     token_id: int
     logprob: float
-    logprobs: Logprobs | None = None  # of the most likely tokens beside it, if asked
+    logprobs: Logprobs | None = None  # of the most likely tokens as well, if asked for
 
 
 @dataclass(slots=True)
