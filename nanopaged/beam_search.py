@@ -69,7 +69,7 @@ def _finish(beam: Sequence, sample: Sample) -> Sequence:
     """The beam's text with `sample` as its last token."""
     hypothesis = beam.fork(0)
     hypothesis.append(sample)
-    hypothesis.score = _score(beam.request, hypothesis.cumulative_logprob, len(hypothesis.samples))
+    hypothesis.score = _score(beam.request, hypothesis.cumulative_logprob, hypothesis.num_output_tokens)
     return hypothesis
 
 
@@ -90,7 +90,7 @@ def _is_over(request: Request, hypotheses: list[Sequence], best: float) -> bool:
         return False
     if params.early_stopping is True or params.beam_width == 1:  # a width of 1 is greedy decoding
         return True
-    length = len(request.live[0].samples) + 1
+    length = request.live[0].num_output_tokens + 1
     if params.early_stopping == "never" and params.length_penalty > 0:
         length = request.stop_rules.max_length - request.num_prompt_tokens
     return _score(request, best, length) <= hypotheses[-1].score

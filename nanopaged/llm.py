@@ -137,7 +137,8 @@ class LLM:
             while not finished:
                 if not request.finished:  # a step of another stream may have finished it
                     self.engine.step(with_outputs=False)
-                num_tokens, finished = sum(len(seq.samples) for seq in request.sequences), request.finished
+                finished = request.finished
+                num_tokens = sum(seq.num_output_tokens for seq in request.sequences)
                 if num_tokens > num_shown or finished:
                     num_shown = num_tokens
                     yield request.output()

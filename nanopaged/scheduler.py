@@ -94,7 +94,8 @@ class Scheduler:
             if copies is None:  # out of blocks: the latest request gives way, this one if there is no later
                 self._preempt(self.running.pop(), batch)
                 continue
-            batch.copies += copies
+            if copies:
+                batch.copies += copies
             budget = self._schedule_tokens(request, budget, decodes, prefills)
             i += 1
 
@@ -199,6 +200,7 @@ class Scheduler:
             request.prompt_logprobs.extend(logprobs)
         advanced = dict.fromkeys(self.unreported)  # a set that keeps the order
         ended: list[Sequence] = []
+        num_generated = 0
         for seq, samples in zip(batch.sequences, result.samples, strict=True):
             request = seq.request
             seq.num_computed_tokens += seq.num_scheduled_tokens
@@ -209,14 +211,17 @@ class Scheduler:
                 if any(beam.candidates is None for beam in request.live):
                     continue
                 advance_beams(request, self.block_manager)
-                self.num_generated_tokens += len(request.sequences)
+                num_generated += len(request.sequences)
+            elif request.prompt_phase:
+                siblings = fork_samples(request, self.block_manager)
+                ended += [sib for sib, sample in zip(siblings, samples, strict=True) if sib.append(sample)]
+                num_generated += len(samples)
             else:
-                siblings = fork_samples(request, self.block_manager) if request.prompt_phase else [seq]
-                for sibling, sample in zip(siblings, samples, strict=True):
-                    if sibling.append(sample):
-                        ended.append(sibling)
-                self.num_generated_tokens += len(samples)
+                if seq.append(samples[0]):
+                    ended.append(seq)
+                num_generated += 1
             advanced[request] = None
+        self.num_generated_tokens += num_generated
         for seq in ended:
             self.block_manager.free(seq)
             seq.request.live.remove(seq)

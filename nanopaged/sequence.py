@@ -36,8 +36,9 @@ class Sequence:
     request: Request
     token_ids: list[int]
     index: int = 0  # which of the request's outputs this is
-    samples: list[Sample] = field(default_factory=list)  # one for each generated token
-    cumulative_logprob: float = 0.0  # sum of their log-probabilities
+    token_logprobs: list[float] = field(default_factory=list)  # one for each generated token
+    cumulative_logprob: float = 0.0  # their sum
+    logprobs: list[Logprobs] = field(default_factory=list)  # one for each generated token, if asked for
     detokenizer: Detokenizer | None = None
 
     num_computed_tokens: int = 0
@@ -56,6 +57,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens known: the prompt and what was generated."""
         return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.request.num_prompt_tokens
 
     @property
     def needs_sample(self) -> bool:
@@ -78,17 +84,20 @@ class Sequence:
             request=self.request,
             token_ids=list(self.token_ids),
             index=index,
-            samples=list(self.samples),
+            token_logprobs=list(self.token_logprobs),
             cumulative_logprob=self.cumulative_logprob,
+            logprobs=list(self.logprobs),
             detokenizer=self._new_detokenizer(),
             block_keys=list(self.block_keys),
         )
 
     def append(self, sample: Sample) -> bool:
         """Add a generated token, whose K/V the next step computes. Returns whether it ends the sequence."""
-        self.samples.append(sample)
-        self.token_ids.append(sample.token_id)
+        self.token_logprobs.append(sample.logprob)
+        if sample.logprobs is not None:
+            self.logprobs.append(sample.logprobs)
         self.cumulative_logprob += sample.logprob
+        self.token_ids.append(sample.token_id)  # last: what was appended before it counts only with it
         return self.check_stop()
 
     def check_stop(self) -> bool:
@@ -109,13 +118,14 @@ class Sequence:
         return self.finish_reason is not None
 
     def start_over(self) -> None:
-        """A step failed, perhaps while it changed this sequence: rebuild everything from the samples."""
-        self.token_ids = self.token_ids[: self.request.num_prompt_tokens] + [s.token_id for s in self.samples]
-        self.cumulative_logprob = sum(sample.logprob for sample in self.samples)
+        """A step failed, perhaps while it changed this sequence: rebuild everything from the tokens."""
+        num_output_tokens = self.num_output_tokens
+        del self.token_logprobs[num_output_tokens:], self.logprobs[num_output_tokens:]
+        self.cumulative_logprob = sum(self.token_logprobs)
         self.detokenizer = self._new_detokenizer()
         self.block_table, self.host_table, self.block_keys, self.candidates = [], [], [], None
         self.num_computed_tokens = 0
-        if self.samples:
+        if num_output_tokens > 0:
             self.check_stop()
 
     def _new_detokenizer(self) -> Detokenizer | None:
@@ -135,7 +145,7 @@ class Sequence:
             text=text,
             token_ids=token_ids,
             cumulative_logprob=self.cumulative_logprob,
-            logprobs=[sample.logprobs for sample in self.samples] if with_logprobs else None,
+            logprobs=list(self.logprobs) if with_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             score=self.score,
