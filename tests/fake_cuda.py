@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanopaged
 from nanopaged.attention import flash_backend
-from nanopaged.kernels import fused
+from nanopaged.kernels import copy_blocks, fused
 from nanopaged.kernels import paged_attention as kernels
 from nanopaged.model import cuda_graphs
 
@@ -182,11 +182,15 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _where() -> str:
-    """The innermost function of the package that is being run, but for `send` and comprehensions."""
+    """The innermost function of the package that is being run, but for `to_device` and comprehensions."""
     frame = sys._getframe(1)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
-        if PACKAGE in file.parents and file.name != "device.py" and frame.f_code.co_name[0] != "<":
+        if (
+            PACKAGE in file.parents
+            and frame.f_code.co_name != "to_device"
+            and "<" not in frame.f_code.co_name
+        ):
             return f"{file.name} {frame.f_code.co_name}"
         frame = frame.f_back
     return "a test"
@@ -245,7 +249,7 @@ class Launcher:
         self.cuda.launched.append(self.name)
 
 
-def fake_varlen(cuda: FakeCuda) -> flash_backend.Varlen:
+def fake_varlen(cuda: FakeCuda) -> Callable[..., Tensor]:
     """Flash attention that checks what it is given."""
 
     def attend(
@@ -254,9 +258,9 @@ def fake_varlen(cuda: FakeCuda) -> flash_backend.Varlen:
         v: Tensor,
         cu_q: Tensor,
         cu_k: Tensor,
-        longest_q: int,
-        longest_k: int,
-        scale: float,
+        max_q: int,
+        max_k: int,
+        softmax_scale: float,
     ) -> Tensor:
         assert all(t.is_cuda for t in (q, k, v, cu_q, cu_k))
         assert q.dtype == k.dtype == v.dtype
@@ -266,10 +270,10 @@ def fake_varlen(cuda: FakeCuda) -> flash_backend.Varlen:
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
         assert cu_q.dtype == cu_k.dtype == torch.int32
         assert cu_q.shape == cu_k.shape
-        assert type(longest_q) is type(longest_k) is int
-        assert 0 < longest_q <= longest_k <= len(k)
-        assert longest_q <= len(q)
-        assert type(scale) is float
+        assert type(max_q) is type(max_k) is int
+        assert 0 < max_q <= max_k <= len(k)
+        assert max_q <= len(q)
+        assert type(softmax_scale) is float
         cuda.note("launch", "varlen")
         cuda.launched.append("varlen")
         return torch.empty_like(q)
@@ -304,13 +308,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
             lambda *args, method=method, **kwargs: method(*args, **kwargs),
             raising=False,
         )
-    for module in (kernels, fused):
+    for module in (kernels, copy_blocks, fused):
         for name, kernel in vars(module).copy().items():
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Launcher(cuda, name, kernel))
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     monkeypatch.setattr(kernels, "MIN_SPLIT", 16)  # so that short contexts have splits, too
-    monkeypatch.setattr(flash_backend, "varlen", lambda: fake_varlen(cuda))
+    monkeypatch.setattr(flash_backend, "load_varlen", lambda: fake_varlen(cuda))
     monkeypatch.setattr(cuda_graphs, "Capture", lambda: fake_capture(cuda))
     monkeypatch.setattr("nanopaged.model.checkpoint._read_weights", lambda model, folder: None)
     driver = {

@@ -38,15 +38,7 @@ def with_graphs(folder: str, max_num_seqs: int, **options: object) -> LLM:
         **options,
     )
     runner = llm.engine.runner
-    runner.graphs = DecodeGraphs(
-        runner.model,
-        runner.kv_cache,
-        runner.model.config.head_dim**-0.5,
-        runner.attention.tables,
-        max_num_seqs,
-        MAX_MODEL_LEN,
-        compute_again,
-    )
+    runner.graphs = DecodeGraphs(runner.model, runner.attention, max_num_seqs, MAX_MODEL_LEN, compute_again)
     return llm
 
 
@@ -114,7 +106,7 @@ def test_capturing_touches_no_block(qwen3: Oracle) -> None:
     llm = LLM(qwen3.folder, dtype="float32", attention_backend="triton", num_blocks=6)
     runner = llm.engine.runner
     runner.kv_cache.data.fill_(7.0)
-    DecodeGraphs(runner.model, runner.kv_cache, 1.0, runner.attention.tables, 3, MAX_MODEL_LEN, compute_again)
+    DecodeGraphs(runner.model, runner.attention, 3, MAX_MODEL_LEN, compute_again)
     assert (runner.kv_cache.data == 7.0).all()
 
 
@@ -157,8 +149,10 @@ def test_block_tables_send_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> 
     sent: list[list[list[int]]] = []
     import nanopaged.attention.triton_backend as module
 
-    send = module.send
-    monkeypatch.setattr(module, "send", lambda a, device: sent.append(a.T.tolist()) or send(a, device))
+    to_device = module.to_device
+    monkeypatch.setattr(
+        module, "to_device", lambda a, device: sent.append(a.T.tolist()) or to_device(a, device)
+    )
     tables = BlockTables(torch.device("cpu"))
     tables.reserve(2, 4)
     one, two = tables.update([7, 8], [[5, 2], [0]])
