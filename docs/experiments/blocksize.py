@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
-from nanopaged.device import pick_device
+from nanopaged.kv_cache import pick_device
 from nanopaged.scheduler import Scheduler
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from nanopaged.device import pick_device
+from nanopaged.kv_cache import pick_device
 from nanopaged.model.checkpoint import find_model
 from nanopaged.model.layers import Linear
 from nanopaged.model.model_config import read_model_config
@@ -177,7 +177,7 @@ def copy_bandwidth(device: torch.device) -> float:
 def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     """Floating-point operations a second of a large linear layer, at best."""
     n = 8192 if device.type == "cuda" else 2048
-    layer = Linear(n, n, bias=False, like=torch.empty(0, dtype=dtype, device=device))
+    layer = Linear(n, n, False, dtype, device)
     layer.weight.data.normal_()
     layer.pack()
     x = torch.randn(n, n, device=device).to(dtype)

@@ -31,11 +31,11 @@ from common import (
 )
 from torch import Tensor
 
-from nanopaged.attention.metadata import PagedBatch, make_attention
+from nanopaged.attention import make_attention
+from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.torch_backend import gather_context
 from nanopaged.block_pool import blocks_needed
-from nanopaged.device import pick_device
-from nanopaged.kv_cache import KVCache, KVShape
+from nanopaged.kv_cache import KVCache, KVShape, pick_device
 
 PADDED_LIMIT = 8 << 30  # bytes of a padded K/V that is still worth trying
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context", type=length_range, nargs="+", help="keys of each sequence, or a range: 1024 1024-4096"
     )
     parser.add_argument("--block-size", type=at_least(1), nargs="+", default=[16])
-    parser.add_argument("--layout", nargs="+", choices=["block", "layer"], default=["block", "layer"])
+    parser.add_argument("--layout", nargs="+", choices=["block"], default=["block"])
     parser.add_argument(
         "--splits", type=int, nargs="+", default=[], help="try these beside the rule's choice"
     )
@@ -92,29 +92,29 @@ class Case:
         ids = rng.sample(range(sum(needed) + 8), sum(needed))
         self.tables = [[ids.pop() for _ in range(n)] for n in needed]
         shape = KVShape(args.layers, args.kv_heads, args.head_dim, getattr(torch, args.dtype))
-        self.cache = KVCache(shape, sum(needed) + 8, block_size, device, block_major=layout == "block")
+        self.cache = KVCache(shape, sum(needed) + 8, block_size, device)
         for part in self.cache.layer(self.layer):
             part.normal_()
         self.q = torch.randn(len(lens), args.kv_heads * args.group, args.head_dim).to(device, shape.dtype)
         self.kv = torch.randn(2, len(lens), args.kv_heads, args.head_dim).to(device, shape.dtype)
         self.num_bytes = sum(lens) * shape.block_bytes(1) // args.layers
 
-    def batch(self) -> PagedBatch:
+    def batch(self) -> AttentionMetadata:
         size = self.block_size
         slots = [
             t[(n - 1) // size] * size + (n - 1) % size for t, n in zip(self.tables, self.lens, strict=True)
         ]
         n = len(self.lens)
         ones = np.ones(n, dtype=np.int64)
-        return PagedBatch(ones, np.array(self.lens), self.tables, np.array(slots), n, list(range(n)))
+        return AttentionMetadata(ones, np.array(self.lens), self.tables, np.array(slots), n, list(range(n)))
 
     def paged(self, num_splits: int | None = None) -> Callable[[], Tensor]:
         """Our own decode, the storing left out."""
-        backend = make_attention("auto", self.cache, self.q.shape[-1] ** -0.5)
-        plan = backend.decodes(self.batch())
+        attention = make_attention("auto", self.cache, self.q.shape[-1] ** -0.5)
+        attention.begin_step(self.batch())
         if num_splits is not None:
-            plan.num_splits = num_splits
-        return lambda: plan(self.layer, self.q, *self.kv)
+            attention.num_splits = num_splits
+        return lambda: attention.decode(self.layer, self.q)
 
     def grouped(self) -> Tensor:
         """The query heads of a KV head as so many queries: [num_seqs, num_kv_heads, group, head_dim]."""
@@ -232,20 +232,20 @@ def time_moves(args: argparse.Namespace, device: torch.device, bandwidth: float)
     cache = KVCache(shape, 4096, args.block_size[0], device)
     cache.data.normal_()
     rng = random.Random(args.seed)
-    backend = make_attention("auto", cache, 1.0)
     num_slots = 4096 * cache.block_size
     rows: list[tuple[str, str, Callable[[], object], int]] = []
     for num_tokens in (1, 64, 256, 4096):
         k, v = torch.randn(2, num_tokens, args.kv_heads, args.head_dim).to(device, shape.dtype)
         slots = np.array(rng.sample(range(num_slots), num_tokens))
         ones = np.ones(num_tokens, dtype=np.int64)
-        store = backend.store(PagedBatch(ones, ones, [], slots, num_tokens, []))
-        call = lambda store=store, k=k, v=v: store(args.layers - 1, k, v)  # noqa: E731
+        attention = make_attention("auto", cache, 1.0)
+        attention.begin_store(AttentionMetadata(ones, ones, [], slots, num_tokens, []))
+        call = lambda store=attention.store, k=k, v=v: store(args.layers - 1, k, v)  # noqa: E731
         rows.append(("store", f"{num_tokens} tokens", call, num_tokens * shape.block_bytes(1) // args.layers))
     for num_pairs in (1, 16, 256):
         blocks = rng.sample(range(4096), 2 * num_pairs)
         pairs = list(zip(blocks[::2], blocks[1::2], strict=True))
-        call = lambda pairs=pairs: cache.copy_blocks(pairs)  # noqa: E731
+        call = lambda pairs=pairs: cache.move_blocks([], [], pairs)  # noqa: E731
         if device.type == "cuda":
             index = torch.tensor(pairs, device=device)
             call = lambda index=index: cache.copy_kernel(cache.data, index)  # noqa: E731

@@ -25,7 +25,7 @@ from nanopaged.block_manager import BlockManager
 from nanopaged.block_pool import blocks_needed
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model_runner import prepare
-from nanopaged.next_tokens import draw_next_tokens
+from nanopaged.sampler import sample_next_tokens
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import ScheduledBatch, StepResult
 
@@ -81,18 +81,16 @@ class HostPath:
     VOCAB = 32
 
     def __init__(self, block_size: int, max_num_seqs: int, max_context_len: int) -> None:
-        from nanopaged.attention.triton_backend import BlockTables
+        from nanopaged.attention.triton_backend import TritonAttention
         from nanopaged.model.cuda_graphs import DecodeGraphs
 
-        device = torch.device("cpu")
+        cache = KVCache(KVShape(1, 1, 8, torch.float32), 1, block_size, torch.device("cpu"))
         self.block_size = block_size
         self.hidden = torch.zeros(max_num_seqs, 8)
         self.scores = torch.randn(max_num_seqs, self.VOCAB)
         self.graphs = DecodeGraphs(
             model=lambda input_ids, positions, attend: self.hidden[: len(input_ids)],
-            cache=KVCache(KVShape(1, 1, 8, torch.float32), 1, block_size, device),
-            scale=1.0,
-            tables=BlockTables(device),
+            attention=TritonAttention(cache, 1.0),
             max_num_seqs=max_num_seqs,
             max_context_len=max_context_len,
             capture=lambda work: (work(), lambda: None),
@@ -109,7 +107,7 @@ class HostPath:
         else:
             hidden = self.graphs.run(*prepare(batch, self.block_size))
             self.prepare_seconds.append(time.perf_counter() - began)
-        return StepResult(draw_next_tokens(batch, hidden, lambda rows: self.scores[: len(rows)]))
+        return StepResult(sample_next_tokens(batch, hidden, lambda rows: self.scores[: len(rows)]))
 
 
 def time_host(num_seqs: int, args: argparse.Namespace) -> list[float]:

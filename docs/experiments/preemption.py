@@ -25,8 +25,7 @@ from common import (
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.block_pool import blocks_needed
-from nanopaged.device import pick_device
-from nanopaged.kv_cache import KVCache, KVShape
+from nanopaged.kv_cache import KVCache, KVShape, pick_device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,15 +38,15 @@ def run(args: argparse.Namespace) -> None:
     recompute, shape = time_prefill(args)
     recompute *= 1e6
     print(f"{model_name(args)}: {shape.block_bytes(1):,} bytes a token; {machine()}")
-    print(f"{'block size':>10} {'block-major':>12} {'layer-major':>12} {'recompute':>10}   us a token")
+    print(f"{'block size':>10} {'swap':>12} {'recompute':>10}   us a token")
     rows = []
     for block_size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-        swaps = [1e6 * time_swap(shape, block_size, device, major, args.seed) for major in (True, False)]
-        rows.append((block_size, *swaps, recompute))
-        print(f"{block_size:10} {swaps[0]:12.2f} {swaps[1]:12.2f} {recompute:10.2f}")
+        swap = 1e6 * time_swap(shape, block_size, device, args.seed)
+        rows.append((block_size, swap, recompute))
+        print(f"{block_size:10} {swap:12.2f} {recompute:10.2f}")
     if args.plot:
         sizes, *columns = map(list, zip(*rows, strict=True))
-        lines = dict(zip(("swap, block-major", "swap, layer-major", "recompute"), columns, strict=True))
+        lines = dict(zip(("swap", "recompute"), columns, strict=True))
         save_lines(args.plot, sizes, lines, "block size (tokens)", "microseconds a token", log_y=True)
     pool_table(args)
 
@@ -90,21 +89,21 @@ def time_swap(
     shape: KVShape,
     block_size: int,
     device: torch.device,
-    block_major: bool,
     seed: int,
     num_tokens: int = 2048,
 ) -> float:
     """Seconds a token for the way out and in of scattered blocks; the median of seven rounds."""
     num_blocks = num_tokens // block_size
-    cache = KVCache(shape, 2 * num_blocks, block_size, device, num_blocks, block_major)
+    cache = KVCache(shape, 2 * num_blocks, block_size, device, num_blocks)
     cache.data.normal_()
     rng, rounds = random.Random(seed), []
     for _ in range(7):
         device_blocks = rng.sample(range(2 * num_blocks), num_blocks)
         host_blocks = rng.sample(range(num_blocks), num_blocks)
         began = time.perf_counter()
-        cache.swap_out(list(zip(device_blocks, host_blocks, strict=True)))
-        cache.swap_in(list(zip(host_blocks, device_blocks, strict=True)))
+        swap_out = list(zip(device_blocks, host_blocks, strict=True))
+        cache.move_blocks(swap_out, [], [])
+        cache.move_blocks([], [(host, device) for device, host in swap_out], [])
         if device.type == "cuda":
             torch.cuda.synchronize()
         rounds.append(time.perf_counter() - began)

@@ -28,7 +28,7 @@ from common import (
 )
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.device import pick_device
+from nanopaged.kv_cache import pick_device
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.model_runner import ModelRunner
 

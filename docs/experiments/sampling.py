@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from nanopaged import SamplingParams
-from nanopaged.device import pick_device
-from nanopaged.sampler import Draws, SampleRow, sample
+from nanopaged.kv_cache import pick_device
+from nanopaged.sampler import SampleRow, SamplingMetadata, sample
 
 SETTINGS = {
     "greedy": SamplingParams(temperature=0),
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
             for name, params in SETTINGS.items():
                 rows = [SampleRow(params, args.seed, i, 0, []) for i in range(num_rows)]
                 ours, theirs = in_turns(
-                    lambda rows=rows, logits=logits: sample(logits, Draws(rows, device)),
+                    lambda rows=rows, logits=logits: sample(logits, SamplingMetadata(rows, device)),
                     lambda params=params, logits=logits: sample_hf(logits, params),
                     args.repeat,
                 )

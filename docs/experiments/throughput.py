@@ -31,7 +31,7 @@ from roofline import head_weights, weights
 from tqdm import tqdm
 
 from nanopaged import LLM, RequestOutput, SamplingParams
-from nanopaged.device import pick_device
+from nanopaged.kv_cache import pick_device
 
 DEFAULTS = {  # (on CUDA, elsewhere)
     "shape": ("qwen3-0.6b", "100m"),
