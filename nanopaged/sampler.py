@@ -57,12 +57,10 @@ class SamplingMetadata:
         self.all_greedy, self.any_greedy = num_greedy == len(rows), num_greedy > 0
         if self.all_greedy:
             return
-        numbers = np.array(columns, dtype=np.float32).T
+        numbers = np.array(columns, dtype=np.float32).T  # [6, num_rows]
         self.top_ks, self.top_ps, self.min_ps = numbers[1:4]  # on the host, to decide which filters to run
-        # Each [num_rows, 1]
-        self.temperature, self.top_k, self.top_p, self.min_p, self.uniform, self.is_greedy = to_device(
-            numbers[:, :, None], device
-        )
+        numbers = to_device(numbers[:, :, None], device)  # each [num_rows, 1]
+        self.temperature, self.top_k, self.top_p, self.min_p, self.uniform, self.is_greedy = numbers
 
 
 def send_banned(token_ids: list[Collection[int]], device: torch.device) -> Tensor:
@@ -97,22 +95,20 @@ def sample_next_tokens(
         FloatingPointError: the model's scores are not finite.
     """
     samples: list[list[Sample]] = []
-    last_tokens: list[int] = []  # row i of the logits belongs to this row of `hidden`, …
-    sequences: list[Sequence] = []  # … to this sequence, …
-    found: list[list[Sample]] = []  # … and its samples go to this one of `samples`
+    ready: list[int] = []  # row i of the logits belongs to sequence ready[i] of the batch …
+    last_tokens: list[int] = []  # … and comes from row last_tokens[i] of `hidden`
     beams: list[int] = []  # rows of the logits that belong to beams
     draws: list[SampleRow] = []
     draw_rows: list[int] = []  # the row of the logits of each draw
     end = 0
-    for seq in batch.sequences:
+    for i, seq in enumerate(batch.sequences):
         end += seq.num_scheduled_tokens
         samples.append([])
         if not seq.needs_sample:
             continue
-        row, request = len(sequences), seq.request
+        row, request = len(ready), seq.request
+        ready.append(i)
         last_tokens.append(end - 1)
-        sequences.append(seq)
-        found.append(samples[-1])
         if request.is_beam_search:
             beams.append(row)
             continue
@@ -120,19 +116,20 @@ def sample_next_tokens(
         for index in range(request.params.num_sequences) if request.prompt_phase else (seq.index,):
             draws.append(SampleRow(request.params, request.seed, index, seq.num_tokens, banned))
             draw_rows.append(row)
-    if not sequences:
+    if not ready:
         return samples
-    logits = compute_logits(take_rows(hidden, last_tokens))  # [len(sequences), vocab_size]
+    logits = compute_logits(take_rows(hidden, last_tokens))  # [len(ready), vocab_size]
     metadata, draw_logits = SamplingMetadata(draws, hidden.device), take_rows(logits, draw_rows)
     if beams:
-        proposals = propose_for_beams(take_rows(logits, beams), [sequences[row] for row in beams])
-        for row, tokens in zip(beams, proposals, strict=True):
-            found[row].extend(tokens)
+        sequences = [batch.sequences[ready[row]] for row in beams]
+        for row, tokens in zip(beams, propose_for_beams(take_rows(logits, beams), sequences), strict=True):
+            samples[ready[row]] = tokens
     if draws:
         for row, token in zip(draw_rows, sample(draw_logits, metadata), strict=True):
-            found[row].append(token)
-    for seq, tokens in zip(sequences, found, strict=True):
-        if not math.isfinite(tokens[0].logprob):
+            samples[ready[row]].append(token)
+    for i in ready:
+        if not math.isfinite(samples[i][0].logprob):
+            seq = batch.sequences[i]
             raise FloatingPointError(
                 f"the model's scores for request {seq.request.request_id!r} at position {seq.num_tokens} are "
                 f"not finite in {hidden.dtype}: abort the request, or use a dtype with a wider range"
