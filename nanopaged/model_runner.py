@@ -184,14 +184,14 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndar
             positions += range(start, start + n)
             slots += slots_of(table, np.arange(start, start + n), block_size).tolist()
     metadata = AttentionMetadata(
-        query_lens=np.array(query_lens),
-        context_lens=np.array(context_lens),
+        query_lens=np.array(query_lens, dtype=np.int64),
+        context_lens=np.array(context_lens, dtype=np.int64),
         block_tables=block_tables,
-        slot_mapping=np.array(slots),
+        slot_mapping=np.array(slots, dtype=np.int64),
         num_decodes=batch.num_decodes,
         seq_ids=list(map(id, batch.sequences)),
     )
-    return np.array(input_ids), np.array(positions), metadata
+    return np.array(input_ids, dtype=np.int64), np.array(positions, dtype=np.int64), metadata
 
 
 # ── the profile run: how many blocks fit ──────────────────────────────────────────────────────────
