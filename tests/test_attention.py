@@ -146,13 +146,13 @@ def dense_varlen(
     return torch.cat(out)
 
 
-NO_TRITON = "decodes beside flash attention are written in Triton"
+NO_TRITON = "FlashAttention decodes with Triton kernels"
 
 
 @pytest.mark.parametrize("lengths", [c for c in CASES.values() if c[-1][1] > 1])
 @pytest.mark.parametrize("block_size", [1, 7, 16])
 @pytest.mark.parametrize("gather_keys", [1, 30, 1 << 16])
-def test_what_flash_attention_is_given(
+def test_the_inputs_of_flash_attention(
     lengths: list[tuple[int, int]], block_size: int, gather_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The flat layout of queries and contexts, with the kernel itself replaced by plain PyTorch.
@@ -237,7 +237,7 @@ def test_many_tiles_of_rows(rows_a_tile: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_scores_far_apart_do_not_overflow() -> None:
-    """Scores of ±1e4 would overflow exp in float32 if the maximum were not taken off first."""
+    """Scores of ±1e4 would overflow exp in float32 if the maximum were not subtracted first."""
     case = Case([(40, 1), (9, 1)], 4, (4, 2), 16)
     for k in case.keys:
         k *= 1e4

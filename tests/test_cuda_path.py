@@ -1,6 +1,6 @@
-"""The CUDA path without a GPU: the whole engine on `fake_cuda.py`'s tensors.
+"""The CUDA path without a GPU: the whole engine on the fake tensors of `fake_cuda.py`.
 
-What goes where, in which type, for what the host waits, and how many kernels are launched.
+Devices and dtypes of all tensors, the copies for which the host waits, and the number of kernel launches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         yield cuda
 
 
-# ── what the fake is worth ────────────────────────────────────────────────────────────────────────
+# ── the fake itself ────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         lambda x, host: x.numpy(),
     ],
 )
-def test_what_is_refused(cuda: FakeCuda, wrong: Callable[[Tensor, Tensor], object]) -> None:
+def test_the_fake_refuses(cuda: FakeCuda, wrong: Callable[[Tensor, Tensor], object]) -> None:
     with pytest.raises((AssertionError, RuntimeError)):
         wrong(torch.zeros(3, device=CUDA), torch.zeros(3))
 
@@ -82,7 +82,7 @@ def test_what_is_refused(cuda: FakeCuda, wrong: Callable[[Tensor, Tensor], objec
     ],
 )
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_is_noted(
+def test_the_fake_records(
     cuda: FakeCuda, copy: Callable[[Tensor, Tensor], object], events: list[str], mode: Callable[[], Any]
 ) -> None:
     with mode():
@@ -110,7 +110,7 @@ def on_cuda(oracle: Oracle, **options: object) -> LLM:
 
 
 def run(cuda: FakeCuda, llm: LLM, lengths: list[int], params: object) -> Steps:
-    """Prompts of these lengths to their ends."""
+    """Generate from prompts of these lengths; returns the events of each step."""
     params = params if isinstance(params, list) else [params] * len(lengths)
     hook = llm.engine.runner.model.register_forward_pre_hook(lambda *_: cuda.note("model"))
     for i, (length, p) in enumerate(zip(lengths, params, strict=True)):
@@ -131,7 +131,7 @@ def where(step: list[tuple[str, str]], *kinds: str) -> list[str]:
 
 
 def check(step: list[tuple[str, str]], waits: list[str], sent_late: list[str] | None = None) -> None:
-    """The host waits there and nowhere else, and when it has begun to, it sends nothing but `sent_late`."""
+    """The host waits only in `waits`, and after the first wait it sends only `sent_late`."""
     assert where(step, "wait") == waits
     assert where(step, "blocking send") == []
     if waits:
@@ -157,7 +157,7 @@ def test_a_step_waits_for_the_tokens_alone(
     enforce_eager: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decodes, new prompts, later chunks of prompts, and mixtures; decodes alone are a graph's business."""
+    """Decodes, new prompts, later chunks of prompts, and mixtures. Decode-only steps are replayed."""
     seen, prepare, read = [], runner_module.prepare, read_model_config
 
     def watched(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, AttentionMetadata]:
@@ -194,7 +194,7 @@ def test_a_step_waits_for_the_tokens_alone(
 def test_what_torch_own_varlen_attention_takes(
     qwen3: Oracle, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's own checks are made, as far as they need no GPU."""
+    """PyTorch makes its own checks, as far as they need no GPU."""
     try:
         varlen = flash_backend.load_torch_varlen()
     except ImportError as error:
@@ -205,7 +205,7 @@ def test_what_torch_own_varlen_attention_takes(
 
 
 def test_graphs_are_captured_without_the_host(oracle: Oracle, cuda: FakeCuda) -> None:
-    """That nothing else happens in a capture, `FakeCuda` sees to; each has its inputs sent before."""
+    """`FakeCuda` fails on anything but launches in a capture; its inputs are sent before."""
     on_cuda(oracle, attention_backend="triton", max_num_seqs=9)
     events = cuda.taken()
     assert len(where(events, "capture")) == len([1, 2, 4, 8, 9])
@@ -214,7 +214,7 @@ def test_graphs_are_captured_without_the_host(oracle: Oracle, cuda: FakeCuda) ->
 
 
 def test_the_device_needs_no_number(qwen3: Oracle, cuda: FakeCuda) -> None:
-    """A device named "cuda" is what "auto" stands for where there is a GPU."""
+    """On a GPU, "auto" is the device named "cuda"."""
     llm = on_cuda(qwen3, device="cuda", attention_backend="triton")
     for step in run(cuda, llm, [5], SamplingParams(max_tokens=3)):
         check(step, DRAWN)
@@ -236,8 +236,8 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("name", list(SAMPLING))
-def test_what_is_drawn_comes_in_one_piece(qwen3: Oracle, cuda: FakeCuda, name: str) -> None:
-    """Log-probabilities of other tokens, too."""
+def test_samples_are_fetched_at_once(qwen3: Oracle, cuda: FakeCuda, name: str) -> None:
+    """One wait, for tokens and log-probabilities."""
     llm = on_cuda(qwen3, attention_backend="triton", enforce_eager=True)
     waits = ["sampler.py propose_for_beams"] if "beams" in name else DRAWN
     steps = run(cuda, llm, [9], dataclasses.replace(SAMPLING[name], max_tokens=3))
@@ -246,8 +246,8 @@ def test_what_is_drawn_comes_in_one_piece(qwen3: Oracle, cuda: FakeCuda, name: s
         check(step, waits)
 
 
-def test_all_that_may_be_in_one_batch(qwen3: Oracle, cuda: FakeCuda) -> None:
-    """One wait for the beams, one for what is drawn."""
+def test_all_kinds_of_sampling_in_one_batch(qwen3: Oracle, cuda: FakeCuda) -> None:
+    """One wait for the beams, one for the drawn tokens."""
     llm = on_cuda(
         qwen3, num_blocks=200, max_num_seqs=20, max_num_batched_tokens=200, attention_backend="triton"
     )
@@ -259,7 +259,7 @@ def test_all_that_may_be_in_one_batch(qwen3: Oracle, cuda: FakeCuda) -> None:
 
 
 def test_scores_of_prompts(qwen3: Oracle, cuda: FakeCuda) -> None:
-    """They come after what is drawn; the actual tokens are sent when it is their turn."""
+    """They are fetched after the drawn tokens; the prompt's tokens are sent just before."""
     llm = on_cuda(qwen3, attention_backend="triton")
     first, second, third = run(cuda, llm, [30], SamplingParams(max_tokens=2, prompt_logprobs=1))
     check(first, DRAWN)
@@ -283,7 +283,7 @@ def test_blocks_move_while_the_host_goes_on(cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize(("preemption", "enforce_eager"), [("swap", False), ("auto", True)])
 def test_forks_and_swaps(qwen3: Oracle, cuda: FakeCuda, preemption: str, enforce_eager: bool) -> None:
-    """Too few blocks for all: what is swapped and copied on write is no reason to wait."""
+    """With too few blocks for all: the host does not wait for swaps or copies on write."""
     llm = on_cuda(
         qwen3,
         preemption=preemption,
@@ -310,7 +310,7 @@ def test_forks_and_swaps(qwen3: Oracle, cuda: FakeCuda, preemption: str, enforce
     ("backend", "dtype"), [("flash", "bfloat16"), ("triton", "float32"), ("torch", "float16")]
 )
 def test_the_largest_step(qwen3: Oracle, cuda: FakeCuda, backend: str, dtype: str) -> None:
-    """The step that is measured runs: contexts are cached, all that is drawn is sorted."""
+    """The step that is measured runs, with cached contexts and sorted scores."""
     llm = on_cuda(qwen3, num_blocks=None, attention_backend=backend, dtype=dtype, enforce_eager=True)
     events = cuda.taken()
     assert where(events, "wait") == DRAWN

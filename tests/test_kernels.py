@@ -120,7 +120,7 @@ def test_decode_in_each_type(dtype: torch.dtype) -> None:
 
 
 def test_decode_of_scores_far_apart() -> None:
-    """Scores of ±1e4 would overflow if the maximum were not taken off first, in tiles and between splits."""
+    """Scores of ±1e4 would overflow if the maximum were not subtracted, in tiles and between splits."""
     case = Case([300, 9], 16, (4, 2), 64)
     case.q = case.q * 1e4
     expected = case.dense()

@@ -1,4 +1,4 @@
-"""Filters against transformers', draws against their distribution, seeds against whatever is around."""
+"""Filters against transformers', draws against their distribution, seeds in batches of all kinds."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_filters_out_of_all_proportion() -> None:
     ],
 )
 def test_equals_are_kept_or_dropped_together(params: SamplingParams, kept: list[int]) -> None:
-    """Which of several tokens, all as likely, comes first is not for the order of a sort to say."""
+    """Ties must not depend on the order of a sort."""
     logits = torch.tensor([[0.4, 0.19, 0.19, 0.19, 0.03]]).log()
     probs = filtered_probs(logits, metadata_of([params]))
     assert (probs[0] > 0).nonzero()[:, 0].tolist() == kept
@@ -107,7 +107,7 @@ def rows_of(params: SamplingParams, num: int, **fields: object) -> list[SampleRo
     ],
 )
 def test_draws_follow_the_distribution(params: SamplingParams) -> None:
-    """Chi-square over 40,000 draws with fixed seeds, so it passes always or never.
+    """Chi-square over 40,000 draws with fixed seeds, so the result is always the same.
 
     For a right sampler the statistic exceeds its 99.9% point for one seed in a thousand.
     """
@@ -208,8 +208,8 @@ def texts(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> l
     return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def test_a_seed_gives_the_same_text_whatever_happens_around_it(qwen3: Oracle) -> None:
-    """Alone, beside others, in chunks of two, preempted over and over: the same tokens."""
+def test_a_seed_gives_the_same_text_in_any_batch(qwen3: Oracle) -> None:
+    """Alone, with others, in chunks of two tokens, preempted again and again: the same tokens."""
     prompts = random_prompts(5, seed=1, longest=30)
     params = [seeded(i, top_k=20, top_p=0.95) for i in range(5)]
     llm = LLM(qwen3.folder, num_blocks=200)
