@@ -214,11 +214,10 @@ def measure_num_blocks(
     device = model.embed_tokens.weight.device
     if device.type == "cuda":
         peak = peak_memory(lambda: largest_step(config, model, shape, max_model_len, step_budget), device)
-        total = torch.cuda.mem_get_info(device)[1]
-        used = total - available_memory(device)
-        num_bytes = int(total * (config.memory_utilization or 0.9)) - used - peak
+        free, total = torch.cuda.mem_get_info(device)
+        num_bytes = int(total * (config.memory_utilization or 0.9)) - (total - free) - peak
     else:
-        num_bytes = int(available_memory(device) * (config.memory_utilization or 0.5))
+        num_bytes = int(available_memory() * (config.memory_utilization or 0.5))
     block_bytes = shape.block_bytes(config.block_size)
     fit = max(0, num_bytes) // block_bytes
     needed = -(-max_model_len // config.block_size)  # blocks of one sequence: ceil division
@@ -281,10 +280,8 @@ def largest_step(
     sample(logits.clone(), SamplingMetadata(rows, device))
 
 
-def available_memory(device: torch.device) -> int:
-    """Bytes of memory that are free now: of the GPU, or of this computer."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+def available_memory() -> int:
+    """Bytes of this computer's memory that are free now."""
     try:
         with open("/proc/meminfo") as meminfo:  # Linux; counts what file caches would give back
             fields = dict(line.split(":", 1) for line in meminfo)

@@ -80,9 +80,7 @@ def sample_next_tokens(
 ) -> list[list[Sample]]:
     """For each sequence of the batch, the tokens that may follow it; none if it does not need a sample.
 
-    Three sequences with 1, 4 and 1 new tokens, of which the second is a chunk of a longer prompt:
-
-        hidden states     0 │ 1 2 3 4 │ 5         rows that become logits: 0, 5
+    1, 4 and 1 new tokens, the 4 of them a chunk of a longer prompt: rows 0 and 5 of `hidden` become logits.
 
     A GPU still computes `hidden` while this function runs. All inputs of the sampling are sent before the
     first result is read, because reading makes the host wait.
