@@ -29,7 +29,7 @@ class FlashAttention(TritonAttention):
     """Decodes as in `TritonAttention`, prefills by flash attention.
 
     A step has few new tokens, but if many requests share a prefix, their contexts together may be longer than
-    the whole KV cache. So prefills go in groups, and a group gathers GATHER_KEYS keys at most.
+    the whole KV cache. So prefills go in groups that gather GATHER_KEYS keys at most, or one longer context.
     """
 
     def begin_prefills(self, metadata: AttentionMetadata) -> None:

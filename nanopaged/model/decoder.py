@@ -50,7 +50,7 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x)). The sums are made within the last matrix products."""
+    """x + attention(norm(x)), then x + MLP(norm(x)). The last linear of each adds the residual x."""
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
