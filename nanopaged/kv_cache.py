@@ -1,30 +1,56 @@
-"""The memory behind the blocks: one tensor, and its layout.
+"""The KV cache: one tensor that holds the keys and values of all blocks, its layout, and the moves of blocks.
 
     data  [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]
 
-It is block-major: all layers of a block lie in one run of memory, so that moving a block is one copy.
-A layer sees a strided view of it. Inside a block the slots of one head lie together, which gives
-attention long runs to read.
+The layout is block-major: all layers of a block are contiguous, so moving a block is one copy. A layer sees a
+strided view. Inside a block the slots of one head are contiguous (a *head block*), which gives attention long
+contiguous reads.
 
-Only this file knows the layout. It knows nothing of sequences: which block belongs to whom is the
-block manager's business.
+Only this file knows the layout. It knows no sequences: the block manager decides which block belongs to which
+sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from nanopaged.device import send
+
+def pick_device(name: str) -> torch.device:
+    """The torch device of that name, with its number; "auto" is CUDA if there is a GPU, else the CPU.
+
+    Raises:
+        ValueError: there is no such device on this machine, or it is neither a CPU nor a CUDA device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.empty(0, device=name).device  # "cuda" becomes "cuda:0", which some functions insist on
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used here: {error}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} cannot be used here: only 'cpu' and 'cuda' are supported")
+    return device
+
+
+def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None) -> Tensor:
+    """Copy a host array to the device (into `out`, if given) without blocking the host.
+
+    A GPU reads pinned host memory by itself, so the copy is asynchronous. `torch.tensor(list, device="cuda")`
+    would block until all kernels launched before it are done.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True) if out is None else out.copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one token's keys and values look like."""
+    """The sizes and the type of one token's keys and values."""
 
     num_layers: int
     num_kv_heads: int
@@ -32,109 +58,98 @@ class KVShape:
     dtype: torch.dtype
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block, K and V over all layers.
+        """Bytes of one block: K and V of all layers.
 
         Llama-3-8B (32 layers, 8 KV heads of 128, bfloat16): 2·32·8·128·2 B = 128 KiB a token, so a
-        block of 16 is 2 MiB.
+        block of 16 tokens is 2 MiB.
         """
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
         return per_token * block_size
 
 
 class KVCache:
-    """K/V slots of `num_blocks` blocks. A slot has a number: block · block_size + offset in it.
+    """K/V of `num_blocks` blocks on the device, and of `num_host_blocks` swapped ones in host memory.
 
-    Args:
-        num_host_blocks: blocks in host memory, to which requests can be swapped out (pinned on CUDA).
-        block_major: False lays the layers out one after another instead, each with all its blocks. It is
-            there to be measured against: a block then is 2 · num_layers separate runs of memory.
+    A token's place is its slot: block · block_size + offset in the block.
+
+    Raises:
+        ValueError: there is not enough memory.
     """
 
     def __init__(
-        self,
-        shape: KVShape,
-        num_blocks: int,
-        block_size: int,
-        device: torch.device,
-        num_host_blocks: int = 0,
-        block_major: bool = True,
+        self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device, num_host_blocks: int = 0
     ) -> None:
         self.shape = shape
         self.block_size = block_size
-        self.block_major = block_major
-        # Not initialised: what was never stored is never read, or is masked where it is.
-        self.data = self._allocate(num_blocks, device=device)
-        self.copy_kernel = _copy_kernel() if device.type == "cuda" else None
-        pinned = device.type == "cuda" and num_host_blocks > 0
-        self.host = self._allocate(num_host_blocks, device=torch.device("cpu"), pin_memory=pinned)
+        self.data = self._allocate(num_blocks, device)
+        self.host = self._allocate(num_host_blocks, torch.device("cpu"), device.type == "cuda")
+        self.copy_kernel = None
+        if device.type == "cuda":
+            try:
+                from nanopaged.kernels.copy_blocks import copy_blocks
 
-    def _allocate(self, num_blocks: int, **options: Any) -> torch.Tensor:
-        """[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], however it lies in memory."""
-        inner = (self.shape.num_kv_heads, self.block_size, self.shape.head_dim)
-        layers = (self.shape.num_layers, 2)
-        order = (num_blocks, *layers) if self.block_major else (*layers, num_blocks)
+                self.copy_kernel = copy_blocks
+            except ImportError:  # Triton is not installed: blocks are copied one by one
+                pass
+
+    def _allocate(self, num_blocks: int, device: torch.device, pin_memory: bool = False) -> Tensor:
+        """Not initialised: a slot that was never stored is never read, or is masked."""
+        shape = self.shape
+        sizes = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, self.block_size, shape.head_dim)
         try:
-            data = torch.empty((*order, *inner), dtype=self.shape.dtype, **options)
-        except RuntimeError as error:  # torch's out-of-memory errors are of this kind
-            size = num_blocks * self.shape.block_bytes(self.block_size)
+            return torch.empty(
+                sizes, dtype=shape.dtype, device=device, pin_memory=pin_memory and num_blocks > 0
+            )
+        except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
+            num_bytes = num_blocks * shape.block_bytes(self.block_size)
             raise ValueError(
-                f"{num_blocks} blocks of K/V need {size:,} bytes on {options['device']}, which cannot be "
-                "had: lower num_blocks (or num_host_blocks), or leave it open"
+                f"{num_blocks} blocks of K/V need {num_bytes:,} bytes on {device}, more than can be "
+                "allocated: lower num_blocks (or num_host_blocks), or leave it open"
             ) from error
-        return data if self.block_major else data.permute(2, 0, 1, 3, 4, 5)
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's K and V, each [num_blocks, num_kv_heads, block_size, head_dim]."""
         return self.data[:, layer, 0], self.data[:, layer, 1]
 
-    def runs(self, layer: int) -> torch.Tensor:
-        """The memory as runs: the slots of one head of one block, K or V of one layer, lie together.
+    def head_blocks(self, layer: int) -> Tensor:
+        """The cache as rows, one for each head block, starting at the layer: [..., block_size · head_dim].
 
-        [num_runs, block_size · head_dim], from the layer's first run on; `run_ids` says which is which.
+        `head_block_ids` says which row holds what.
         """
-        length = self.block_size * self.shape.head_dim
-        start = layer * self.data.stride(1)
-        return self.data.as_strided(((self.data.numel() - start) // length, length), (length, 1), start)
+        rows = self.data.view(-1, self.block_size * self.shape.head_dim)
+        return rows[layer * 2 * self.shape.num_kv_heads :]
 
-    def run_ids(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Where K and V of a layer are: blocks [...] → their rows of `runs` [2, ..., num_kv_heads]."""
-        length = self.block_size * self.shape.head_dim
-        block, _, kv, head, _, _ = (stride // length for stride in self.data.stride())
-        heads = torch.arange(self.shape.num_kv_heads, device=blocks.device)
-        keys = blocks[..., None] * block + heads * head
-        return torch.stack((keys, keys + kv))
+    def head_block_ids(self, blocks: Tensor) -> Tensor:
+        """Block ids [...] → their rows of `head_blocks` [2 (K, V), ..., num_kv_heads], the same in any layer.
 
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, all layers at once: dst gets what src holds, for each (src, dst)."""
-        if self.copy_kernel is not None and pairs:
-            self.copy_kernel(self.data, send(np.array(pairs), self.data.device))
+        3 layers, 2 KV heads: a block has 3·2·2 = 12 head blocks. Of a layer, block 5 has its K in rows
+        60 and 61, its V in rows 62 and 63, counted from the layer's start.
+        """
+        num_layers, num_heads = self.shape.num_layers, self.shape.num_kv_heads
+        heads = torch.arange(num_heads, device=blocks.device)
+        k_rows = blocks[..., None] * (num_layers * 2 * num_heads) + heads
+        return torch.stack((k_rows, k_rows + num_heads))
+
+    def move_blocks(
+        self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]], copies: list[tuple[int, int]]
+    ) -> None:
+        """Make the moves of a step, in this order: out to the host, in from the host, copies on write.
+
+        A device block that one request leaves may be given to another in the same step, so swapping out comes
+        first. A block just swapped in may be the source of a copy, so copies come last. Moves are queued on
+        the stream of the kernels: the host does not wait for them.
+
+        Args:
+            swap_out: (device block, host block).
+            swap_in: (host block, device block).
+            copies: (source, destination), both on the device. No block is both.
+        """
+        for device_block, host_block in swap_out:
+            self.host[host_block].copy_(self.data[device_block], non_blocking=True)
+        for host_block, device_block in swap_in:
+            self.data[device_block].copy_(self.host[host_block], non_blocking=True)
+        if copies and self.copy_kernel is not None:
+            self.copy_kernel(self.data, to_device(np.array(copies), self.data.device))
         else:
-            for src, dst in pairs:
+            for src, dst in copies:
                 self.data[dst].copy_(self.data[src])
-
-    def swap_out(self, moves: list[tuple[int, int]]) -> None:
-        """Copy (device block, host block) pairs to the host. Ordered with the kernels on the same stream."""
-        for device_block, host_block in moves:
-            self._move(self.data[device_block], self.host[host_block])
-
-    def swap_in(self, moves: list[tuple[int, int]]) -> None:
-        """Copy (host block, device block) pairs back to the device."""
-        for host_block, device_block in moves:
-            self._move(self.host[host_block], self.data[device_block])
-
-    def _move(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """One block, [num_layers, 2, ...]: a single run of memory, or in the other layout 2 · num_layers."""
-        if self.block_major:
-            dst.copy_(src, non_blocking=True)
-        else:
-            for src_run, dst_run in zip(src.flatten(0, 1), dst.flatten(0, 1), strict=True):
-                dst_run.copy_(src_run, non_blocking=True)
-
-
-def _copy_kernel() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
-    """The kernel that copies any number of blocks in one launch; None where Triton is missing."""
-    try:
-        from nanopaged.kernels.paged_attention import copy_blocks
-    except ImportError:
-        return None
-    return copy_blocks

@@ -1,43 +1,43 @@
 """Carries out what the scheduler decided: a batch becomes tensors, a forward pass, and tokens.
 
-The runner owns the model and the K/V memory. It takes the block tables as they are and has no queue of
-its own.
+The runner owns the model and the KV cache, and decides at start-up how many blocks the cache has. It takes
+block tables as they are, and has no queues.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention.metadata import PagedBatch, make_attention, slots_of
-from nanopaged.config import EngineConfig
-from nanopaged.device import pick_device, send
-from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.memory_budget import size_pool
+from nanopaged.attention import make_attention
+from nanopaged.attention.metadata import GATHER_KEYS, AttentionMetadata, slots_of
+from nanopaged.config import EngineConfig, SamplingParams
+from nanopaged.kv_cache import KVCache, KVShape, pick_device, to_device
 from nanopaged.model.checkpoint import load_model
+from nanopaged.model.decoder import Model
 from nanopaged.model.model_config import ModelConfig
-from nanopaged.next_tokens import draw_next_tokens
-from nanopaged.sampler import LOGITS_TILE, describe
+from nanopaged.sampler import SampleRow, SamplingMetadata, gather_logprobs, sample, sample_next_tokens
 from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 from nanopaged.text.outputs import Logprobs
 
-if TYPE_CHECKING:
-    from nanopaged.model.cuda_graphs import DecodeGraphs
-
 HOST_BYTES = 4 << 30  # of host memory for swapped requests, if the config leaves it open
+LOGITS_TILE = 256  # positions of a prompt that are projected to the vocabulary at once
+
+logger = logging.getLogger("nanopaged")
 
 
 class ModelRunner:
-    """`execute(batch)` is all the engine needs of it.
+    """Runs steps: `execute(batch)` is what the engine needs of it.
 
     Attributes:
-        num_blocks: blocks in the K/V pool, measured if the config left it open.
+        num_blocks: blocks in the KV cache, measured if the config leaves it open.
         num_host_blocks: blocks in host memory.
     """
 
@@ -47,49 +47,100 @@ class ModelRunner:
         model_config: ModelConfig,
         folder: Path,
         max_model_len: int,
-        step_budget: int,
+        token_budget: int,
     ) -> None:
         self.device = pick_device(config.device)
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # where Triton's kernels and CUDA's graphs go
-        dtype_name = model_config.dtype if config.dtype == "auto" else config.dtype
-        self.dtype = getattr(torch, dtype_name)
+            torch.cuda.set_device(self.device)  # for Triton's kernels and CUDA graphs
+        self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.block_size = config.block_size
         self.model = load_model(
             model_config, folder, config.load_format, max_model_len, self.dtype, self.device, config.seed
         )
         shape = KVShape(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, self.dtype)
-        self.num_blocks = config.num_blocks or size_pool(
-            config, self.model, shape, max_model_len, step_budget
+        self.num_blocks = config.num_blocks or measure_num_blocks(
+            config, self.model, shape, max_model_len, token_budget
         )
         self.num_host_blocks = config.num_host_blocks
         if self.num_host_blocks is None:
             most = HOST_BYTES // shape.block_bytes(config.block_size)
             self.num_host_blocks = 0 if config.preemption == "recompute" else min(self.num_blocks, most)
         self.kv_cache = KVCache(shape, self.num_blocks, config.block_size, self.device, self.num_host_blocks)
-        scale = model_config.head_dim**-0.5
-        self.attention = make_attention(config.attention_backend, self.kv_cache, scale)
-        self.graphs: DecodeGraphs | None = None
-        tables = self.attention.tables
-        if self.device.type == "cuda" and tables is not None and not config.enforce_eager:
+        self.attention = make_attention(config.attention_backend, self.kv_cache, model_config.head_dim**-0.5)
+        self.graphs = None
+        if self.device.type == "cuda" and self.attention.supports_cuda_graphs and not config.enforce_eager:
             from nanopaged.model.cuda_graphs import DecodeGraphs
 
-            self.graphs = DecodeGraphs(
-                self.model, self.kv_cache, scale, tables, config.max_num_seqs, max_model_len
-            )
+            self.graphs = DecodeGraphs(self.model, self.attention, config.max_num_seqs, max_model_len)
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """Run one step: move blocks, compute, sample.
+
+        A GPU runs asynchronously: the host returns from `self.model(...)` while the GPU still computes. So
+        the inputs of the sampling are prepared after the launch, and the host waits only when it reads the
+        tokens.
+
+        Raises:
+            FloatingPointError: the model's scores are not finite.
+        """
+        self.kv_cache.move_blocks(batch.swap_out, batch.swap_in, batch.copies)
+        input_ids, positions, metadata = prepare(batch, self.block_size)
+        if self.graphs is not None and batch.num_decodes == len(batch.sequences):
+            hidden = self.graphs.run(input_ids, positions, metadata)
+        else:
+            self.attention.begin_step(metadata)
+            input_ids, positions = to_device(input_ids, self.device), to_device(positions, self.device)
+            hidden = self.model(input_ids, positions, self.attention)  # [num_tokens, hidden_size]
+        samples = sample_next_tokens(batch, hidden, self.model.logits)
+        prompt_logprobs: dict[Request, list[Logprobs]] = {}
+        start = 0
+        for seq in batch.sequences:
+            end = start + seq.num_scheduled_tokens
+            if seq.request.wants_prompt_logprobs:
+                prompt_logprobs[seq.request] = self._score_prompt(seq, hidden[start:end])
+            start = end
+        return StepResult(samples, prompt_logprobs)
+
+    def _score_prompt(self, seq: Sequence, hidden: Tensor) -> list[Logprobs]:
+        """Log-probabilities of prompt tokens: the hidden state of the token at p scores the token at p + 1.
+
+        Prompt a b c d e, of which b c d are computed in this step: their states score c, d and e. Tokens that
+        have their log-probability already (the request was preempted and is recomputed) are left out.
+        """
+        request, start = seq.request, seq.num_computed_tokens
+        first = max(start, len(request.prompt_logprobs) - 1)
+        end = min(start + seq.num_scheduled_tokens, request.num_prompt_tokens - 1)
+        scored: list[Logprobs] = []
+        for lo in range(first, end, LOGITS_TILE):
+            hi = min(lo + LOGITS_TILE, end)
+            logprobs = self.model.logits(hidden[lo - start : hi - start]).log_softmax(-1)
+            actual = to_device(np.array(seq.token_ids[lo + 1 : hi + 1]), self.device)
+            wanted = [request.params.prompt_logprobs] * (hi - lo)
+            scored += [token.logprobs for token in gather_logprobs(logprobs, actual, wanted)]
+        return scored
 
     @torch.inference_mode()
     def cheaper_preemption(self) -> str:
-        """ "swap" or "recompute": which takes less time for a block, measured now."""
-        num_tokens, moves = 64, [(i, i) for i in range(min(8, self.num_blocks, self.num_host_blocks))]
-        if not moves:
-            return "recompute"
-        ids = torch.arange(num_tokens, device=self.device) % self.model.config.vocab_size
-        out_and_in = 2 * self._time(lambda: self.kv_cache.swap_out(moves)) / len(moves)
-        prefill = self._time(lambda: self.model(ids, ids * 0, lambda layer, q, k, v: q))
-        return "swap" if out_and_in < prefill / num_tokens * self.block_size else "recompute"
+        """ "swap" or "recompute": the faster way to give up a block and get it back, measured now.
 
-    def _time(self, work: Callable[[], object]) -> float:
+        Without host blocks it is "recompute", and nothing is measured.
+        """
+        if self.num_host_blocks == 0:
+            return "recompute"
+        moves = [(i, i) for i in range(min(8, self.num_blocks, self.num_host_blocks))]
+        swap = self._seconds(lambda: self.kv_cache.move_blocks(moves, moves, [])) / len(moves)
+        num_tokens = 64  # a short prefill, without its attention
+        ids = torch.arange(num_tokens, device=self.device) % self.model.config.vocab_size
+        prefill = self._seconds(lambda: self.model(ids, ids * 0, lambda layer, q, k, v: q))
+        recompute = prefill * self.block_size / num_tokens
+        choice = "swap" if swap < recompute else "recompute"
+        measured = f"{1e3 * swap:.3f} ms to swap a block out and in, {1e3 * recompute:.3f} ms to recompute it"
+        logger.info("preemption by %s: %s", choice, measured)
+        return choice
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        """The best of three."""
         seconds = []
         for _ in range(3):
             began = time.perf_counter()
@@ -99,85 +150,137 @@ class ModelRunner:
             seconds.append(time.perf_counter() - began)
         return min(seconds)
 
-    @torch.inference_mode()
-    def execute(self, batch: ScheduledBatch) -> StepResult:
-        """Run one step: move blocks, compute, sample.
 
-        A GPU is behind: it still computes when the host has long sent it the work. So what is needed last,
-        to draw tokens, is made last; the host waits for the device there.
-        """
-        self.kv_cache.swap_out(batch.swap_out)
-        self.kv_cache.swap_in(batch.swap_in)
-        self.kv_cache.copy_blocks(batch.copies)
-        input_ids, positions, paged = prepare(batch, self.block_size)
-        if self.graphs is not None and batch.num_decodes == len(batch.sequences):
-            hidden = self.graphs.run(input_ids, positions, paged)
-        else:
-            attend = self.attention.plan(paged)
-            hidden = self.model(send(input_ids, self.device), send(positions, self.device), attend)
-        samples = draw_next_tokens(batch, hidden, self.model.logits)
-        return StepResult(samples, self._score_prompts(batch, hidden))
-
-    def _score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> dict[Request, list[Logprobs]]:
-        """Log-probabilities of prompt tokens, for the requests that are still owed some."""
-        scored, row = {}, 0
-        for seq in batch.sequences:
-            if seq.request.wants_prompt_logprobs:
-                scored[seq.request] = self._score_prompt(seq, hidden[row : row + seq.num_scheduled_tokens])
-            row += seq.num_scheduled_tokens
-        return scored
-
-    def _score_prompt(self, seq: Sequence, hidden: Tensor) -> list[Logprobs]:
-        """The hidden state at position p tells how likely the token at p + 1 was.
-
-        prompt a b c d e, chunk b c d: the states of b, c, d score c, d, e. What is on record already
-        (a preempted request computes its prompt again) is left out.
-        """
-        request, start = seq.request, seq.num_computed_tokens
-        first = max(start, len(request.prompt_logprobs) - 1)
-        end = min(start + seq.num_scheduled_tokens, request.num_prompt_tokens - 1)
-        scored: list[Logprobs] = []
-        for lo in range(first, end, LOGITS_TILE):
-            hi = min(lo + LOGITS_TILE, end)
-            logprobs = self.model.logits(hidden[lo - start : hi - start]).log_softmax(-1)
-            actual = send(np.array(seq.token_ids[lo + 1 : hi + 1]), self.device)
-            wanted = [request.params.prompt_logprobs] * (hi - lo)
-            scored += [token.logprobs for token in describe(logprobs, actual, wanted)]
-        return scored
-
-
-def prepare(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, PagedBatch]:
-    """Lay the batch out flat: (input_ids [num_tokens], positions [num_tokens], where they live).
+def prepare(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, AttentionMetadata]:
+    """Lay the batch out flat: input_ids [num_tokens], positions [num_tokens], and where the tokens live.
 
     block_size = 4, table [7, 2], 3 of 6 tokens computed: positions 3 4 5, slots 7·4+3, 2·4+0, 2·4+1
     """
-    computed = [seq.num_computed_tokens for seq in batch.sequences]
-    tables = [seq.block_table for seq in batch.sequences]
-    query_lens = np.array([seq.num_scheduled_tokens for seq in batch.sequences])
-    n = batch.num_decodes  # of these there may be hundreds, each with one token, so they go as lists
-    decodes = zip(batch.sequences[:n], computed, strict=False)
-    input_ids = [[seq.token_ids[p] for seq, p in decodes]]
-    positions = [computed[:n]]
-    slots = [
-        [t[p // block_size] * block_size + p % block_size for t, p in zip(tables[:n], computed, strict=False)]
-    ]
-    for seq in batch.sequences[n:]:
-        chunk = np.arange(seq.num_computed_tokens, seq.num_computed_tokens + seq.num_scheduled_tokens)
-        input_ids.append(seq.token_ids[chunk[0] : chunk[-1] + 1])
-        positions.append(chunk)
-        slots.append(slots_of(seq.block_table, chunk, block_size))
-    paged = PagedBatch(
-        query_lens=query_lens,
-        context_lens=np.array(computed) + query_lens,
-        block_tables=tables,
-        slot_mapping=_flat(slots),
-        num_decodes=n,
-        owners=list(map(id, batch.sequences)),
+    input_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    query_lens: list[int] = []
+    context_lens: list[int] = []
+    block_tables: list[list[int]] = []
+    for seq in batch.sequences:
+        start, n, table = seq.num_computed_tokens, seq.num_scheduled_tokens, seq.block_table
+        query_lens.append(n)
+        context_lens.append(start + n)
+        block_tables.append(table)
+        if n == 1:  # there may be hundreds of decodes, so no numpy for a single token
+            input_ids.append(seq.token_ids[start])
+            positions.append(start)
+            slots.append(table[start // block_size] * block_size + start % block_size)
+        else:
+            input_ids += seq.token_ids[start : start + n]
+            positions += range(start, start + n)
+            slots += slots_of(table, np.arange(start, start + n), block_size).tolist()
+    metadata = AttentionMetadata(
+        query_lens=np.array(query_lens, dtype=np.int64),
+        context_lens=np.array(context_lens, dtype=np.int64),
+        block_tables=block_tables,
+        slot_mapping=np.array(slots, dtype=np.int64),
+        num_decodes=batch.num_decodes,
+        seq_ids=list(map(id, batch.sequences)),
     )
-    return _flat(input_ids), _flat(positions), paged
+    return np.array(input_ids, dtype=np.int64), np.array(positions, dtype=np.int64), metadata
 
 
-def _flat(parts: list[list[int] | np.ndarray]) -> np.ndarray:
-    """Integers end to end, as int64."""
-    arrays = [np.array(part, dtype=np.int64) for part in parts]
-    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+# ── the profile run: how many blocks fit ──────────────────────────────────────────────────────────
+
+
+def measure_num_blocks(
+    config: EngineConfig, model: Model, shape: KVShape, max_model_len: int, token_budget: int
+) -> int:
+    """Blocks for the KV cache: as many as fit beside the largest step, and no more than could be used.
+
+    On a GPU the largest step is run, and its peak memory beyond the weights is set aside:
+
+        total · memory_utilization  =  in use (weights, other programs)  +  the largest step  +  blocks
+
+    CUDA graphs, captured later, use the memory left over: 10 % of the GPU's by default.
+
+    Raises:
+        ValueError: not even one sequence of `max_model_len` tokens fits.
+    """
+    device = model.embed_tokens.weight.device
+    if device.type == "cuda":
+        peak = peak_memory(lambda: largest_step(config, model, shape, max_model_len, token_budget), device)
+        free, total = torch.cuda.mem_get_info(device)
+        num_bytes = int(total * (config.memory_utilization or 0.9)) - (total - free) - peak
+    else:
+        num_bytes = int(available_memory() * (config.memory_utilization or 0.5))
+    block_bytes = shape.block_bytes(config.block_size)
+    fit = max(0, num_bytes) // block_bytes
+    needed = -(-max_model_len // config.block_size)  # blocks of one sequence: ceil division
+    if fit < needed:
+        raise ValueError(
+            f"one sequence of max_model_len tokens needs {needed} blocks of {block_bytes:,} bytes of "
+            f"K/V, but only {fit} fit in the {num_bytes:,} bytes left for them: lower max_model_len, "
+            "raise memory_utilization, or set num_blocks yourself"
+        )
+    return min(fit, needed * config.max_num_seqs)
+
+
+def peak_memory(work: Callable[[], None], device: torch.device) -> int:
+    """The most bytes that `work` uses on a GPU at any time, beyond those in use before."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return peak
+
+
+@torch.inference_mode()
+def largest_step(
+    config: EngineConfig, model: Model, shape: KVShape, max_model_len: int, token_budget: int
+) -> None:
+    """Run a step that uses the whole token budget, with the longest contexts and the most samples.
+
+    Each prefill is the end of a context of `max_model_len` tokens, with enough of them for flash attention to
+    gather its maximum. All share the blocks of one small cache, whose single layer stands in for all layers.
+    """
+    device = model.embed_tokens.weight.device
+    at_least = -(-token_budget // max_model_len)
+    num_seqs = max(at_least, min(config.max_num_seqs, token_budget, -(-GATHER_KEYS // max_model_len)))
+    query_lens = np.full(num_seqs, token_budget // num_seqs)
+    query_lens[: token_budget % num_seqs] += 1
+    positions = np.concatenate([np.arange(max_model_len - n, max_model_len) for n in query_lens])
+    num_blocks = -(-max_model_len // config.block_size)
+    one_layer = KVShape(1, shape.num_kv_heads, shape.head_dim, shape.dtype)
+    cache = KVCache(one_layer, num_blocks, config.block_size, device)
+    # The reference needs less memory than any other backend, and would take hours for a step of this size.
+    backend = "auto" if config.attention_backend == "reference" else config.attention_backend
+    attention = make_attention(backend, cache, 1.0)
+    attention.begin_step(
+        AttentionMetadata(
+            query_lens=query_lens,
+            context_lens=np.full(num_seqs, max_model_len),
+            block_tables=[list(range(num_blocks))] * num_seqs,
+            slot_mapping=positions,  # the blocks are 0, 1, 2, ..., so a slot is a position
+            num_decodes=0,
+            seq_ids=list(range(num_seqs)),
+        )
+    )
+    positions = to_device(positions, device)
+    hidden = model(positions * 0, positions, lambda layer, q, k, v: attention(0, q, k, v))
+    # The second of these sorts all scores. Banned tokens, forks and beams each take a copy of the scores.
+    params = SamplingParams(top_k=10), SamplingParams(top_p=0.9, min_p=0.1)
+    rows = [SampleRow(params[i % 2], 0, i, 0, [0]) for i in range(max(config.max_num_seqs, LOGITS_TILE))]
+    logits = model.logits(hidden[:1].expand(len(rows), -1))
+    sample(logits.clone(), SamplingMetadata(rows, device))
+
+
+def available_memory() -> int:
+    """Bytes of this computer's memory that are free now."""
+    try:
+        with open("/proc/meminfo") as meminfo:  # Linux; counts what file caches would give back
+            fields = dict(line.split(":", 1) for line in meminfo)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except OSError:
+        pass
+    try:  # macOS tells only the total
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30  # Windows

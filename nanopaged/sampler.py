@@ -1,18 +1,19 @@
-"""From scores to tokens.
+"""Who gets a token in a step, and which.
 
-Temperature, top-k, top-p and min-p in transformers' order, then one draw a row. A row's randomness is a
-function of (seed, output index, position) alone: what else is in the batch, how the prompt was cut into
-chunks and whether the request was preempted cannot change it. (They can change the logits by a rounding
-error, and a draw that falls within it.)
+A sequence whose last known token is computed in the step gets a token: the hidden state of that token becomes
+scores (logits) for all tokens of the vocabulary. From the scores one token is drawn; or several, if the
+prompt of a request for several samples is complete; or, for a beam, the most likely tokens are proposed.
 
-This module knows rows of logits, not requests.
+Sampling applies temperature, top-k, top-p and min-p in transformers' order. The randomness of a draw is a
+function of (seed, output index, position) alone, so the rest of the batch, chunked prefill and preemption
+cannot change it. (They can change the logits by a rounding error, and a draw that falls within it.)
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,16 +22,16 @@ import xxhash
 from torch import Tensor
 
 from nanopaged.config import SamplingParams
-from nanopaged.device import send
+from nanopaged.kv_cache import to_device
+from nanopaged.sequence import ScheduledBatch, Sequence
 from nanopaged.text.outputs import Logprob, Sample
 
-LOGITS_TILE = 256  # positions of a prompt that are projected to the vocabulary at once
-RUN = 256  # tokens of the vocabulary whose probabilities are added up first when one is drawn
+VOCAB_CHUNK = 256  # tokens of the vocabulary whose probabilities are summed first when one is drawn
 
 
 @dataclass(slots=True)
 class SampleRow:
-    """What to do with one row of logits: draw output `index`'s token at `position` of its sequence."""
+    """One draw: the token at `position` of output `index`."""
 
     params: SamplingParams
     seed: int
@@ -39,115 +40,33 @@ class SampleRow:
     banned_token_ids: Collection[int]
 
 
-class Draws:
-    """The rows of a step, and what they ask for as tensors.
-
-    All is sent in pinned memory, so it can be made while the device still computes the logits: a tensor made
-    from a list would wait for them, and the device then for Python.
-    """
+class SamplingMetadata:
+    """What the draws of a step ask for, as tensors on the device. Row i belongs to row i of the logits."""
 
     def __init__(self, rows: list[SampleRow], device: torch.device) -> None:
-        params = [row.params for row in rows]
-        self.num_logprobs = [p.logprobs for p in params]
-        self.banned = send_banned([row.banned_token_ids for row in rows], device)
-        greedy = [p.is_greedy for p in params]
-        self.all_greedy, self.any_greedy = all(greedy), any(greedy)
+        self.num_logprobs: list[int | None] = []
+        banned, columns, num_greedy = [], [], 0
+        for row in rows:
+            params, is_greedy = row.params, row.params.temperature == 0
+            self.num_logprobs.append(params.logprobs)
+            banned.append(row.banned_token_ids)
+            num_greedy += is_greedy
+            draw = 0.0 if is_greedy else uniform(row.seed, row.index, row.position)
+            columns.append((*params.filters, draw, is_greedy))
+        self.banned = send_banned(banned, device) if any(banned) else None
+        self.all_greedy, self.any_greedy = num_greedy == len(rows), num_greedy > 0
         if self.all_greedy:
             return
-        filters = np.array([p.filters for p in params], dtype=np.float32).T
-        _, self.ks, self.top_ps, self.min_ps = filters  # on the host, to know what is to be done
-        draws = [uniform(row.seed, row.index, row.position) for row in rows]
-        columns = np.concatenate((filters, np.array([draws, greedy], dtype=np.float32)))
-        numbers = send(columns[:, :, None], device)  # each [rows, 1]
+        numbers = np.array(columns, dtype=np.float32).T  # [6, num_rows]
+        self.top_ks, self.top_ps, self.min_ps = numbers[1:4]  # on the host, to decide which filters to run
+        numbers = to_device(numbers[:, :, None], device)  # each [num_rows, 1]
         self.temperature, self.top_k, self.top_p, self.min_p, self.uniform, self.is_greedy = numbers
 
 
-def send_banned(token_ids: list[Collection[int]], device: torch.device) -> Tensor | None:
-    """The tokens banned in each row as [2, ...], rows and token ids; None if there are none."""
+def send_banned(token_ids: list[Collection[int]], device: torch.device) -> Tensor:
+    """The tokens banned in each row, as indices [2 (row, token id), num_banned] on the device."""
     pairs = [(row, token_id) for row, ids in enumerate(token_ids) for token_id in ids]
-    return send(np.array(pairs).T, device) if pairs else None
-
-
-def sample(logits: Tensor, draws: Draws) -> list[Sample]:
-    """Draw one token for each row of `logits` [rows, vocab_size] (float32)."""
-    logprobs = logits.log_softmax(-1)
-    return describe(logprobs, choose(logprobs, draws), draws.num_logprobs)
-
-
-def choose(logprobs: Tensor, draws: Draws) -> Tensor:
-    """Token ids [rows]: the most likely for greedy rows, a random draw for the others."""
-    if draws.banned is not None:
-        logprobs = logprobs.index_put(tuple(draws.banned), logprobs.new_full((), -math.inf))
-    if draws.all_greedy:
-        return logprobs.argmax(-1)
-    drawn = _draw(filtered_probs(logprobs, draws), draws.uniform)
-    return torch.where(draws.is_greedy[:, 0] > 0, logprobs.argmax(-1), drawn) if draws.any_greedy else drawn
-
-
-def filtered_probs(logits: Tensor, draws: Draws) -> Tensor:
-    """Probabilities [rows, vocab_size] at the rows' temperatures, 0 for what top-k, top-p and min-p drop.
-
-    Each filter runs only if a row asks for it; the other rows pass through unchanged. What is left of a row
-    is not scaled up again to a sum of 1. Tokens as likely as the last one kept are kept, too.
-    Log-probabilities will do for logits, and cannot overflow to +inf.
-    """
-    logits = logits / draws.temperature
-    vocab_size = logits.shape[-1]
-    has_top_k = draws.ks < vocab_size
-    if has_top_k.any():
-        best = logits.topk(int(draws.ks.max(where=has_top_k, initial=0)))  # [rows, largest k], falling
-        last = draws.top_k.clamp(max=best.values.shape[-1]).long() - 1
-        threshold = best.values.gather(1, last).masked_fill(draws.top_k >= vocab_size, -math.inf)
-        logits.masked_fill_(logits < threshold, -math.inf)
-    probs = logits.softmax(-1)
-    has_top_p = draws.top_ps < 1.0
-    if has_top_p.any():
-        all_have_k = has_top_k[has_top_p].all()  # then the likeliest are at hand, and nothing else is left
-        rising = probs.gather(1, best.indices).flip(-1) if all_have_k else _sort(probs)
-        # A token is dropped if it and all that are less likely come to 1 - top_p at most, but never the last.
-        # top_p = 0.8    rising 0.1 0.4 0.5    sums 0.1 0.5 1.0    one is dropped: the threshold is 0.4
-        sums = rising.cumsum(-1)
-        sums += 1.0 - sums[:, -1:]  # tokens as likely as the k-th, which are kept, but not at hand
-        num_dropped = (sums <= 1.0 - draws.top_p).sum(-1, keepdim=True)
-        threshold = rising.gather(1, num_dropped.clamp(max=rising.shape[-1] - 1))
-        probs.masked_fill_((probs < threshold) & (draws.top_p < 1.0), 0.0)
-    if draws.min_ps.any():
-        probs.masked_fill_(probs < draws.min_p * probs.amax(-1, keepdim=True), 0.0)
-    return probs
-
-
-def _sort(probs: Tensor) -> Tensor:
-    """Each row in rising order. On a CPU numpy is ten times as fast as PyTorch, which sorts indices, too."""
-    if probs.device.type == "cpu":
-        return torch.from_numpy(np.sort(probs.numpy(), axis=-1))
-    return probs.sort(-1).values
-
-
-def _draw(probs: Tensor, u: Tensor) -> Tensor:
-    """One token a row by inverting the cumulative distribution at the row's uniform number u [rows, 1].
-
-    A running sum over a whole vocabulary is slow, so first a run of tokens is found, then one of them.
-
-        RUN = 2    probabilities .1 .2 | .3 .0 | .4    runs .3 .3 .4    u = .5: 2/3 of the second, token 2
-
-    Running sums are in float64, which adds up float32 numbers next to exactly: what has no probability is not
-    drawn by a rounding error.
-    """
-    vocab_size = probs.shape[-1]
-    length = min(RUN, vocab_size)
-    whole = vocab_size // length * length
-    rest = probs[:, whole:].sum(-1, keepdim=True)  # what is left over, if anything
-    runs = torch.cat((probs[:, :whole].unflatten(1, (-1, length)).sum(-1), rest), dim=1).double()
-    ends = runs.cumsum(-1)
-    target = u * ends[:, -1:]
-    run = torch.searchsorted(ends, target, right=True).clamp(max=runs.shape[-1] - 1)  # NaN is beyond all
-    weight = runs.gather(1, run)
-    share = ((target - ends.gather(1, run) + weight) / weight).clamp(0.0, 1.0 - 2.0**-53)
-    tokens = run * length + torch.arange(length, device=run.device)  # [rows, length]
-    inside = probs.gather(1, tokens.clamp(max=vocab_size - 1)).masked_fill(tokens >= vocab_size, 0.0)
-    ends = inside.double().cumsum(-1)
-    drawn = tokens[:, :1] + torch.searchsorted(ends, share * ends[:, -1:], right=True)
-    return drawn[:, 0].clamp(max=vocab_size - 1)
+    return to_device(np.array(pairs).T, device)
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -156,45 +75,194 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (xxhash.xxh3_64_intdigest(message) >> 40) / 2**24
 
 
-def most_likely(logits: Tensor, num: list[int], banned: Tensor | None) -> list[list[Sample]]:
-    """For each row of `logits` [rows, vocab_size] its `num` most likely tokens, in falling order.
+def sample_next_tokens(
+    batch: ScheduledBatch, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
+) -> list[list[Sample]]:
+    """For each sequence of the batch, the tokens that may follow it; none if it does not need a sample.
+
+    1, 4 and 1 new tokens, the 4 of them a chunk of a longer prompt: rows 0 and 5 of `hidden` become logits.
+
+    A GPU still computes `hidden` while this function runs. All inputs of the sampling are sent before the
+    first result is read, because reading makes the host wait.
 
     Args:
-        banned: [2, ...]: rows and token ids that must not be among them.
+        hidden: [num_tokens, hidden_size], of all tokens of the batch.
+        compute_logits: hidden states [n, hidden_size] → float32 scores [n, vocab_size].
+
+    Raises:
+        FloatingPointError: the model's scores are not finite.
     """
+    samples: list[list[Sample]] = []
+    ready: list[int] = []  # row i of the logits belongs to sequence ready[i] of the batch …
+    last_tokens: list[int] = []  # … and comes from row last_tokens[i] of `hidden`
+    beams: list[int] = []  # rows of the logits that belong to beams
+    draws: list[SampleRow] = []
+    draw_rows: list[int] = []  # the row of the logits of each draw
+    end = 0
+    for i, seq in enumerate(batch.sequences):
+        end += seq.num_scheduled_tokens
+        samples.append([])
+        if not seq.needs_sample:
+            continue
+        row, request = len(ready), seq.request
+        ready.append(i)
+        last_tokens.append(end - 1)
+        if request.is_beam_search:
+            beams.append(row)
+            continue
+        banned = seq.banned_token_ids
+        for index in range(request.params.num_sequences) if request.prompt_phase else (seq.index,):
+            draws.append(SampleRow(request.params, request.seed, index, seq.num_tokens, banned))
+            draw_rows.append(row)
+    if not ready:
+        return samples
+    logits = compute_logits(take_rows(hidden, last_tokens))  # [len(ready), vocab_size]
+    metadata, draw_logits = SamplingMetadata(draws, hidden.device), take_rows(logits, draw_rows)
+    if beams:
+        sequences = [batch.sequences[ready[row]] for row in beams]
+        for row, tokens in zip(beams, propose_for_beams(take_rows(logits, beams), sequences), strict=True):
+            samples[ready[row]] = tokens
+    if draws:
+        for row, token in zip(draw_rows, sample(draw_logits, metadata), strict=True):
+            samples[ready[row]].append(token)
+    for i in ready:
+        if not math.isfinite(samples[i][0].logprob):
+            seq = batch.sequences[i]
+            raise FloatingPointError(
+                f"the model's scores for request {seq.request.request_id!r} at position {seq.num_tokens} are "
+                f"not finite in {hidden.dtype}: abort the request, or use a dtype with a wider range"
+            )
+    return samples
+
+
+def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:
+    """These rows of a tensor. The first rows, in order, are a view: nothing is sent or copied."""
+    if rows == list(range(len(rows))):
+        return tensor[: len(rows)]
+    return tensor[to_device(np.array(rows), tensor.device)]
+
+
+def propose_for_beams(logits: Tensor, beams: list[Sequence]) -> list[list[Sample]]:
+    """The most likely next tokens of each beam, in falling order; row i of `logits` belongs to beam i."""
     logprobs = logits.log_softmax(-1)
-    if banned is not None:
-        logprobs.index_put_(tuple(banned), logprobs.new_full((), -math.inf))
+    banned = [seq.banned_token_ids for seq in beams]
+    if any(banned):
+        logprobs.index_put_(tuple(send_banned(banned, logits.device)), logprobs.new_full((), -math.inf))
+    num = [seq.request.num_candidates for seq in beams]
     best = logprobs.topk(min(max(num), logits.shape[-1]))
-    ids, values = torch.stack((best.indices.double(), best.values.double())).tolist()
+    all_ids, all_values = torch.stack((best.indices.double(), best.values.double())).tolist()
     return [
-        list(map(Sample, map(int, row_ids[:n]), row_values[:n]))
-        for row_ids, row_values, n in zip(ids, values, num, strict=True)
+        list(map(Sample, map(int, ids[:n]), values[:n]))
+        for ids, values, n in zip(all_ids, all_values, num, strict=True)
     ]
 
 
-def describe(logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int | None]) -> list[Sample]:
-    """Each row's token with its log-probability, and beside it the most likely ones where a row asks.
+def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
+    """One token for each row of `logits` [num_rows, vocab_size] (float32): the most likely, or a draw."""
+    logprobs = allowed = logits.log_softmax(-1)
+    if metadata.banned is not None:
+        allowed = logprobs.index_put(tuple(metadata.banned), logprobs.new_full((), -math.inf))
+    if metadata.all_greedy:
+        token_ids = allowed.argmax(-1)
+    else:
+        token_ids = draw_tokens(filtered_probs(allowed, metadata), metadata.uniform)
+        if metadata.any_greedy:
+            token_ids = torch.where(metadata.is_greedy[:, 0] > 0, allowed.argmax(-1), token_ids)
+    return gather_logprobs(logprobs, token_ids, metadata.num_logprobs)
+
+
+def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """Probabilities at the rows' temperatures; 0 for the tokens that top-k, top-p and min-p drop.
+
+    Each filter runs only if a row asks for it; the other rows pass through unchanged. The rest is not
+    rescaled to a sum of 1. Ties with the last kept token are kept, too.
 
     Args:
-        logprobs: [rows, vocab_size], of all tokens.
-        token_ids: [rows], the drawn (or, in a prompt, the actual) tokens.
-        num_logprobs: how many of the most likely each row wants; None wants no table at all.
+        logits: [num_rows, vocab_size]. May be log-probabilities: the softmax is the same, and they cannot
+            overflow.
+
+    Returns:
+        [num_rows, vocab_size]
     """
-    chosen = logprobs.gather(1, token_ids[:, None])
-    columns = [token_ids[:, None], chosen]
-    most = max((k for k in num_logprobs if k is not None), default=None)
+    logits = logits / metadata.temperature
+    vocab_size = logits.shape[-1]
+    has_top_k = metadata.top_ks < vocab_size
+    if has_top_k.any():
+        best = logits.topk(int(metadata.top_ks.max(where=has_top_k, initial=0)))  # [num_rows, largest k]
+        last = metadata.top_k.clamp(max=best.values.shape[-1]).long() - 1
+        threshold = best.values.gather(1, last).masked_fill(metadata.top_k >= vocab_size, -math.inf)
+        logits.masked_fill_(logits < threshold, -math.inf)
+    probs = logits.softmax(-1)
+    has_top_p = metadata.top_ps < 1.0
+    if has_top_p.any():
+        if has_top_k[has_top_p].all():  # then `best` has all that is left, but for ties, and needs no sort
+            rising = probs.gather(1, best.indices).flip(-1)
+        elif probs.device.type == "cpu":  # numpy is ten times as fast as PyTorch, which sorts indices as well
+            rising = torch.from_numpy(np.sort(probs.numpy(), axis=-1))
+        else:
+            rising = probs.sort(-1).values
+        # A token is dropped if it and all less likely ones sum up to 1 - top_p at most; the last one never
+        # is. top_p = 0.8    rising 0.1 0.4 0.5    sums 0.1 0.5 1.0    one is dropped: the threshold is 0.4
+        sums = rising.cumsum(-1)
+        sums += 1.0 - sums[:, -1:]  # the mass of ties with the k-th token, which are kept but not in `best`
+        num_dropped = (sums <= 1.0 - metadata.top_p).sum(-1, keepdim=True)
+        threshold = rising.gather(1, num_dropped.clamp(max=rising.shape[-1] - 1))
+        probs.masked_fill_((probs < threshold) & (metadata.top_p < 1.0), 0.0)
+    if metadata.min_ps.any():
+        probs.masked_fill_(probs < metadata.min_p * probs.amax(-1, keepdim=True), 0.0)
+    return probs
+
+
+def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
+    """One token id a row [num_rows], by inverting the cumulative distribution at u [num_rows, 1].
+
+    A running sum over a whole vocabulary is slow, so a chunk of the vocabulary is found first, then a token
+    in it.
+
+        VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    chunks .3 .3 .4    u = .5: 2/3 of the second, token 2
+
+    Running sums are in float64, which adds float32 numbers almost exactly: a token of probability 0 is never
+    drawn by a rounding error.
+    """
+    vocab_size = probs.shape[-1]
+    length = min(VOCAB_CHUNK, vocab_size)
+    whole = vocab_size // length * length
+    rest = probs[:, whole:].sum(-1, keepdim=True)  # the last, shorter chunk, if any
+    chunks = torch.cat((probs[:, :whole].unflatten(1, (-1, length)).sum(-1), rest), dim=1).double()
+    ends = chunks.cumsum(-1)
+    target = u * ends[:, -1:]
+    chunk = torch.searchsorted(ends, target, right=True).clamp(max=chunks.shape[-1] - 1)  # NaN is beyond all
+    weight = chunks.gather(1, chunk)
+    share = ((target - ends.gather(1, chunk) + weight) / weight).clamp(0.0, 1.0 - 2.0**-53)
+    tokens = chunk * length + torch.arange(length, device=chunk.device)  # [num_rows, length]
+    inside = probs.gather(1, tokens.clamp(max=vocab_size - 1)).masked_fill(tokens >= vocab_size, 0.0)
+    ends = inside.double().cumsum(-1)
+    drawn = tokens[:, :1] + torch.searchsorted(ends, share * ends[:, -1:], right=True)
+    return drawn[:, 0].clamp(max=vocab_size - 1)
+
+
+def gather_logprobs(logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int | None]) -> list[Sample]:
+    """Each row's token with its log-probability and, where a row asks, those of the most likely tokens.
+
+    Args:
+        logprobs: [num_rows, vocab_size].
+        token_ids: [num_rows], the drawn tokens (or the actual ones, in a prompt).
+        num_logprobs: for each row how many of the most likely tokens it wants, or None.
+    """
+    token_ids = token_ids[:, None]
+    chosen = logprobs.gather(1, token_ids)
+    columns = [token_ids, chosen.double()]
+    most = max(set(num_logprobs) - {None}, default=None)
     if most is not None:
         ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
         columns += [ranks, *logprobs.topk(most)]
-    # All comes to the host in one piece, so that it waits once; float64 holds ids and scores exactly.
-    fetched = torch.cat([column.double() for column in columns], dim=1).T.tolist()
+    # One tensor, so that the host waits once. It is float64, which holds ids and scores exactly.
+    fetched = torch.cat(columns, dim=1).T.tolist()
     samples = list(map(Sample, map(int, fetched[0]), fetched[1]))
     if most is not None:
         values, ids = fetched[3 : 3 + most], fetched[3 + most :]
-        for row, (sample, k) in enumerate(zip(samples, num_logprobs, strict=True)):
-            if k is not None:
-                sample.logprobs = {int(ids[i][row]): Logprob(values[i][row], i + 1) for i in range(k)}
-                chosen_one = Logprob(sample.logprob, int(fetched[2][row]))
-                sample.logprobs.setdefault(sample.token_id, chosen_one)
+        for row, (token, n) in enumerate(zip(samples, num_logprobs, strict=True)):
+            if n is not None:
+                token.logprobs = {int(ids[i][row]): Logprob(values[i][row], i + 1) for i in range(n)}
+                token.logprobs.setdefault(token.token_id, Logprob(token.logprob, int(fetched[2][row])))
     return samples

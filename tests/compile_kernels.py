@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanopaged.kernels import fused
+from nanopaged.kernels import copy_blocks, fused
 from nanopaged.kernels import paged_attention as kernels
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -48,17 +48,16 @@ DECODES = [
 def sources() -> Iterator[tuple[str, ASTSource, dict[str, int]]]:
     """(name, source, options) of each kernel at each setting."""
     for group, head_dim, block_size, dtype, num_splits in DECODES:
-        shape = kernels.DecodeShape.of(group, head_dim, block_size, num_splits, dtype)
+        decode, options = kernels.decode_settings(group, head_dim, block_size, num_splits, dtype)
         kind, out = TYPES[dtype], TYPES[dtype] if num_splits == 1 else "fp32"
         name = f"decode {kind} group {group} dim {head_dim} block {block_size} splits {num_splits}"
         pointers = {"q_ptr": kind, "k_cache_ptr": kind, "v_cache_ptr": kind, "tables_ptr": "i32"}
         pointers |= {"rows_ptr": "i64", "lens_ptr": "i64", "out_ptr": out, "lse_ptr": "fp32"}
-        options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
-        yield name, source(kernels.decode_kernel, pointers, shape.constants, {"scale_log2": "fp32"}), options
+        yield name, source(kernels.decode_kernel, pointers, decode, {"scale_log2": "fp32"}), options
         if num_splits > 1:
             pointers = {"partial_ptr": "fp32", "lse_ptr": "fp32", "lens_ptr": "i64", "out_ptr": kind}
             names = ("HEAD_DIM", "NUM_SPLITS", "TILE", "DIM_PAD")
-            constants = {key: shape.constants[key] for key in names}
+            constants = {key: decode[key] for key in names}
             constants["SPLITS_PAD"] = triton.next_power_of_2(num_splits)
             name = f"reduce {kind} dim {head_dim} splits {num_splits}"
             yield name, source(kernels.reduce_kernel, pointers, constants), {}
@@ -69,7 +68,8 @@ def sources() -> Iterator[tuple[str, ASTSource, dict[str, int]]]:
         constants = {"NUM_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "HEADS_PAD": 8, "DIM_PAD": 128}
         yield f"store {kind} heads 8 dim 128", source(kernels.store_kernel, pointers, constants), {}
         pointers = {"data_ptr": kind, "pairs_ptr": "i64"}
-        yield f"copy {kind}", source(kernels.copy_kernel, pointers, {"CHUNK": kernels.COPY_CHUNK}), {}
+        constants = {"CHUNK": copy_blocks.COPY_CHUNK}
+        yield f"copy {kind}", source(copy_blocks.copy_kernel, pointers, constants), {}
         for weight in (kind, None):
             pointers = dict.fromkeys(("qk_ptr", "q_weight_ptr", "k_weight_ptr", "cos_ptr", "sin_ptr"), kind)
             constants = {

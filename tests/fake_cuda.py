@@ -1,9 +1,9 @@
-"""A GPU that is not there: tensors that say they are on one, and hold nothing.
+"""A fake GPU: tensors that claim to be on a CUDA device, and hold no data.
 
-PyTorch's fake tensors have a device, a type, a shape and strides, and that is all that is worked out. Around
-them stands `FakeCuda`, which notes what a GPU would be slow at (copies for which the host waits), and fails
-where a real one would: numbers of the host among those of the device, kernels given the wrong things, and
-anything but launches while a graph is captured. Whatever is fetched from it is 0.
+PyTorch's fake tensors have a device, a dtype, a shape and strides, and nothing else is computed. `FakeCuda`
+sees every operation on them. It records what would be slow on a GPU (copies for which the host waits), and
+fails where a real GPU would: operations that mix host and device tensors, kernels with wrong arguments, and
+anything but launches while a graph is captured. All values read from it are 0.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanopaged
 from nanopaged.attention import flash_backend
-from nanopaged.kernels import fused
+from nanopaged.kernels import copy_blocks, fused
 from nanopaged.kernels import paged_attention as kernels
 from nanopaged.model import cuda_graphs
 
 CUDA = torch.device("cuda:0")
 PACKAGE = Path(nanopaged.__file__).parent
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
-INTEGERS = {  # what the kernels index with; everything else they are given is in floating point
+INTEGERS = {  # what the kernels index with; all their other tensors are floating point
     "slots_ptr": torch.int64,
     "tables_ptr": torch.int32,
     "rows_ptr": torch.int64,
@@ -43,10 +43,10 @@ INTEGERS = {  # what the kernels index with; everything else they are given is i
 
 
 class FakeCuda(TorchDispatchMode):
-    """Sees every operation on fake tensors, before and after it.
+    """Records every operation on fake tensors.
 
     Attributes:
-        events: (what, where) in order. What: "send" and "fetch" of pinned memory, which nobody waits for,
+        events: (what, where) in order. What: "send" and "fetch" of pinned memory, which are asynchronous,
             "blocking send", "wait", "launch" of a Triton kernel, "capture" and "replay". Where: the file and
             function of the package, or the kernel.
         launched: the names of all kernels a GPU would run, those behind PyTorch's operations included.
@@ -57,7 +57,7 @@ class FakeCuda(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.events: list[tuple[str, str]] = []
         self.launched: list[str] = []
-        self.pinned: dict[int, object] = {}  # storages; they are kept, so that no other gets their number
+        self.pinned: dict[int, object] = {}  # storages, kept alive so that their numbers are not reused
         self.capturing = False
 
     def note(self, what: str, where: str | None = None) -> None:
@@ -67,7 +67,7 @@ class FakeCuda(TorchDispatchMode):
         self.events.append((what, where))
 
     def taken(self) -> list[tuple[str, str]]:
-        """The events since it was last asked."""
+        """The events since the last call."""
         taken, self.events = self.events, []
         return taken
 
@@ -98,12 +98,12 @@ class FakeCuda(TorchDispatchMode):
         return out
 
     def _copied(self, func: Any, args: tuple, kwargs: dict[str, Any], dst: Tensor, src: Tensor) -> None:
-        """Between host and device: the host goes on at once if its memory is pinned, and it says so."""
+        """Between host and device: asynchronous if the host memory is pinned and `non_blocking` is set."""
         names = (argument.name for argument in func._schema.arguments)
         options = dict(zip(names, args, strict=False)) | kwargs
         host = dst if src.is_cuda else src
         at_once = bool(options.get("non_blocking")) and _storage(host) in self.pinned
-        at_once &= dst.stride() == src.stride() and dst.dtype == src.dtype  # it can be copied as it lies
+        at_once &= dst.stride() == src.stride() and dst.dtype == src.dtype  # the same layout and dtype
         if src.is_cuda:
             self.note("fetch" if at_once else "wait")
         else:
@@ -182,11 +182,15 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _where() -> str:
-    """The innermost function of the package that is being run, but for `send` and comprehensions."""
+    """The innermost running function of the package, leaving out `to_device` and comprehensions."""
     frame = sys._getframe(1)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
-        if PACKAGE in file.parents and file.name != "device.py" and frame.f_code.co_name[0] != "<":
+        if (
+            PACKAGE in file.parents
+            and frame.f_code.co_name != "to_device"
+            and "<" not in frame.f_code.co_name
+        ):
             return f"{file.name} {frame.f_code.co_name}"
         frame = frame.f_back
     return "a test"
@@ -219,7 +223,7 @@ def _index(tensor: Tensor, index: object) -> tuple[Tensor, list[Tensor | None]]:
 
 
 class Launcher:
-    """Stands for a Triton kernel: `launcher[grid](...)` checks what a GPU would be given."""
+    """Replaces a Triton kernel: `launcher[grid](...)` checks the arguments that a GPU would get."""
 
     def __init__(self, cuda: FakeCuda, name: str, kernel: Any) -> None:
         self.cuda, self.name = cuda, name
@@ -245,8 +249,8 @@ class Launcher:
         self.cuda.launched.append(self.name)
 
 
-def fake_varlen(cuda: FakeCuda) -> flash_backend.Varlen:
-    """Flash attention that checks what it is given."""
+def fake_varlen(cuda: FakeCuda) -> Callable[..., Tensor]:
+    """Flash attention that checks its arguments."""
 
     def attend(
         q: Tensor,
@@ -254,9 +258,9 @@ def fake_varlen(cuda: FakeCuda) -> flash_backend.Varlen:
         v: Tensor,
         cu_q: Tensor,
         cu_k: Tensor,
-        longest_q: int,
-        longest_k: int,
-        scale: float,
+        max_q: int,
+        max_k: int,
+        softmax_scale: float,
     ) -> Tensor:
         assert all(t.is_cuda for t in (q, k, v, cu_q, cu_k))
         assert q.dtype == k.dtype == v.dtype
@@ -266,10 +270,10 @@ def fake_varlen(cuda: FakeCuda) -> flash_backend.Varlen:
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
         assert cu_q.dtype == cu_k.dtype == torch.int32
         assert cu_q.shape == cu_k.shape
-        assert type(longest_q) is type(longest_k) is int
-        assert 0 < longest_q <= longest_k <= len(k)
-        assert longest_q <= len(q)
-        assert type(scale) is float
+        assert type(max_q) is type(max_k) is int
+        assert 0 < max_q <= max_k <= len(k)
+        assert max_q <= len(q)
+        assert type(softmax_scale) is float
         cuda.note("launch", "varlen")
         cuda.launched.append("varlen")
         return torch.empty_like(q)
@@ -278,7 +282,7 @@ def fake_varlen(cuda: FakeCuda) -> flash_backend.Varlen:
 
 
 def fake_capture(cuda: FakeCuda) -> Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]:
-    """In place of `cuda_graphs.Capture`: nothing may touch the host while it lasts."""
+    """Replaces `cuda_graphs.Capture`: a capture must not touch the host."""
 
     def capture(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         cuda.note("capture")
@@ -294,7 +298,7 @@ def fake_capture(cuda: FakeCuda) -> Callable[[Callable[[], Tensor]], tuple[Tenso
 
 @contextmanager
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """While it lasts all tensors are fake, those on "cuda:0" work, and weights are not read."""
+    """In this context all tensors are fake, "cuda:0" is a device, and weights are not read."""
     cuda = FakeCuda()
     for name in ("getitem", "setitem", "copy_", "to", "pin_memory", "tolist", "item"):
         method = getattr(cuda, name)
@@ -304,13 +308,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
             lambda *args, method=method, **kwargs: method(*args, **kwargs),
             raising=False,
         )
-    for module in (kernels, fused):
+    for module in (kernels, copy_blocks, fused):
         for name, kernel in vars(module).copy().items():
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Launcher(cuda, name, kernel))
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     monkeypatch.setattr(kernels, "MIN_SPLIT", 16)  # so that short contexts have splits, too
-    monkeypatch.setattr(flash_backend, "varlen", lambda: fake_varlen(cuda))
+    monkeypatch.setattr(flash_backend, "load_varlen", lambda: fake_varlen(cuda))
     monkeypatch.setattr(cuda_graphs, "Capture", lambda: fake_capture(cuda))
     monkeypatch.setattr("nanopaged.model.checkpoint._read_weights", lambda model, folder: None)
     driver = {

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanopaged.attention import flash_backend
-from nanopaged.attention.metadata import AttentionBackend, PagedAttention, PagedBatch, Store, make_attention
+from nanopaged.attention import make_attention
+from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.reference_backend import reference_paged_attention
-from nanopaged.attention.torch_backend import QUERY_TILE, DecodePlan, causal_attention
+from nanopaged.attention.torch_backend import QUERY_TILE, TorchAttention, causal_attention
 from nanopaged.kv_cache import KVCache, KVShape
 
 CPU = torch.device("cpu")
@@ -60,22 +60,22 @@ class Case:
                     k_cache[block, :, offset], v_cache[block, :, offset] = k[p], v[p]
                 else:
                     slots.append(block * block_size + offset)
-        self.batch = PagedBatch(
+        self.metadata = AttentionMetadata(
             query_lens=np.array([new for _, new in lengths]),
             context_lens=np.array([cached + new for cached, new in lengths]),
             block_tables=self.tables,
             slot_mapping=np.array(slots),
             num_decodes=sum(new == 1 for _, new in lengths),
-            owners=list(range(len(lengths))),
+            seq_ids=list(range(len(lengths))),
         )
 
-    def run(self, backend: str | AttentionBackend) -> Tensor:
+    def run(self, backend: str | TorchAttention) -> Tensor:
         if isinstance(backend, str):
             backend = make_attention(backend, self.cache, self.head_dim**-0.5)
-        attend = backend.plan(self.batch)
+        backend.begin_step(self.metadata)
         new_k = torch.cat([k[c:] for k, (c, _) in zip(self.keys, self.lengths, strict=True)])
         new_v = torch.cat([v[c:] for v, (c, _) in zip(self.values, self.lengths, strict=True)])
-        return attend(LAYER, torch.cat(self.queries), new_k, new_v)
+        return backend(LAYER, torch.cat(self.queries), new_k, new_v)
 
     def dense(self) -> Tensor:
         """softmax(q Kᵀ / √d) V with a causal mask, one sequence at a time, in float64."""
@@ -127,40 +127,56 @@ def test_interpreted_kernels_equal_dense_attention(lengths: list[tuple[int, int]
 
 
 def dense_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    softmax_scale: float,
 ) -> Tensor:
     """What flash attention computes, one sequence at a time: causal, aligned to the end."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
-    assert (longest_q, longest_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+    assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
     out = []
     for (q0, q1), (k0, k1) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
-        out.append(causal_attention(q[q0:q1] * scale, k[k0:k1].transpose(0, 1), v[k0:k1].transpose(0, 1)))
+        queries = q[q0:q1] * softmax_scale
+        out.append(causal_attention(queries, k[k0:k1].transpose(0, 1), v[k0:k1].transpose(0, 1)))
     return torch.cat(out)
+
+
+NO_TRITON = "FlashAttention decodes with Triton kernels"
 
 
 @pytest.mark.parametrize("lengths", [c for c in CASES.values() if c[-1][1] > 1])
 @pytest.mark.parametrize("block_size", [1, 7, 16])
 @pytest.mark.parametrize("gather_keys", [1, 30, 1 << 16])
-def test_what_flash_attention_is_given(
+def test_the_inputs_of_flash_attention(
     lengths: list[tuple[int, int]], block_size: int, gather_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The flat layout of queries and contexts, with the kernel itself replaced by plain PyTorch.
 
     Contexts are gathered one by one, a few together, or all at once.
     """
-    monkeypatch.setattr(flash_backend, "varlen", lambda: dense_varlen)
+    flash_backend = pytest.importorskip("nanopaged.attention.flash_backend", reason=NO_TRITON)
+
+    class FlashPrefills(TorchAttention):
+        """Flash attention's prefills; the rest needs no kernel."""
+
+        begin_prefills = flash_backend.FlashAttention.begin_prefills
+        prefill = flash_backend.FlashAttention.prefill
+
+    monkeypatch.setattr(flash_backend, "load_varlen", lambda: dense_varlen)
     monkeypatch.setattr(flash_backend, "GATHER_KEYS", gather_keys)
     case = Case(lengths, block_size, (6, 2), 20)
-    backend = PagedAttention(
-        store=lambda batch: Store(batch, case.cache),
-        decodes=lambda batch: DecodePlan(batch, case.cache, 20**-0.5),
-        chunks=lambda batch: flash_backend.ChunkPlan(batch, case.cache, 20**-0.5),
-    )
+    backend = FlashPrefills(case.cache, 20**-0.5)
     torch.testing.assert_close(case.run(backend), case.dense(), atol=2e-5, rtol=1e-4)
 
 
 def test_how_flash_attention_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-attn if it is there (4 alone is not), else PyTorch's, whose older one has no grouped heads."""
+    flash_backend = pytest.importorskip("nanopaged.attention.flash_backend", reason=NO_TRITON)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     q, k = torch.zeros(3, 4, 8), torch.arange(2.0).view(1, 2, 1).expand(3, 2, 8)
     rest = (torch.tensor([0, 3]), torch.tensor([0, 3]), 3, 3)
@@ -169,8 +185,8 @@ def test_how_flash_attention_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             for module in ("flash_attn", "torch.nn.attention.varlen"):
                 patch.setitem(sys.modules, module, SimpleNamespace(**(members if module == name else {})))
-            flash_backend.varlen.cache_clear()
-            flash_backend.varlen()(q, k, k, *rest, 0.5)
+            flash_backend.load_varlen.cache_clear()
+            flash_backend.load_varlen()(q, k, k, *rest, softmax_scale=0.5)
         return calls.pop()
 
     def old(*args: Any, scale: float, window_size: tuple[int, int]) -> None:
@@ -189,7 +205,7 @@ def test_how_flash_attention_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options == {"scale": 0.5, "window_size": (-1, 0)}
     with pytest.raises(ImportError, match="lacks window_size"):
         call("torch.nn.attention.varlen", varlen_attn=lambda q, k, v: None)
-    flash_backend.varlen.cache_clear()
+    flash_backend.load_varlen.cache_clear()
 
 
 def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +224,7 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch: pytes
     monkeypatch.delattr("nanopaged.kernels.paged_attention", raising=False)
     with pytest.raises(ValueError, match="'triton' cannot run here: Triton is not there"):
         make_attention("triton", cache, 1.0)
-    assert isinstance(make_attention("auto", cache, 1.0), PagedAttention)  # PyTorch's needs none of it
+    assert type(make_attention("auto", cache, 1.0)) is TorchAttention  # it needs none of them
 
 
 @pytest.mark.parametrize("rows_a_tile", [0, 1, 3, 5])
@@ -221,7 +237,7 @@ def test_many_tiles_of_rows(rows_a_tile: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_scores_far_apart_do_not_overflow() -> None:
-    """Scores of ±1e4 would overflow exp in float32 if the maximum were not taken off first."""
+    """Scores of ±1e4 would overflow exp in float32 if the maximum were not subtracted first."""
     case = Case([(40, 1), (9, 1)], 4, (4, 2), 16)
     for k in case.keys:
         k *= 1e4
@@ -249,8 +265,11 @@ def test_one_physical_block_read_by_several_sequences() -> None:
     context_lens = [9, 12, 14]
     q, k, v = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
     slots = [t[(n - 1) // 4] * 4 + (n - 1) % 4 for t, n in zip(tables, context_lens, strict=True)]
-    batch = PagedBatch(np.ones(3, dtype=int), np.array(context_lens), tables, np.array(slots), 3, [0, 1, 2])
-    out = make_attention("torch", cache, 0.3).plan(batch)(0, q, k, v)
+    ones = np.ones(3, dtype=int)
+    metadata = AttentionMetadata(ones, np.array(context_lens), tables, np.array(slots), 3, [0, 1, 2])
+    attention = make_attention("torch", cache, 0.3)
+    attention.begin_step(metadata)
+    out = attention(0, q, k, v)
     for row, (table, n) in enumerate(zip(tables, context_lens, strict=True)):
         expected = reference_paged_attention(q[row], *cache.layer(0), table, n, 0.3)
         torch.testing.assert_close(out[row], expected, atol=1e-5, rtol=1e-4)
@@ -263,7 +282,7 @@ def test_a_layer_writes_only_its_own_slots() -> None:
     case.run("torch")
     changed = ~((case.cache.data == before) | (case.cache.data.isnan() & before.isnan()))
     expected = torch.zeros_like(changed)
-    for slot in case.batch.slot_mapping.tolist():
+    for slot in case.metadata.slot_mapping.tolist():
         expected[slot // 4, LAYER, :, :, slot % 4] = True
     assert torch.equal(changed, expected)
 

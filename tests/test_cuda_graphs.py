@@ -1,4 +1,4 @@
-"""What a graph reads and pads. Graphs need a GPU; here a replay computes again from the same buffers."""
+"""Inputs and padding of CUDA graphs. Without a GPU, a replay computes again from the same buffers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nanopaged.model.cuda_graphs import DecodeGraphs, graph_sizes
 
 
 def compute_again(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """Like a graph, it returns nothing: what comes out is written where it came out at first."""
+    """Like a real capture: a replay writes its result to the memory of the first one."""
     out = work().clone()
     return out, lambda: out.copy_(work())
 
@@ -38,21 +38,13 @@ def with_graphs(folder: str, max_num_seqs: int, **options: object) -> LLM:
         **options,
     )
     runner = llm.engine.runner
-    runner.graphs = DecodeGraphs(
-        runner.model,
-        runner.kv_cache,
-        runner.model.config.head_dim**-0.5,
-        runner.attention.tables,
-        max_num_seqs,
-        MAX_MODEL_LEN,
-        compute_again,
-    )
+    runner.graphs = DecodeGraphs(runner.model, runner.attention, max_num_seqs, MAX_MODEL_LEN, compute_again)
     return llm
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 9, 100, 256, 257])
 def test_every_batch_finds_a_size(most: int) -> None:
-    """No gap up to the largest batch there may be, and never padded to twice its size, or by 8."""
+    """Up to the largest batch, and padded to less than twice its size or by less than 8."""
     sizes = graph_sizes(most)
     assert sizes[-1] == most
     for n in range(1, most + 1):
@@ -114,15 +106,15 @@ def test_capturing_touches_no_block(qwen3: Oracle) -> None:
     llm = LLM(qwen3.folder, dtype="float32", attention_backend="triton", num_blocks=6)
     runner = llm.engine.runner
     runner.kv_cache.data.fill_(7.0)
-    DecodeGraphs(runner.model, runner.kv_cache, 1.0, runner.attention.tables, 3, MAX_MODEL_LEN, compute_again)
+    DecodeGraphs(runner.model, runner.attention, 3, MAX_MODEL_LEN, compute_again)
     assert (runner.kv_cache.data == 7.0).all()
 
 
 # ── block tables on the device ────────────────────────────────────────────────────────────────────
 
 
-def test_block_tables_follow_whatever_happens() -> None:
-    """Growth, copies on write, forks, new owners in old rows, more owners than rows: always up to date."""
+def test_block_tables_follow_all_changes() -> None:
+    """Growth, copies on write, forks, new sequences in old rows, more sequences than rows."""
     rng = random.Random(0)
     tables = BlockTables(torch.device("cpu"))
     tables.reserve(6, 8)
@@ -131,24 +123,24 @@ def test_block_tables_follow_whatever_happens() -> None:
     for step in range(400):
         if len(running) < 6 and rng.random() < 0.5:
             running[step] = [rng.randrange(100) for _ in range(rng.randint(1, 5))]
-        for owner in list(running):
-            event, table = rng.random(), running[owner]
+        for seq_id in list(running):
+            event, table = rng.random(), running[seq_id]
             if event < 0.3 and len(table) < 8:
                 table.append(rng.randrange(100))
             elif event < 0.4:
                 table[-1] = rng.randrange(100)
             elif event < 0.5:
-                running[owner] = list(rng.choice(list(running.values())))
+                running[seq_id] = list(rng.choice(list(running.values())))
             elif event < 0.55:
-                running[owner] = table[: rng.randint(1, len(table))]
+                running[seq_id] = table[: rng.randint(1, len(table))]
             elif event < 0.65:
-                del running[owner]
+                del running[seq_id]
         batch = rng.sample(list(running), rng.randint(0, len(running)))
         if batch:
-            rows = tables.update(batch, [running[owner] for owner in batch])
+            rows = tables.update(batch, [running[seq_id] for seq_id in batch])
             assert len(set(rows)) == len(rows)
-            for owner, row in zip(batch, rows, strict=True):
-                table = running[owner]
+            for seq_id, row in zip(batch, rows, strict=True):
+                table = running[seq_id]
                 assert tables.data[row, : len(table)].tolist() == table
     assert tables.data.data_ptr() == address, "a graph has captured it"
 
@@ -157,8 +149,10 @@ def test_block_tables_send_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> 
     sent: list[list[list[int]]] = []
     import nanopaged.attention.triton_backend as module
 
-    send = module.send
-    monkeypatch.setattr(module, "send", lambda a, device: sent.append(a.T.tolist()) or send(a, device))
+    to_device = module.to_device
+    monkeypatch.setattr(
+        module, "to_device", lambda a, device: sent.append(a.T.tolist()) or to_device(a, device)
+    )
     tables = BlockTables(torch.device("cpu"))
     tables.reserve(2, 4)
     one, two = tables.update([7, 8], [[5, 2], [0]])

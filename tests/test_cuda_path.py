@@ -1,6 +1,6 @@
-"""The CUDA path without a GPU: the whole engine on `fake_cuda.py`'s tensors.
+"""The CUDA path without a GPU: the whole engine on the fake tensors of `fake_cuda.py`.
 
-What goes where, in which type, for what the host waits, and how many kernels are launched.
+Devices and dtypes of all tensors, the copies for which the host waits, and the number of kernel launches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged import engine as engine_module
 from nanopaged import model_runner as runner_module
 from nanopaged.attention import flash_backend
-from nanopaged.attention.metadata import PagedBatch
+from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model.model_config import read_model_config
 from nanopaged.sequence import ScheduledBatch
@@ -38,7 +38,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         yield cuda
 
 
-# ── what the fake is worth ────────────────────────────────────────────────────────────────────────
+# ── the fake itself ────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         lambda x, host: x.numpy(),
     ],
 )
-def test_what_is_refused(cuda: FakeCuda, wrong: Callable[[Tensor, Tensor], object]) -> None:
+def test_the_fake_refuses(cuda: FakeCuda, wrong: Callable[[Tensor, Tensor], object]) -> None:
     with pytest.raises((AssertionError, RuntimeError)):
         wrong(torch.zeros(3, device=CUDA), torch.zeros(3))
 
@@ -82,7 +82,7 @@ def test_what_is_refused(cuda: FakeCuda, wrong: Callable[[Tensor, Tensor], objec
     ],
 )
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_is_noted(
+def test_the_fake_records(
     cuda: FakeCuda, copy: Callable[[Tensor, Tensor], object], events: list[str], mode: Callable[[], Any]
 ) -> None:
     with mode():
@@ -110,7 +110,7 @@ def on_cuda(oracle: Oracle, **options: object) -> LLM:
 
 
 def run(cuda: FakeCuda, llm: LLM, lengths: list[int], params: object) -> Steps:
-    """Prompts of these lengths to their ends."""
+    """Generate from prompts of these lengths; returns the events of each step."""
     params = params if isinstance(params, list) else [params] * len(lengths)
     hook = llm.engine.runner.model.register_forward_pre_hook(lambda *_: cuda.note("model"))
     for i, (length, p) in enumerate(zip(lengths, params, strict=True)):
@@ -131,14 +131,14 @@ def where(step: list[tuple[str, str]], *kinds: str) -> list[str]:
 
 
 def check(step: list[tuple[str, str]], waits: list[str], sent_late: list[str] | None = None) -> None:
-    """The host waits there and nowhere else, and when it has begun to, it sends nothing but `sent_late`."""
+    """The host waits only in `waits`, and after the first wait it sends only `sent_late`."""
     assert where(step, "wait") == waits
     assert where(step, "blocking send") == []
     if waits:
         assert where(step[step.index(("wait", waits[0])) :], "send") == (sent_late or [])
 
 
-DRAWN = ["sampler.py describe"]
+DRAWN = ["sampler.py gather_logprobs"]
 
 
 @pytest.mark.parametrize(
@@ -157,10 +157,10 @@ def test_a_step_waits_for_the_tokens_alone(
     enforce_eager: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decodes, new prompts, later chunks of prompts, and mixtures; decodes alone are a graph's business."""
+    """Decodes, new prompts, later chunks of prompts, and mixtures. Decode-only steps are replayed."""
     seen, prepare, read = [], runner_module.prepare, read_model_config
 
-    def watched(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, PagedBatch]:
+    def watched(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, AttentionMetadata]:
         prepared = prepare(batch, block_size)
         seen.append((prepared[2], any(seq.needs_sample for seq in batch.sequences)))
         return prepared
@@ -194,27 +194,27 @@ def test_a_step_waits_for_the_tokens_alone(
 def test_what_torch_own_varlen_attention_takes(
     qwen3: Oracle, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's own checks are made, as far as they need no GPU."""
+    """PyTorch makes its own checks, as far as they need no GPU."""
     try:
-        varlen = flash_backend._torch_varlen()
+        varlen = flash_backend.load_torch_varlen()
     except ImportError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(flash_backend, "varlen", lambda: varlen)
+    monkeypatch.setattr(flash_backend, "load_varlen", lambda: varlen)
     run(cuda, on_cuda(qwen3, attention_backend="flash"), [30, 5], SamplingParams(max_tokens=2))
     assert cuda.launched.count("_varlen_attn") == 2 * 3
 
 
 def test_graphs_are_captured_without_the_host(oracle: Oracle, cuda: FakeCuda) -> None:
-    """That nothing else happens in a capture, `FakeCuda` sees to; each has its inputs sent before."""
+    """`FakeCuda` fails on anything but launches in a capture; its inputs are sent before."""
     on_cuda(oracle, attention_backend="triton", max_num_seqs=9)
     events = cuda.taken()
     assert len(where(events, "capture")) == len([1, 2, 4, 8, 9])
-    first = events.index(("capture", "cuda_graphs.py _graph"))
+    first = events.index(("capture", "cuda_graphs.py _capture_size"))
     assert where(events[first:], "wait", "blocking send") == []
 
 
 def test_the_device_needs_no_number(qwen3: Oracle, cuda: FakeCuda) -> None:
-    """A device named "cuda" is what "auto" stands for where there is a GPU."""
+    """On a GPU, "auto" is the device named "cuda"."""
     llm = on_cuda(qwen3, device="cuda", attention_backend="triton")
     for step in run(cuda, llm, [5], SamplingParams(max_tokens=3)):
         check(step, DRAWN)
@@ -236,18 +236,18 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("name", list(SAMPLING))
-def test_what_is_drawn_comes_in_one_piece(qwen3: Oracle, cuda: FakeCuda, name: str) -> None:
-    """Log-probabilities of other tokens, too."""
+def test_samples_are_fetched_at_once(qwen3: Oracle, cuda: FakeCuda, name: str) -> None:
+    """One wait, for tokens and log-probabilities."""
     llm = on_cuda(qwen3, attention_backend="triton", enforce_eager=True)
-    waits = ["sampler.py most_likely"] if "beams" in name else DRAWN
+    waits = ["sampler.py propose_for_beams"] if "beams" in name else DRAWN
     steps = run(cuda, llm, [9], dataclasses.replace(SAMPLING[name], max_tokens=3))
     assert len(steps) == 3
     for step in steps:
         check(step, waits)
 
 
-def test_all_that_may_be_in_one_batch(qwen3: Oracle, cuda: FakeCuda) -> None:
-    """One wait for the beams, one for what is drawn."""
+def test_all_kinds_of_sampling_in_one_batch(qwen3: Oracle, cuda: FakeCuda) -> None:
+    """One wait for the beams, one for the drawn tokens."""
     llm = on_cuda(
         qwen3, num_blocks=200, max_num_seqs=20, max_num_batched_tokens=200, attention_backend="triton"
     )
@@ -255,11 +255,11 @@ def test_all_that_may_be_in_one_batch(qwen3: Oracle, cuda: FakeCuda) -> None:
     steps = run(cuda, llm, [4] * len(params), params)
     assert len(steps) == 3
     for step in steps:
-        check(step, ["sampler.py most_likely"] + DRAWN)
+        check(step, ["sampler.py propose_for_beams"] + DRAWN)
 
 
 def test_scores_of_prompts(qwen3: Oracle, cuda: FakeCuda) -> None:
-    """They come after what is drawn; the actual tokens are sent when it is their turn."""
+    """They are fetched after the drawn tokens; the prompt's tokens are sent just before."""
     llm = on_cuda(qwen3, attention_backend="triton")
     first, second, third = run(cuda, llm, [30], SamplingParams(max_tokens=2, prompt_logprobs=1))
     check(first, DRAWN)
@@ -270,24 +270,20 @@ def test_scores_of_prompts(qwen3: Oracle, cuda: FakeCuda) -> None:
 # ── blocks that move, and how many there are ──────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("block_major", [True, False])
-def test_blocks_move_while_the_host_goes_on(cuda: FakeCuda, block_major: bool) -> None:
-    """Any number of copies is a launch. To and from the host goes a block at a time, or its 2 · 3 parts."""
+def test_blocks_move_while_the_host_goes_on(cuda: FakeCuda) -> None:
+    """Any number of copies on write is one launch. A block goes to the host, or comes back, in one copy."""
     shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=20, dtype=torch.bfloat16)
-    cache = KVCache(shape, 8, 4, CUDA, num_host_blocks=5, block_major=block_major)
-    parts = 1 if block_major else 6
-    cache.copy_blocks([(0, 1), (2, 3), (2, 4)])
-    cache.swap_out([(0, 4), (3, 2)])
-    cache.swap_in([(2, 7)])
-    assert [what for what, _ in cuda.taken()] == ["send", "launch"] + ["fetch"] * 2 * parts + ["send"] * parts
-    cache.copy_blocks([])
+    cache = KVCache(shape, 8, 4, CUDA, num_host_blocks=5)
+    cache.move_blocks(swap_out=[(0, 4), (3, 2)], swap_in=[(2, 7)], copies=[(0, 1), (2, 3), (2, 4)])
+    assert [what for what, _ in cuda.taken()] == ["fetch", "fetch", "send", "send", "launch"]
+    cache.move_blocks([], [], [])
     assert cuda.taken() == []
     assert cuda.launched == ["copy_kernel"]
 
 
 @pytest.mark.parametrize(("preemption", "enforce_eager"), [("swap", False), ("auto", True)])
 def test_forks_and_swaps(qwen3: Oracle, cuda: FakeCuda, preemption: str, enforce_eager: bool) -> None:
-    """Too few blocks for all: what is swapped and copied on write is no reason to wait."""
+    """With too few blocks for all: the host does not wait for swaps or copies on write."""
     llm = on_cuda(
         qwen3,
         preemption=preemption,
@@ -300,7 +296,7 @@ def test_forks_and_swaps(qwen3: Oracle, cuda: FakeCuda, preemption: str, enforce
     for step in run(cuda, llm, [7, 9, 6], SamplingParams(n=3, max_tokens=8)):
         check(step, DRAWN if where(step, "wait") else [])
         for what in moved:
-            moved[what] += where(step, what).count("kv_cache.py _move")
+            moved[what] += where(step, what).count("kv_cache.py move_blocks")
     stats = llm.engine.stats()
     assert stats.num_blocks_copied > 0
     assert cuda.launched.count("copy_kernel") > 0
@@ -314,7 +310,7 @@ def test_forks_and_swaps(qwen3: Oracle, cuda: FakeCuda, preemption: str, enforce
     ("backend", "dtype"), [("flash", "bfloat16"), ("triton", "float32"), ("torch", "float16")]
 )
 def test_the_largest_step(qwen3: Oracle, cuda: FakeCuda, backend: str, dtype: str) -> None:
-    """The step that is measured runs: contexts are cached, all that is drawn is sorted."""
+    """The step that is measured runs, with cached contexts and sorted scores."""
     llm = on_cuda(qwen3, num_blocks=None, attention_backend=backend, dtype=dtype, enforce_eager=True)
     events = cuda.taken()
     assert where(events, "wait") == DRAWN
@@ -344,25 +340,29 @@ def decode_launches(
     """(of one decoder layer, of the whole model) when each of `num_seqs` sequences decodes."""
     runner, blocks = llm.engine.runner, -(-context_len // llm.engine.config.block_size)
     tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(num_seqs)]
-    batch = PagedBatch(
+    metadata = AttentionMetadata(
         query_lens=np.ones(num_seqs, dtype=np.int64),
         context_lens=np.full(num_seqs, context_len),
         block_tables=tables,
         slot_mapping=np.arange(num_seqs),
         num_decodes=num_seqs,
-        owners=list(range(num_seqs)),
+        seq_ids=list(range(num_seqs)),
     )
     model, ids = runner.model, torch.zeros(num_seqs, dtype=torch.int64, device=CUDA)
-    attend = runner.attention.plan(batch)
+    attention = runner.attention
+    attention.begin_step(metadata)
     x = torch.empty(num_seqs, model.config.hidden_size, dtype=runner.dtype, device=CUDA)
     cos, sin = model.rotary(ids)
-    layer = count_launches(cuda, lambda: model.layers[0](x, cos, sin, attend))
-    return layer, count_launches(cuda, lambda: model(ids, ids, attend))
+    layer = count_launches(cuda, lambda: model.layers[0](x, cos, sin, attention))
+    return layer, count_launches(cuda, lambda: model(ids, ids, attention))
 
 
 @pytest.mark.parametrize("context_len", [10, 100])
-def test_launches_of_a_decode_step(oracle: Oracle, cuda: FakeCuda, context_len: int) -> None:
-    """Ten a layer, or eleven. If their number changes, that was the aim, or it is worth a look."""
+def test_launches_of_a_decode_step(
+    oracle: Oracle, cuda: FakeCuda, context_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fused kernels ten a layer, or eleven. If their number changes, it should be on purpose."""
+    monkeypatch.setattr("nanopaged.model.layers.FUSED_KERNELS", True)
     llm = on_cuda(oracle, attention_backend="triton", num_blocks=100, enforce_eager=True)
     layer, model = decode_launches(cuda, llm, num_seqs=3, context_len=context_len)
     expected = {
@@ -379,3 +379,11 @@ def test_launches_of_a_decode_step(oracle: Oracle, cuda: FakeCuda, context_len: 
     assert layer == expected
     ends = Counter({"embedding": 1, "index": 2, "rms_norm": 1})  # cos and sin of the positions
     assert model == layer + layer + ends
+
+
+def test_launches_without_fused_kernels(oracle: Oracle, cuda: FakeCuda) -> None:
+    """Thirteen a layer, or seventeen with norms of q and k. The residual is added within the product."""
+    llm = on_cuda(oracle, attention_backend="triton", num_blocks=100, enforce_eager=True)
+    layer, _ = decode_launches(cuda, llm, num_seqs=3, context_len=10)
+    assert layer["addmm_"] == 2
+    assert layer.total() == (17 if llm.engine.runner.model.config.qk_norm else 13)

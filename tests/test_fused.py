@@ -43,7 +43,7 @@ def check_norm_rotate(
         x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
         x = torch.cat((x[:, :num_q] * weights[0].double(), x[:, num_q:] * weights[1].double()), dim=1)
     turned = torch.complex(*x.chunk(2, dim=-1)) * torch.complex(cos.double(), sin.double())
-    qk = fused.norm_rotate(qkv[:, :num_heads], num_q, weights, eps, torch.cat((cos, cos), dim=-1), sin)
+    qk = fused.fused_norm_rotate(qkv[:, :num_heads], num_q, weights, eps, torch.cat((cos, cos), dim=-1), sin)
     assert_close(qk, torch.cat((turned.real, turned.imag), dim=-1))
     assert torch.equal(qkv[:, num_heads:], before[:, num_heads:])
 
@@ -52,7 +52,7 @@ def check_silu_mul(num_tokens: int, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(width)
     gate_up = randn(num_tokens, 2 * width, dtype=dtype) * 5
     gate, up = gate_up.double().chunk(2, dim=-1)
-    assert_close(fused.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up)
+    assert_close(fused.fused_silu_mul(gate_up), gate / (1 + (-gate).exp()) * up)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -85,7 +85,9 @@ def test_fused_kernels_on_a_gpu(dtype: torch.dtype, num_tokens: int) -> None:
 def test_the_engine_with_fused_kernels(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Biases, head norms, odd head sizes, chunks and decodes: transformers' tokens."""
     used = []
-    monkeypatch.setattr(layers, "fused_kernels", lambda x: used.append(x) or fused)
+    monkeypatch.setattr(layers, "FUSED_KERNELS", True)
+    silu_mul = fused.fused_silu_mul
+    monkeypatch.setattr(fused, "fused_silu_mul", lambda x: used.append(x) or silu_mul(x))
     prompts = random_prompts(3, seed=8, longest=20)
     llm = LLM(oracle.folder, dtype="float32", num_blocks=100, max_num_batched_tokens=16)
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
@@ -99,13 +101,11 @@ def test_the_engine_with_fused_kernels(oracle: Oracle, monkeypatch: pytest.Monke
 def test_norm_and_sum_on_a_gpu(dtype: torch.dtype) -> None:
     """Where PyTorch's own kernels are taken: RMSNorm in one, a sum within the multiplication."""
     torch.manual_seed(0)
-    like = torch.empty(0, dtype=dtype, device=DEVICE)
     x, total = randn(7, 96, dtype=dtype), randn(7, 48, dtype=dtype)
-    norm, linear = RMSNorm(96, 1e-3, like), Linear(96, 48, True, like)
+    norm, linear = RMSNorm(96, 1e-3, dtype, DEVICE), Linear(96, 48, True, dtype, DEVICE)
     for weight in (norm.weight, linear.weight, linear.bias):
         weight.data.copy_(torch.randn(weight.shape) / 8)
     mean = x.double().square().mean(-1, keepdim=True)
     assert_close(norm(x), x.double() / (mean + 1e-3).sqrt() * norm.weight.double())
     expected = total.double() + x.double() @ linear.weight.double().T + linear.bias.double()
-    linear.add_to(total, x)
-    assert_close(total, expected)
+    assert_close(linear(x, residual=total), expected)

@@ -74,7 +74,7 @@ def test_graphs_equal_eager(oracle: Oracle, size: int) -> None:
 
 
 def test_padding_touches_no_block(qwen3: Oracle) -> None:
-    """Every block that nobody has is a canary."""
+    """Blocks that no sequence has keep their values."""
     llm = engine(qwen3, max_num_seqs=7, enable_prefix_caching=False)
     cache = llm.engine.runner.kv_cache.data.fill_(3.0)
     for i in range(5):
@@ -96,7 +96,7 @@ def test_padding_touches_no_block(qwen3: Oracle) -> None:
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_forks_and_preemption_on_streams(oracle: Oracle, preemption: str) -> None:
-    """Copies on write, swaps out and in, and kernels, in the right order: as with room for all."""
+    """Copies on write, swaps and kernels run in the right order: the same tokens as without preemption."""
     prompts = random_prompts(8, seed=4, longest=20)
     params = [
         SamplingParams(n=3, temperature=1.0, seed=i, max_tokens=24, ignore_eos=True)
@@ -133,7 +133,7 @@ def test_half_precision(qwen3: Oracle, dtype: str, backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_pool_is_measured(qwen3: Oracle, dtype: str) -> None:
-    """Left open, the number of blocks follows from the memory of the card, and the engine runs."""
+    """If num_blocks is left open, it follows from the memory of the card, and the engine runs."""
     llm = engine(qwen3, dtype=dtype, num_blocks=None, memory_utilization=0.5)
     assert llm.engine.stats().num_blocks == 12 * 160 // 4, "all that 12 sequences could use fit easily"
     assert (

@@ -17,9 +17,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform has not")
 
-from nanopaged.attention.metadata import make_attention
-from nanopaged.attention.triton_backend import BlockTables, DecodePlan
+from nanopaged.attention import make_attention
+from nanopaged.attention.metadata import AttentionMetadata
+from nanopaged.attention.triton_backend import BlockTables
 from nanopaged.kernels import paged_attention as kernels
+from nanopaged.kernels.copy_blocks import copy_blocks
 from nanopaged.kv_cache import KVCache, KVShape
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +41,6 @@ class Case:
         heads: tuple[int, int],
         head_dim: int,
         dtype: torch.dtype = torch.float32,
-        block_major: bool = True,
     ) -> None:
         torch.manual_seed(sum(lens) + head_dim)
         self.lens, self.head_dim, self.dtype = lens, head_dim, dtype
@@ -53,7 +54,7 @@ class Case:
             for n in needed
         ]
         shape = KVShape(LAYERS, num_kv_heads, head_dim, dtype)
-        self.cache = KVCache(shape, sum(needed) + 5, block_size, DEVICE, block_major=block_major)
+        self.cache = KVCache(shape, sum(needed) + 5, block_size, DEVICE)
         self.cache.data.fill_(math.nan)
         k_cache, v_cache = self.cache.layer(LAYER)
         for table, n in zip(self.tables, lens, strict=True):
@@ -67,15 +68,9 @@ class Case:
     def decode(self, num_splits: int) -> Tensor:
         tables = BlockTables(DEVICE)
         rows = torch.tensor(tables.update(list(range(len(self.lens))), self.tables), device=DEVICE)
-        plan = DecodePlan(
-            self.cache,
-            self.head_dim**-0.5,
-            tables.data,
-            rows,
-            torch.tensor(self.lens, device=DEVICE),
-            num_splits,
-        )
-        return plan(LAYER, self.q, None, None)
+        lens = torch.tensor(self.lens, device=DEVICE)
+        where = *self.cache.layer(LAYER), tables.data, rows, lens
+        return kernels.paged_decode(self.q, *where, self.head_dim**-0.5, num_splits)
 
     def dense(self) -> Tensor:
         """softmax(q Kᵀ / √d) V in float64; zeros for a sequence without keys."""
@@ -120,13 +115,12 @@ def test_decode_equals_dense(heads: tuple[int, int], head_dim: int, block_size: 
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("block_major", [True, False])
-def test_decode_in_each_type_and_layout(dtype: torch.dtype, block_major: bool) -> None:
-    Case([5, 64, 131], 16, (4, 2), 64, dtype, block_major).check(1, 3)
+def test_decode_in_each_type(dtype: torch.dtype) -> None:
+    Case([5, 64, 131], 16, (4, 2), 64, dtype).check(1, 3)
 
 
 def test_decode_of_scores_far_apart() -> None:
-    """Scores of ±1e4 would overflow if the maximum were not taken off first, in tiles and between splits."""
+    """Scores of ±1e4 would overflow if the maximum were not subtracted, in tiles and between splits."""
     case = Case([300, 9], 16, (4, 2), 64)
     case.q = case.q * 1e4
     expected = case.dense()
@@ -159,7 +153,7 @@ def test_offsets_beyond_32_bits() -> None:
     row, length = torch.tensor([[0], [1]], device=DEVICE)
     out = kernels.paged_decode(k, k_cache, v_cache, tables, row, length, 1.0, 1)
     assert torch.equal(out, v)  # one key: its value is the answer
-    kernels.copy_blocks(cache.data, torch.tensor([[far, far - 1]], device=DEVICE))
+    copy_blocks(cache.data, torch.tensor([[far, far - 1]], device=DEVICE))
     assert torch.equal(v_cache[far - 1, 0, 0], v[0, 0])
 
 
@@ -197,17 +191,16 @@ def test_store(dtype: torch.dtype, num_kv_heads: int, head_dim: int, block_size:
     assert torch.equal(cache.data, expected)
 
 
-@pytest.mark.parametrize("block_major", [True, False])
-@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 64), (7, 20), (256, 48)])
-def test_copy_blocks(block_major: bool, block_size: int, head_dim: int) -> None:
-    """Several pairs in one launch, one source twice; parts shorter and longer than a program's chunk."""
-    cache = KVCache(KVShape(3, 2, head_dim, torch.float32), 8, block_size, DEVICE, block_major=block_major)
+@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 64), (7, 20), (256, 48), (1, 1)])
+def test_copy_blocks(block_size: int, head_dim: int) -> None:
+    """Several pairs in one launch, one source twice; blocks shorter and longer than a program's chunk."""
+    cache = KVCache(KVShape(3, 2, head_dim, torch.float32), 8, block_size, DEVICE)
     cache.data.normal_()
     expected = cache.data.clone()
     pairs = [(5, 0), (2, 7), (5, 3)]
     for src, dst in pairs:
         expected[dst] = expected[src]
-    kernels.copy_blocks(cache.data, torch.tensor(pairs, device=DEVICE))
+    copy_blocks(cache.data, torch.tensor(pairs, device=DEVICE))
     assert torch.equal(cache.data, expected)
 
 
@@ -254,12 +247,11 @@ def test_decode_on_a_gpu(dtype: torch.dtype, heads: tuple[int, int], head_dim: i
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("block_major", [True, False])
 @pytest.mark.parametrize("block_size", [1, 2, 3, 7, 8, 16, 31, 32, 64, 100, 128, 256])
-def test_block_sizes_on_a_gpu(dtype: torch.dtype, block_major: bool, block_size: int) -> None:
-    """Lengths around a block and in the thousands, both layouts."""
+def test_block_sizes_on_a_gpu(dtype: torch.dtype, block_size: int) -> None:
+    """Lengths around a block and in the thousands."""
     lens = [0, 1, block_size - 1, block_size, block_size + 1, 777, 4096, 5000]
-    Case(lens, block_size, (8, 2), 128, dtype, block_major).check(1, 3, 16, 64)
+    Case(lens, block_size, (8, 2), 128, dtype).check(1, 3, 16, 64)
 
 
 @pytest.mark.gpu
@@ -267,17 +259,17 @@ def test_block_sizes_on_a_gpu(dtype: torch.dtype, block_major: bool, block_size:
 @pytest.mark.parametrize("num_seqs", [1, 64, 300])
 def test_backends_agree_on_a_gpu(dtype: torch.dtype, num_seqs: int) -> None:
     """A whole step's decodes: stored, then read, by the kernels and by plain PyTorch."""
-    from nanopaged.attention.metadata import PagedBatch
-
     rng = random.Random(num_seqs)
     lens = [rng.randint(1, 600) for _ in range(num_seqs)]
     case = Case(lens, 16, (16, 8), 128, dtype)
     slots = [t[(n - 1) // 16] * 16 + (n - 1) % 16 for t, n in zip(case.tables, lens, strict=True)]
     ones = np.ones(num_seqs, dtype=np.int64)
-    batch = PagedBatch(ones, np.array(lens), case.tables, np.array(slots), num_seqs, list(range(num_seqs)))
+    seq_ids = list(range(num_seqs))
+    metadata = AttentionMetadata(ones, np.array(lens), case.tables, np.array(slots), num_seqs, seq_ids)
     k, v = torch.randn(2, num_seqs, 8, 128).to(DEVICE, dtype)
-    outs = [
-        make_attention(backend, case.cache, 128**-0.5).plan(batch)(LAYER, case.q, k, v)
-        for backend in ("triton", "torch")
-    ]
+    outs = []
+    for backend in ("triton", "torch"):
+        attention = make_attention(backend, case.cache, 128**-0.5)
+        attention.begin_step(metadata)
+        outs.append(attention(LAYER, case.q, k, v))
     torch.testing.assert_close(*outs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

@@ -1,4 +1,4 @@
-"""Filters against transformers', draws against their distribution, seeds against whatever is around."""
+"""Filters against transformers', draws against their distribution, seeds in batches of all kinds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.sampler import RUN, Draws, SampleRow, choose, filtered_probs, sample, uniform
+from nanopaged.sampler import VOCAB_CHUNK, SampleRow, SamplingMetadata, filtered_probs, sample, uniform
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -50,22 +50,27 @@ sampling = st.builds(
 def test_filters_equal_transformers_row_by_row(params: list[SamplingParams], seed: int) -> None:
     """Rows with different settings in one batch, each as transformers would have it alone."""
     logits = torch.randn(len(params), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    ours = filtered_probs(logits, draws_of(params))
+    ours = filtered_probs(logits, metadata_of(params))
     ours /= ours.sum(-1, keepdim=True)
     for row, (p, mine) in enumerate(zip(params, ours, strict=True)):
         expected = transformers_distribution(logits[row : row + 1].clone(), p)[0]
         torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-4)
 
 
-def draws_of(params: list[SamplingParams]) -> Draws:
-    return Draws([SampleRow(p, 0, 0, 0, []) for p in params], CPU)
+def choose(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+    """The token of each row."""
+    return torch.tensor([token.token_id for token in sample(logits, metadata)])
+
+
+def metadata_of(params: list[SamplingParams]) -> SamplingMetadata:
+    return SamplingMetadata([SampleRow(p, 0, 0, 0, []) for p in params], CPU)
 
 
 def test_filters_out_of_all_proportion() -> None:
     """A top_k no float can hold keeps all; a top_p that float32 rounds to 0 keeps the most likely."""
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     params = [SamplingParams(top_k=10**400), SamplingParams(top_k=VOCAB), SamplingParams(top_p=1e-50)]
-    kept = filtered_probs(logits, draws_of(params)) > 0
+    kept = filtered_probs(logits, metadata_of(params)) > 0
     assert kept.sum(-1).tolist() == [VOCAB, VOCAB, 1]
     assert kept[2].int().argmax() == logits[2].argmax()
 
@@ -81,9 +86,9 @@ def test_filters_out_of_all_proportion() -> None:
     ],
 )
 def test_equals_are_kept_or_dropped_together(params: SamplingParams, kept: list[int]) -> None:
-    """Which of several tokens, all as likely, comes first is not for the order of a sort to say."""
+    """Ties must not depend on the order of a sort."""
     logits = torch.tensor([[0.4, 0.19, 0.19, 0.19, 0.03]]).log()
-    probs = filtered_probs(logits, draws_of([params]))
+    probs = filtered_probs(logits, metadata_of([params]))
     assert (probs[0] > 0).nonzero()[:, 0].tolist() == kept
 
 
@@ -102,13 +107,13 @@ def rows_of(params: SamplingParams, num: int, **fields: object) -> list[SampleRo
     ],
 )
 def test_draws_follow_the_distribution(params: SamplingParams) -> None:
-    """Chi-square over 40,000 draws with fixed seeds, so it passes always or never.
+    """Chi-square over 40,000 draws with fixed seeds, so the result is always the same.
 
     For a right sampler the statistic exceeds its 99.9% point for one seed in a thousand.
     """
     num = 40_000
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(3)) * 2
-    drawn = choose(logits.expand(num, -1), Draws(rows_of(params, num), CPU))
+    drawn = choose(logits.expand(num, -1), SamplingMetadata(rows_of(params, num), CPU))
     expected = transformers_distribution(logits.clone(), params)[0] * num
     counts = torch.bincount(drawn, minlength=12).float()
     assert counts[expected == 0].sum() == 0, "a token that was filtered out was drawn"
@@ -132,16 +137,18 @@ def test_greedy_and_random_rows_in_one_batch() -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))
     greedy, random_ = SamplingParams(temperature=0), SamplingParams(temperature=1.0)
     rows = [rows_of(p, 1, seed=9)[0] for p in (greedy, random_) * 3]
-    drawn = choose(logits, Draws(rows, CPU))
+    drawn = choose(logits, SamplingMetadata(rows, CPU))
     assert drawn[::2].tolist() == logits[::2].argmax(-1).tolist()
     for i in (1, 3, 5):
-        assert drawn[i] == choose(logits[i : i + 1], Draws([rows[i]], CPU))[0], "alone or not, the same draw"
+        assert drawn[i] == choose(logits[i : i + 1], SamplingMetadata([rows[i]], CPU))[0], (
+            "alone or not, the same draw"
+        )
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-8, 1e-3])
 def test_tiny_temperatures_are_greedy_and_not_nan(temperature: float) -> None:
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)) * 50
-    drawn = choose(logits, Draws(rows_of(SamplingParams(temperature=temperature), 4), CPU))
+    drawn = choose(logits, SamplingMetadata(rows_of(SamplingParams(temperature=temperature), 4), CPU))
     assert drawn.tolist() == logits.argmax(-1).tolist()
 
 
@@ -150,21 +157,23 @@ def test_a_nearly_impossible_draw_stays_in_the_distribution(monkeypatch: pytest.
     monkeypatch.setattr("nanopaged.sampler.uniform", lambda *_: (2**24 - 1) / 2**24)
     logits = torch.full((1, VOCAB), -math.inf)
     logits[0, [3, 20]] = 0.0
-    assert choose(logits, Draws(rows_of(SamplingParams(), 1), CPU)).tolist() == [20]
+    assert choose(logits, SamplingMetadata(rows_of(SamplingParams(), 1), CPU)).tolist() == [20]
     monkeypatch.setattr("nanopaged.sampler.uniform", lambda *_: 0.0)
-    assert choose(logits, Draws(rows_of(SamplingParams(), 1), CPU)).tolist() == [3]
+    assert choose(logits, SamplingMetadata(rows_of(SamplingParams(), 1), CPU)).tolist() == [3]
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, RUN - 1, RUN, RUN + 1, 3 * RUN, 5 * RUN + 7])
+@pytest.mark.parametrize(
+    "vocab_size", [1, 2, VOCAB_CHUNK - 1, VOCAB_CHUNK, VOCAB_CHUNK + 1, 3 * VOCAB_CHUNK, 5 * VOCAB_CHUNK + 7]
+)
 def test_a_draw_inverts_the_distribution(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For vocabularies of whole runs and not; half the tokens are out of the question."""
+    """For vocabularies of whole chunks and not; half the tokens are out of the question."""
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(300, vocab_size, generator=generator) * 3
     logits[torch.rand(logits.shape, generator=generator) < 0.5] = -math.inf
     logits[:, vocab_size // 2] = 0.0
     numbers = [0.0, (2**24 - 1) / 2**24, *torch.rand(298, generator=generator).tolist()]
     monkeypatch.setattr("nanopaged.sampler.uniform", lambda seed, index, position: numbers[position])
-    drawn = choose(logits, Draws(rows_of(SamplingParams(), 300), CPU))
+    drawn = choose(logits, SamplingMetadata(rows_of(SamplingParams(), 300), CPU))
     ends = logits.double().softmax(-1).cumsum(-1)
     for u, row, token_id in zip(numbers, ends, drawn.tolist(), strict=True):
         begin = row[token_id - 1] if token_id else 0.0
@@ -178,7 +187,9 @@ def test_banned_tokens_are_never_drawn_but_logprobs_stay_the_models_own(temperat
     logits[0, 4] = 10.0
     params = SamplingParams(temperature=temperature, logprobs=1)
     for seed in range(20):
-        (drawn,) = sample(logits, Draws(rows_of(params, 1, seed=seed, banned_token_ids=[4, 5]), CPU))
+        (drawn,) = sample(
+            logits, SamplingMetadata(rows_of(params, 1, seed=seed, banned_token_ids=[4, 5]), CPU)
+        )
         assert drawn.token_id not in (4, 5)
         expected = logits.log_softmax(-1)[0]
         assert drawn.logprob == pytest.approx(expected[drawn.token_id].item(), abs=1e-5)
@@ -197,8 +208,8 @@ def texts(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> l
     return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def test_a_seed_gives_the_same_text_whatever_happens_around_it(qwen3: Oracle) -> None:
-    """Alone, beside others, in chunks of two, preempted over and over: the same tokens."""
+def test_a_seed_gives_the_same_text_in_any_batch(qwen3: Oracle) -> None:
+    """Alone, with others, in chunks of two tokens, preempted again and again: the same tokens."""
     prompts = random_prompts(5, seed=1, longest=30)
     params = [seeded(i, top_k=20, top_p=0.95) for i in range(5)]
     llm = LLM(qwen3.folder, num_blocks=200)

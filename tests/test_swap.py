@@ -10,7 +10,6 @@ from conftest import Oracle, random_prompts
 from fake_runner import FakeRunner
 
 from nanopaged import LLM, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from nanopaged.kv_cache import KVCache, KVShape
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -214,34 +213,6 @@ def test_auto_measures_and_says_what_it_chose() -> None:
 
 
 # ── the bytes ─────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("block_major", [True, False])
-def test_a_round_trip_through_host_memory_keeps_every_bit(block_major: bool) -> None:
-    """Out of blocks 3 and 0, into 1 and 2, which then hold the same; the rest is untouched."""
-    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=5, dtype=torch.float32)
-    cache = KVCache(shape, 5, 4, torch.device("cpu"), num_host_blocks=3, block_major=block_major)
-    cache.data.normal_()
-    before = cache.data.clone()
-    cache.swap_out([(3, 2), (0, 1)])
-    cache.data[[3, 0]] = 0.0
-    cache.swap_in([(2, 1), (1, 2)])
-    assert torch.equal(cache.data[1], before[3])
-    assert torch.equal(cache.data[2], before[0])
-    assert torch.equal(cache.data[4], before[4])
-    cache.copy_blocks([(4, 0), (1, 3)])
-    assert torch.equal(cache.data[0], before[4])
-    assert torch.equal(cache.data[3], before[3])
-
-
-def test_block_major_blocks_are_contiguous() -> None:
-    """One run of memory a block is the point of the layout; per layer it would be 2 · num_layers runs."""
-    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=5, dtype=torch.bfloat16)
-    assert KVCache(shape, 4, 8, torch.device("cpu")).data[1].is_contiguous()
-    other = KVCache(shape, 4, 8, torch.device("cpu"), block_major=False).data
-    assert not other[1].is_contiguous()
-    assert other[:, 1, 0].is_contiguous()
-    assert shape.block_bytes(8) == 3 * 2 * 2 * 5 * 2 * 8
 
 
 def test_kv_is_the_same_after_the_round_trip_in_other_blocks(qwen3: Oracle) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints as they come: old and new configs, one file or several, and all that must be refused."""
+"""Checkpoints of old and new formats, in one file or several, and those that must be refused."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_configs_of_transformers_4_and_5(oracle: Oracle, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("style", ["new", "old"])
-def test_rope_theta_is_read_wherever_it_stands(qwen3_folder: Path, style: str) -> None:
-    """A value that is no default, so that a fallback would show."""
+def test_rope_theta_is_read_from_any_format(qwen3_folder: Path, style: str) -> None:
+    """Not a default value, so a fallback would be noticed."""
     edit_config(qwen3_folder, lambda c: c["rope_parameters"].update(rope_theta=12345.0))
     if style == "old":
         edit_config(qwen3_folder, old_style)
@@ -119,7 +119,7 @@ def test_llama_with_biases_everywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_dtypes(oracle: Oracle, dtype: str) -> None:
-    """Computed in that type, close to float32 in what it says of the first token."""
+    """Computed in that dtype, with first-token log-probabilities close to those of float32."""
     llm = LLM(oracle.folder, num_blocks=8, dtype=dtype)
     assert llm.engine.runner.dtype == getattr(torch, dtype)
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
@@ -296,7 +296,7 @@ def test_broken_json(qwen3_folder: Path) -> None:
 
 
 def test_make_checkpoint_is_repeatable(tmp_path: Path) -> None:
-    """The oracle's models are the same in every run, so a failure can be seen again."""
+    """The oracle's models are the same in every run, so a failure can be reproduced."""
     for name in ("a", "b"):
         make_checkpoint("qwen2", tmp_path / name)
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanopaged.attention.metadata import PagedBatch, make_attention
+from nanopaged.attention import make_attention
+from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.kv_cache import KVCache, KVShape
 
 
@@ -55,7 +56,6 @@ class DecodeCase:
         self.k, self.v = self.cache.layer(self.layer)  # [num_blocks, num_kv_heads, block_size, head_dim]
         num_heads = sizes.num_kv_heads * sizes.group
         self.q = torch.randn(len(lens), num_heads, sizes.head_dim).to(device, sizes.dtype)
-        self.new_kv = torch.randn(2, len(lens), sizes.num_kv_heads, sizes.head_dim).to(device, sizes.dtype)
         # The query heads of a KV head as so many queries: [num_seqs, num_kv_heads, group, head_dim]
         self.grouped_q = self.q.view(len(lens), sizes.num_kv_heads, sizes.group, sizes.head_dim)
         self.num_bytes = sum(lens) * sizes.bytes_per_token()
@@ -66,11 +66,12 @@ class DecodeCase:
         last = [length - 1 for length in self.lens]
         slots = [table[p // size] * size + p % size for table, p in zip(self.tables, last, strict=True)]
         ones = np.ones(n, dtype=np.int64)
-        batch = PagedBatch(ones, np.array(self.lens), self.tables, np.array(slots), n, list(range(n)))
-        plan = make_attention("auto", self.cache, self.q.shape[-1] ** -0.5).decodes(batch)
+        lens, slot_mapping = np.array(self.lens), np.array(slots)
+        attention = make_attention("auto", self.cache, self.q.shape[-1] ** -0.5)
+        attention.begin_step(AttentionMetadata(ones, lens, self.tables, slot_mapping, n, list(range(n))))
         if num_splits is not None:
-            plan.num_splits = num_splits
-        return lambda: plan(self.layer, self.q, *self.new_kv)
+            attention.num_splits = num_splits
+        return lambda: attention.decode(self.layer, self.q)
 
     def gather(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """K and V padded to [num_seqs, num_kv_heads, longest, head_dim], and a mask if lengths differ."""
@@ -117,14 +118,14 @@ class DecodeCase:
 def store_call(cache: KVCache, slots: list[int], k: Tensor, v: Tensor, layer: int) -> Callable[[], None]:
     """Our own write of new K/V [num_tokens, num_kv_heads, head_dim] into `slots` of a layer."""
     ones = np.ones(len(slots), dtype=np.int64)
-    batch = PagedBatch(ones, ones, [], np.array(slots), len(slots), [])
-    store = make_attention("auto", cache, 1.0).store(batch)
-    return lambda: store(layer, k, v)
+    attention = make_attention("auto", cache, 1.0)
+    attention.begin_store(AttentionMetadata(ones, ones, [], np.array(slots), len(slots), []))
+    return lambda: attention.store(layer, k, v)
 
 
 def copy_call(cache: KVCache, pairs: list[tuple[int, int]]) -> Callable[[], None]:
     """Our own copy of whole blocks, (source, destination). On a GPU: the kernel, without sending `pairs`."""
     if cache.copy_kernel is None:
-        return lambda: cache.copy_blocks(pairs)
+        return lambda: cache.move_blocks([], [], pairs)
     index = torch.tensor(pairs, device=cache.data.device)
     return lambda: cache.copy_kernel(cache.data, index)

@@ -9,11 +9,11 @@ import time
 
 import torch
 
-from nanopaged.attention.triton_backend import BlockTables
+from nanopaged.attention.triton_backend import TritonAttention
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model.cuda_graphs import DecodeGraphs
 from nanopaged.model_runner import prepare
-from nanopaged.next_tokens import draw_next_tokens
+from nanopaged.sampler import sample_next_tokens
 from nanopaged.sequence import ScheduledBatch, StepResult
 
 VOCAB = 32
@@ -29,10 +29,10 @@ class HostPath:
         self.hidden = torch.zeros(max_num_seqs, HIDDEN)
         self.logits = torch.randn(max_num_seqs, VOCAB)
         self.graphs = DecodeGraphs(
-            model=lambda input_ids, positions, attend: self.hidden[: len(input_ids)],
-            cache=KVCache(KVShape(1, 1, HIDDEN, torch.float32), 1, block_size, device),
-            scale=1.0,
-            tables=BlockTables(device),
+            model=lambda input_ids, positions, attention: self.hidden[: len(input_ids)],
+            attention=TritonAttention(
+                KVCache(KVShape(1, 1, HIDDEN, torch.float32), 1, block_size, device), scale=1.0
+            ),
             max_num_seqs=max_num_seqs,
             max_context_len=max_context_len,
             capture=lambda work: (work(), lambda: None),
@@ -49,4 +49,4 @@ class HostPath:
         else:
             hidden = self.graphs.run(*prepare(batch, self.block_size))
             self.prepare_seconds.append(time.perf_counter() - began)
-        return StepResult(draw_next_tokens(batch, hidden, lambda rows: self.logits[: len(rows)]))
+        return StepResult(sample_next_tokens(batch, hidden, lambda rows: self.logits[: len(rows)]))

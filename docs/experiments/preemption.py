@@ -87,8 +87,7 @@ def block_major_swap(shape: KVShape, block_size: int, device: torch.device) -> C
     cache.data.normal_()
 
     def swap(moves: Moves) -> None:
-        cache.swap_out(moves)
-        cache.swap_in([(host_block, device_block) for device_block, host_block in moves])
+        cache.move_blocks(moves, [(host_block, device_block) for device_block, host_block in moves], [])
 
     return swap
 

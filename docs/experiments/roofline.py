@@ -89,7 +89,7 @@ def linear_speed(dtype_name: str) -> float:
 
     device, dtype = pick_device(), getattr(torch, dtype_name)
     n = 8192 if device.type == "cuda" else 2048
-    layer = Linear(n, n, bias=False, like=torch.empty(0, dtype=dtype, device=device))
+    layer = Linear(n, n, bias=False, dtype=dtype, device=device)
     layer.weight.data.normal_()
     layer.pack()
     x = torch.randn(n, n, device=device).to(dtype)

@@ -1,6 +1,6 @@
 """Paged attention, slow and obvious: for each sequence, for each query, for each block.
 
-Nothing is faster to read or slower to run. The other backends are tested against it.
+Read this backend first. The others compute the same, and the tests compare them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanopaged.attention.metadata import Attend, PagedBatch, Store
+from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.kv_cache import KVCache
 
 
@@ -21,14 +21,14 @@ def reference_paged_attention(
 
         o = Σ_b w_b · softmax(S_b) V_b     with w_b = exp(LSE_b - LSE), S_b = scale · q K_bᵀ
 
-    A softmax over all keys needs their maximum and their sum, which are not known until the last block
-    has been read. So both are kept for the blocks so far, and when a block raises the maximum from m
-    to m', what was summed is scaled by exp(m - m') (Milakov and Gimelshein, arXiv 1805.02867).
+    A softmax over all keys needs their maximum and their sum, which are known only after the last block.
+    The online softmax (Milakov and Gimelshein, arXiv 1805.02867) keeps both for the blocks so far. When a
+    block raises the maximum from m to m', the sums so far are multiplied by exp(m - m').
 
     Args:
         q: [num_heads, head_dim] of one token.
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim].
-        context_len: keys that the query may see: those up to its own.
+        context_len: keys that the query sees: all up to and including its own.
 
     Returns:
         [num_heads, head_dim]
@@ -40,7 +40,7 @@ def reference_paged_attention(
     l = torch.zeros_like(m)  # sum of exp(score - m)
     acc = torch.zeros_like(queries)  # sum of exp(score - m) · value
     for i, block_id in enumerate(block_table):
-        here = min(block_size, context_len - i * block_size)  # the last block may be half full
+        here = min(block_size, context_len - i * block_size)  # the last block may be partial
         if here <= 0:
             break
         keys = k_cache[block_id, :, :here].float()  # [num_kv_heads, here, head_dim]
@@ -56,28 +56,30 @@ def reference_paged_attention(
 
 
 class ReferenceAttention:
-    """The loop above, for every query of the batch."""
+    """The loop above, for every query of the batch. See `nanopaged.attention` for what a backend does."""
 
-    tables = None  # it reads them from the batch
+    supports_cuda_graphs = False
 
     def __init__(self, cache: KVCache, scale: float) -> None:
         self.cache = cache
         self.scale = scale
 
-    def plan(self, batch: PagedBatch) -> Attend:
-        """The step's `attend`: store first, then query by query."""
-        store = Store(batch, self.cache)
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        """Remember where the tokens of the step live."""
+        self.metadata = metadata
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            store(layer, k, v)
-            out, row = torch.empty_like(q), 0
-            lengths = zip(batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True)
-            for table, (query_len, context_len) in zip(batch.block_tables, lengths, strict=True):
-                for position in range(context_len - query_len, context_len):
-                    out[row] = reference_paged_attention(
-                        q[row], *self.cache.layer(layer), table, position + 1, self.scale
-                    )
-                    row += 1
-            return out
-
-        return attend
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One layer: store all new K/V, then query by query."""
+        k_cache, v_cache = self.cache.layer(layer)
+        for token, slot in enumerate(self.metadata.slot_mapping.tolist()):
+            block_id, offset = divmod(slot, self.cache.block_size)
+            k_cache[block_id, :, offset], v_cache[block_id, :, offset] = k[token], v[token]
+        out, token = torch.empty_like(q), 0
+        lens = zip(self.metadata.query_lens.tolist(), self.metadata.context_lens.tolist(), strict=True)
+        for block_table, (query_len, context_len) in zip(self.metadata.block_tables, lens, strict=True):
+            for position in range(context_len - query_len, context_len):
+                out[token] = reference_paged_attention(
+                    q[token], k_cache, v_cache, block_table, position + 1, self.scale
+                )
+                token += 1
+        return out

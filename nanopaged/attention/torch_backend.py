@@ -1,8 +1,7 @@
-"""Paged attention in few large PyTorch operations: what runs on a CPU, and anywhere else.
+"""Paged attention in large PyTorch operations: the backend of a CPU, and the base class of the GPU backends.
 
-It computes what `reference_attention.py` computes. A chunk of a prompt attends one sequence at a time, since
-there is enough work in it. Decodes have one query each, so all of a batch go together, over a flat list
-of (blocks, owner) rows.
+It computes what `ReferenceAttention` computes. Prefills run one sequence after another, since each has enough
+work of its own. Decodes have one query each, so all decodes of a batch are computed together.
 """
 
 from __future__ import annotations
@@ -15,184 +14,231 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention.metadata import PagedBatch
-from nanopaged.device import send
-from nanopaged.kv_cache import KVCache
+from nanopaged.attention.metadata import AttentionMetadata
+from nanopaged.kv_cache import KVCache, to_device
 
-QUERY_TILE = 128  # queries of a prefill that attend at once: their scores stay in the CPU's cache
 LOG2_E = math.log2(math.e)
 ROW_KEYS = 64  # keys in a row of decodes: smaller matrix products cost nearly as much
-KV_TILE = 8 << 20  # bytes of K/V that decodes read at once; see `DecodePlan`
+KV_TILE = 8 << 20  # bytes of K/V that a tile of rows reads, see `TorchAttention.begin_decodes`
+QUERY_TILE = 128  # queries of a prefill that attend at once: their scores stay in the CPU's cache
 
 
-@dataclass
-class Tile:
-    """Some rows of a `DecodePlan`, as many as are read at once."""
+class TorchAttention:
+    """Paged attention over one KV cache. See `nanopaged.attention` for the order of calls and the shapes.
 
-    rows: slice
-    runs: Tensor  # [2 · rows · num_kv_heads · blocks a row]: where their K, then V are, see `KVCache.runs`
-    owners: Tensor  # [rows]
-    last: slice  # those of the rows that are their owner's last: some of their slots are no key of it
-    bits: Tensor  # [those, 1, keys a row, 1]: all bits for a key, none for another slot
-    bias: Tensor  # [those, 1, 1, keys a row]: 0 for a key, -inf for another slot
+    The work has three parts, and each is a pair of methods: one that prepares a step, one that computes a
+    layer. A subclass overrides pairs: `TritonAttention` the first two, `FlashAttention` the third.
 
-
-class DecodePlan:
-    """The blocks that a batch of decodes reads, as rows of (a few blocks, the sequence that reads them).
-
-    The work follows the blocks that exist, not the rectangle of the longest sequence, and a block shared by
-    two sequences simply stands in two rows. Blocks of 16 go four to a row, those of 64 and more alone; the
-    last row of a sequence is filled up with whatever block, and masked.
-
-        tables  0: [5, 2, 7]   1: [0]   2: [3, 8, 1]      block_size = 32, context_lens 70, 20, 96
-
-                 ─ full rows ─   ────── last ones ──────
-        blocks    5,2     3,8     7,7      0,0      1,1
-        owners     0       2       0        1        2
-        keys       64      64      6        20       32
-
-    Rows are read in tiles of about KV_TILE bytes: few, because each costs a dozen calls, but small
-    enough for a CPU's cache, since what is copied out of the pool is read again at once.
+        begin_store      store      the new K/V go to their slots
+        begin_decodes    decode     one query a sequence
+        begin_prefills   prefill    many queries a sequence
     """
 
-    def __init__(self, batch: PagedBatch, cache: KVCache, scale: float) -> None:
-        """Lay out the rows of the batch's decodes, the full ones first, and cut them into tiles."""
-        device = cache.data.device
-        width = max(1, ROW_KEYS // cache.block_size)  # blocks a row
-        keys = width * cache.block_size
-        full, owners, last = [], [], []
-        context_lens = batch.context_lens[: batch.num_decodes]
-        num_rows = -(-context_lens // keys)
-        for owner, (table, n) in enumerate(zip(batch.block_tables, num_rows.tolist(), strict=False)):
-            full += table[: (n - 1) * width]
-            owners += [owner] * (n - 1)
-            rest = table[(n - 1) * width : n * width]
-            last += rest + rest[-1:] * (width - len(rest))
-        last_lens = context_lens - (num_rows - 1) * keys
-        is_key = send(np.arange(keys) < last_lens[:, None], device)
-        blocks = send(np.array(full + last), device).view(-1, width)
-        runs = cache.run_ids(blocks).transpose(2, 3)  # [2, num_rows, num_kv_heads, width]
+    supports_cuda_graphs = False
+
+    def __init__(self, cache: KVCache, scale: float) -> None:
         self.cache = cache
         self.scale = scale
-        self.owners = send(np.array(owners + list(range(batch.num_decodes))), device)  # [num_rows]
-        self.tiles = list(_tiles(runs, self.owners, is_key, cache))
-        # A tile's K, then its V: [the longest list of runs, block_size · head_dim]
-        self.buffer = cache.data.new_empty(len(self.tiles[0].runs), cache.block_size * cache.shape.head_dim)
+        self.device = cache.data.device
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        """Prepare what all layers of a step share."""
+        self.num_decodes = metadata.num_decodes
+        self.begin_store(metadata)
+        if metadata.num_decodes > 0:
+            self.begin_decodes(metadata)
+        if metadata.num_decodes < len(metadata.query_lens):
+            self.begin_prefills(metadata)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries [num_seqs, num_heads, head_dim] → their outputs, of the same shape.
+        """One layer: store all new K/V, then decode the first `num_decodes` tokens, and prefill the rest."""
+        n = self.num_decodes
+        self.store(layer, k, v)
+        if n == len(q):
+            return self.decode(layer, q)
+        if n == 0:
+            return self.prefill(layer, q, k, v)
+        return torch.cat((self.decode(layer, q[:n]), self.prefill(layer, q[n:], k[n:], v[n:])))
 
-        Each row gives a partial result (its maximum m, its sum l, its output o); those of one owner are then
-        combined as in the reference, only all at once:
+    # ── storing ───────────────────────────────────────────────────────────────────────────────────
+
+    def begin_store(self, metadata: AttentionMetadata) -> None:
+        """Slots as (block, offset): block_size = 4, slot 9 is block 2, offset 1."""
+        indices = np.array(np.divmod(metadata.slot_mapping, self.cache.block_size))
+        self.blocks, self.offsets = to_device(indices, self.device)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write k, v [num_tokens, num_kv_heads, head_dim] of the whole batch to their slots."""
+        k_cache, v_cache = self.cache.layer(layer)
+        k_cache[self.blocks, :, self.offsets] = k
+        v_cache[self.blocks, :, self.offsets] = v
+
+    # ── decodes ───────────────────────────────────────────────────────────────────────────────────
+
+    def begin_decodes(self, metadata: AttentionMetadata) -> None:
+        """Lay out the blocks of all decodes as rows of about ROW_KEYS keys, each read by one sequence.
+
+        The work follows the blocks that exist, not a rectangle as wide as the longest context, and a block
+        shared by two sequences stands in two rows. Blocks of 16 go four to a row, blocks of 64 or more alone.
+        The last row of a sequence is filled up with its last block; its unused slots are masked.
+
+            tables  0: [5, 2, 7]   1: [0]   2: [3, 8, 1]      block_size = 32, context_lens 70, 20, 96
+
+                     ─ full rows ─   ─────── last rows ──────
+            blocks    5,2     3,8     7,7      0,0      1,1
+            row_seq    0       2       0        1        2
+            keys       64      64      6        20       32
+
+        Rows are read in tiles of about KV_TILE bytes: few tiles, because each costs a dozen calls, but small
+        enough for a CPU's cache, because what is gathered from the KV cache is read again at once.
+        """
+        width = max(1, ROW_KEYS // self.cache.block_size)  # blocks in a row
+        row_keys = width * self.cache.block_size
+        context_lens = metadata.context_lens[: self.num_decodes]
+        num_rows = -(-context_lens // row_keys)  # of each sequence
+        full_blocks, row_seq, last_blocks = [], [], []
+        for seq, (table, n) in enumerate(zip(metadata.block_tables, num_rows.tolist(), strict=False)):
+            full_blocks += table[: (n - 1) * width]
+            row_seq += [seq] * (n - 1)
+            rest = table[(n - 1) * width : n * width]
+            last_blocks += rest + rest[-1:] * (width - len(rest))
+        last_lens = context_lens - (num_rows - 1) * row_keys  # keys in the last row of each sequence
+        is_key = to_device(np.arange(row_keys) < last_lens[:, None], self.device)
+        blocks = to_device(np.array(full_blocks + last_blocks), self.device).view(-1, width)
+        row_seq += range(self.num_decodes)
+        self.row_seq = to_device(np.array(row_seq), self.device)  # [num_rows]
+        self.tiles = list(self._tiles(blocks, is_key))
+        # For the K, then the V of a tile: [the most head blocks of a tile, block_size · head_dim]
+        pool = self.cache.head_blocks(0)
+        self.buffer = pool.new_empty(len(self.tiles[0].head_blocks), pool.shape[1])
+
+    def _tiles(self, blocks: Tensor, is_key: Tensor) -> Iterator[DecodeTile]:
+        """Cut rows into tiles of nearly the same size: KV_TILE bytes at most, or one row.
+
+        Args:
+            blocks: [num_rows, blocks in a row], full rows first.
+            is_key: [num_seqs, keys in a row], which slots of each sequence's last row hold its keys.
+        """
+        num_rows, num_full = len(blocks), len(blocks) - len(is_key)
+        # [2, num_rows, num_kv_heads, blocks in a row], so that the keys of a row and head lie together
+        head_blocks = self.cache.head_block_ids(blocks).transpose(2, 3)
+        is_key = is_key[:, None, None]
+        integer = {2: torch.int16, 4: torch.int32}[self.cache.data.element_size()]
+        bits = -is_key.to(integer).mT  # the integer -1 has all bits set
+        bias = torch.where(is_key, 0.0, -math.inf)
+        row_bytes = blocks.shape[1] * self.cache.data[0, 0].nbytes
+        num_tiles = min(num_rows, -(-num_rows * row_bytes // KV_TILE))
+        size = -(-num_rows // num_tiles)
+        for lo in range(0, num_rows, size):
+            hi = min(lo + size, num_rows)
+            first_last = min(max(lo, num_full), hi)  # the first row of the tile that needs a mask
+            seqs = slice(first_last - num_full, hi - num_full)  # that these rows belong to; empty if none
+            last = slice(first_last - lo, hi - lo)
+            ids, row_seq = head_blocks[:, lo:hi].flatten(), self.row_seq[lo:hi]
+            yield DecodeTile(slice(lo, hi), ids, row_seq, last, bits[seqs], bias[seqs])
+
+    def decode(self, layer: int, q: Tensor) -> Tensor:
+        """Attention of one query of each sequence: q → out, both [num_seqs, num_heads, head_dim].
+
+        Each row gives a partial result: its maximum m, its sum l, its output o. The rows of a sequence are
+        then combined as in the reference, only all at once:
 
             out = Σ w_i · o_i / Σ w_i       with w_i = 2^(m_i - M) · l_i and M = max m_i
 
-        Scores are multiplied by log2(e), for 2^(x · log2(e)) = e^x and exp2 takes a third of exp's time.
+        Scores are multiplied by log2(e), since 2^(x · log2(e)) = e^x and exp2 takes a third of exp's time.
         """
         num_seqs, num_heads, head_dim = q.shape
-        num_kv_heads, num_rows = self.cache.shape.num_kv_heads, len(self.owners)
+        num_kv_heads, row_seq = self.cache.shape.num_kv_heads, self.row_seq
         # [num_seqs, num_kv_heads, group, head_dim]: the query heads that share a KV head lie together
         q = (q * self.scale).view(num_seqs, num_kv_heads, -1, head_dim)
-        o = q.new_empty((num_rows, *q.shape[1:]))
-        m = q.new_empty((num_rows, *q.shape[1:3], 1), dtype=torch.float32)
+        o = q.new_empty((len(row_seq), *q.shape[1:]))
+        m = q.new_empty((len(row_seq), *q.shape[1:3], 1), dtype=torch.float32)
         l = torch.empty_like(m)
-        pool = self.cache.runs(layer)
+        pool = self.cache.head_blocks(layer)
         for tile in self.tiles:
-            kv = torch.index_select(pool, 0, tile.runs, out=self.buffer[: len(tile.runs)])
-            kv = kv.view(2, len(tile.owners), num_kv_heads, -1, head_dim)
-            # What is no key may be anything, even NaN, which neither -inf nor a weight of 0 makes good.
+            ids = tile.head_blocks
+            kv = torch.index_select(pool, 0, ids, out=self.buffer[: len(ids)])
+            kv = kv.view(2, len(tile.row_seq), num_kv_heads, -1, head_dim)
+            # Unused slots may hold NaN, and NaN · 0 = NaN: K and V are zeroed there as well as masked.
             kv[:, tile.last].view(tile.bits.dtype).bitwise_and_(tile.bits)
-            keys, values = kv
-            scores = torch.matmul(q.index_select(0, tile.owners), keys.mT).float().mul_(LOG2_E)
+            keys, values = kv  # each [rows, num_kv_heads, keys in a row, head_dim]
+            scores = torch.matmul(q.index_select(0, tile.row_seq), keys.mT).float().mul_(LOG2_E)
             scores[tile.last] += tile.bias
             torch.amax(scores, -1, keepdim=True, out=m[tile.rows])
             p = scores.sub_(m[tile.rows]).exp2_()
             torch.sum(p, -1, keepdim=True, out=l[tile.rows])
             torch.matmul(p.div_(l[tile.rows]).to(q.dtype), values, out=o[tile.rows])
-        return self._combine(m, l, o, num_seqs).view(num_seqs, num_heads, head_dim).to(q.dtype)
-
-    def _combine(self, m: Tensor, l: Tensor, o: Tensor, num_seqs: int) -> Tensor:
-        """The partial results of each owner, weighted by 2^(m - M) · l."""
-        owners = self.owners
-        index = owners[:, None, None, None].expand_as(m)
+        index = row_seq[:, None, None, None].expand_as(m)
         top = m.new_full((num_seqs, *m.shape[1:]), -math.inf).scatter_reduce_(0, index, m, "amax")
-        weight = m.sub_(top.index_select(0, owners)).exp2_().mul_(l)
-        total = torch.zeros_like(top).index_add_(0, owners, weight)
-        out = m.new_zeros((num_seqs, *o.shape[1:]))
-        return out.index_add_(0, owners, o * weight).div_(total)
+        weight = m.sub_(top.index_select(0, row_seq)).exp2_().mul_(l)
+        total = torch.zeros_like(top).index_add_(0, row_seq, weight)
+        out = m.new_zeros((num_seqs, *o.shape[1:])).index_add_(0, row_seq, o * weight).div_(total)
+        return out.view(num_seqs, num_heads, head_dim).to(q.dtype)
 
+    # ── prefills ──────────────────────────────────────────────────────────────────────────────────
 
-def _tiles(runs: Tensor, owners: Tensor, is_key: Tensor, cache: KVCache) -> Iterator[Tile]:
-    """Cut rows into tiles of about one size, each of at most KV_TILE bytes (or a row).
-
-    Args:
-        runs: [2, num_rows, num_kv_heads, blocks a row].
-        is_key: [num_seqs, keys a row], for the last row of each sequence.
-    """
-    num_rows, num_full = len(owners), len(owners) - len(is_key)
-    is_key = is_key[:, None, None]
-    integer = {2: torch.int16, 4: torch.int32}[cache.data.element_size()]
-    bits = -is_key.to(integer).mT  # the integer -1 has all bits set
-    bias = torch.where(is_key, 0.0, -math.inf)
-    row_bytes = runs.shape[3] * cache.shape.block_bytes(cache.block_size) // cache.shape.num_layers
-    num_tiles = min(num_rows, -(-num_rows * row_bytes // KV_TILE))
-    size = -(-num_rows // num_tiles)
-    for lo in range(0, num_rows, size):
-        hi = min(lo + size, num_rows)
-        first = min(max(lo, num_full), hi)  # of the last rows
-        masks = slice(max(lo - num_full, 0), max(hi - num_full, 0))
-        last = slice(first - lo, hi - lo)
-        yield Tile(slice(lo, hi), runs[:, lo:hi].flatten(), owners[lo:hi], last, bits[masks], bias[masks])
-
-
-class ChunkPlan:
-    """Chunks of prompts, one after another."""
-
-    def __init__(self, batch: PagedBatch, cache: KVCache, scale: float) -> None:
-        self.cache = cache
-        self.scale = scale
-        self.chunks: list[tuple[slice, Tensor | None, int]] = []
-        """(rows among the chunks' queries, block table or None if nothing was cached, context length)"""
-        row = 0
-        for i in range(batch.num_decodes, len(batch.block_tables)):
-            query_len, context_len = int(batch.query_lens[i]), int(batch.context_lens[i])
+    def begin_prefills(self, metadata: AttentionMetadata) -> None:
+        """Where each prefill's queries are, and the block table of those with a cached context."""
+        self.prefills: list[tuple[slice, Tensor | None, int]] = []  # (tokens, block table, context length)
+        start = 0  # among the tokens of the prefills
+        for i in range(metadata.num_decodes, len(metadata.block_tables)):
+            query_len, context_len = int(metadata.query_lens[i]), int(metadata.context_lens[i])
             table = None
             if context_len > query_len:
-                table = send(np.array(batch.block_tables[i]), cache.data.device)
-            self.chunks.append((slice(row, row + query_len), table, context_len))
-            row += query_len
+                table = to_device(np.array(metadata.block_tables[i]), self.device)
+            self.prefills.append((slice(start, start + query_len), table, context_len))
+            start += query_len
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [num_tokens, num_heads, head_dim] and the new k, v → what each query attends to."""
+    def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of all tokens of the prefills: q [num_tokens, num_heads, head_dim], new k, v → out.
+
+        A prefill without a cached context attends to its new k, v; another one to its blocks, gathered.
+        """
         k_cache, v_cache = self.cache.layer(layer)
         q = q * self.scale
         out = torch.empty_like(q)
-        for rows, table, context_len in self.chunks:
-            if table is None:  # nothing came before the chunk: its own K/V is all there is
-                keys, values = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
+        for tokens, table, context_len in self.prefills:
+            if table is None:
+                keys, values = k[tokens].transpose(0, 1), v[tokens].transpose(0, 1)
             else:
                 keys = gather_context(k_cache, table, context_len)
                 values = gather_context(v_cache, table, context_len)
-            out[rows] = causal_attention(q[rows], keys, values)
+            out[tokens] = causal_attention(q[tokens], keys, values)
         return out
 
 
-def gather_context(cache: Tensor, table: Tensor, context_len: int) -> Tensor:
-    """A sequence's keys (or values) out of its blocks, as one [num_kv_heads, context_len, head_dim]."""
+@dataclass
+class DecodeTile:
+    """Rows of decodes that are read together, see `TorchAttention.begin_decodes`."""
+
+    rows: slice  # of all rows
+    head_blocks: Tensor  # [2 (K, V) · rows · num_kv_heads · blocks in a row], rows of `KVCache.head_blocks`
+    row_seq: Tensor  # [rows], the sequence that reads each row
+    last: slice  # the tile's rows that are the last of a sequence: their unused slots are masked
+    bits: Tensor  # [last rows, 1, keys in a row, 1], all bits set for a key, none for an unused slot
+    bias: Tensor  # [last rows, 1, 1, keys in a row], 0 for a key, -inf for an unused slot
+
+
+def gather_context(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
+    """A sequence's keys (or values) from its blocks as one [num_kv_heads, context_len, head_dim]."""
     num_blocks = -(-context_len // cache.shape[2])
-    blocks = cache.index_select(0, table[:num_blocks])  # [num_blocks, num_kv_heads, block_size, head_dim]
+    blocks = cache.index_select(0, block_table[:num_blocks])  # [blocks, num_kv_heads, block_size, head_dim]
     return blocks.transpose(0, 1).flatten(1, 2)[:, :context_len]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The last `len(q)` tokens of a context attend to it, each up to itself.
+    """The last `len(q)` tokens of a context attend to it, each up to and including itself.
 
-    q [query_len, num_heads, head_dim], scaled already; k, v [num_kv_heads, context_len, head_dim].
-    The mask is aligned to the end: with 3 cached keys, query 0 sees keys 0 to 3.
+    The mask is aligned to the end: with 3 cached keys, query 0 sees keys 0 to 3. Queries go in tiles, so that
+    the scores stay small and no tile reads keys beyond its last query. On a CPU this is faster than
+    `scaled_dot_product_attention`, which offers such a mask only as a matrix of query_len x context_len.
 
-    In tiles of queries, so that the scores stay small and no tile looks at keys beyond its last query:
-    on a CPU this beats `scaled_dot_product_attention`, which has no mask of this shape without a
-    matrix of query_len x context_len.
+    Args:
+        q: [query_len, num_heads, head_dim], scaled already.
+        k, v: [num_kv_heads, context_len, head_dim].
+
+    Returns:
+        [query_len, num_heads, head_dim]
     """
     query_len, num_heads, head_dim = q.shape
     num_kv_heads, context_len, _ = k.shape
@@ -200,8 +246,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for lo in range(0, query_len, QUERY_TILE):
         hi = min(lo + QUERY_TILE, query_len)
         visible = context_len - query_len + hi  # keys up to the tile's last query
-        rows = q[lo:hi].view(hi - lo, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        queries = rows.reshape(num_kv_heads, -1, head_dim)  # [num_kv_heads, group · tile, head_dim]
+        tile = q[lo:hi].view(hi - lo, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        queries = tile.reshape(num_kv_heads, -1, head_dim)  # [num_kv_heads, group · tile, head_dim]
         scores = (queries @ k[:, :visible].transpose(1, 2)).float()
         scores = scores.view(num_kv_heads, -1, hi - lo, visible)
         future = torch.ones(hi - lo, hi - lo, dtype=torch.bool, device=q.device).triu_(1)

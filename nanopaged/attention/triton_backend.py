@@ -1,99 +1,107 @@
-"""Storing K/V and decoding with the kernels of `kernels.py`: what a batch looks like to them."""
+"""Storing K/V and decoding with the kernels of `kernels/paged_attention.py`; prefills stay in PyTorch."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention.metadata import PagedBatch
-from nanopaged.device import send
-from nanopaged.kernels import paged_attention as kernels
-from nanopaged.kv_cache import KVCache
+from nanopaged.attention.metadata import AttentionMetadata
+from nanopaged.attention.torch_backend import TorchAttention
+from nanopaged.kernels.paged_attention import choose_num_splits, paged_decode, store_kv
+from nanopaged.kv_cache import KVCache, to_device
 
 
-@dataclass
-class Store:
-    """Writes the new K/V of a batch to their slots, in one launch a layer."""
+class TritonAttention(TorchAttention):
+    """One kernel a layer stores the batch's new K/V, and one or two compute its decodes.
 
-    cache: KVCache
-    slots: Tensor  # [num_tokens]; -1 is skipped
+    Attributes:
+        tables: the block tables on the device.
+    """
 
-    @classmethod
-    def of(cls, batch: PagedBatch, cache: KVCache) -> Store:
-        """For one step's batch."""
-        return cls(cache, send(batch.slot_mapping, cache.data.device))
+    supports_cuda_graphs = True
 
-    def __call__(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """k, v: [num_tokens, num_kv_heads, head_dim] of the whole batch."""
-        kernels.store_kv(k, v, *self.cache.layer(layer), self.slots)
+    def __init__(self, cache: KVCache, scale: float) -> None:
+        super().__init__(cache, scale)
+        self.tables = BlockTables(self.device)
+        self.num_processors = 1  # where the kernels are interpreted
+        if self.device.type == "cuda":
+            self.num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
+    def begin_store(self, metadata: AttentionMetadata) -> None:
+        self.slot_mapping = to_device(metadata.slot_mapping, self.device)
 
-@dataclass
-class DecodePlan:
-    """A batch's decodes: whose tables to read, how far, and in how many splits."""
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        store_kv(k, v, *self.cache.layer(layer), self.slot_mapping)
 
-    cache: KVCache
-    scale: float
-    tables: Tensor  # int32 [num_rows, most blocks]
-    rows: Tensor  # [num_seqs], of `tables`
-    context_lens: Tensor  # [num_seqs]
-    num_splits: int
+    def begin_decodes(self, metadata: AttentionMetadata) -> None:
+        """Bring the block tables on the device up to date, and choose the number of splits."""
+        n = metadata.num_decodes
+        rows = self.tables.update(metadata.seq_ids[:n], metadata.block_tables[:n])
+        context_lens = metadata.context_lens[:n]
+        table_rows, lens = to_device(np.array([rows, context_lens]), self.device)
+        self.set_decodes(table_rows, lens, int(context_lens.max()))
 
-    @classmethod
-    def of(cls, batch: PagedBatch, cache: KVCache, scale: float, tables: BlockTables) -> DecodePlan:
-        """For the decodes of one step's batch, whose tables are brought up to date."""
-        n, device = batch.num_decodes, cache.data.device
-        rows = tables.update(batch.owners[:n], batch.block_tables[:n])
-        rows, context_lens = send(np.array([rows, batch.context_lens[:n]]), device)
-        most = int(batch.context_lens[:n].max())
-        num_splits = kernels.choose_num_splits(n, cache.shape.num_kv_heads, most, num_processors(device))
-        return cls(cache, scale, tables.data, rows, context_lens, num_splits)
+    def set_decodes(self, table_rows: Tensor, context_lens: Tensor, max_context_len: int) -> None:
+        """Let `decode` read these tensors. A CUDA graph sets fixed buffers here, see `DecodeGraphs`.
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries [num_seqs, num_heads, head_dim] → their outputs, of the same shape."""
+        Args:
+            table_rows: int64 [num_seqs], the row of `tables` that belongs to each sequence.
+            context_lens: int64 [num_seqs], keys of each sequence, the new one included.
+            max_context_len: no context is longer; the number of splits follows from it.
+        """
+        self.table_rows, self.context_lens = table_rows, context_lens
+        num_seqs, num_kv_heads = len(table_rows), self.cache.shape.num_kv_heads
+        self.num_splits = choose_num_splits(num_seqs, num_kv_heads, max_context_len, self.num_processors)
+
+    def decode(self, layer: int, q: Tensor) -> Tensor:
         k_cache, v_cache = self.cache.layer(layer)
-        return kernels.paged_decode(
-            q, k_cache, v_cache, self.tables, self.rows, self.context_lens, self.scale, self.num_splits
-        )
+        where = self.tables.data, self.table_rows, self.context_lens
+        return paged_decode(q, k_cache, v_cache, *where, self.scale, self.num_splits)
 
 
 class BlockTables:
     """The block tables of running sequences, kept on the device: a step sends only what is new in them.
 
-    A sequence keeps its row from step to step. What a row holds on the device is remembered here, so a
-    table that has changed in whatever way (grown, forked, copied on write, swapped in elsewhere) is
-    noticed by comparing, and nobody needs to report it.
+    A sequence keeps its row from step to step. The host remembers what each row holds, and compares: any
+    change of a table (it grew, was forked, copied on write, swapped in elsewhere) is noticed without being
+    reported.
 
         on the device   row 0: 5 2     row 1: 0     row 2: 3 8 1
         to be                  5 2 7          0            3 4 1
         sent            (0, 2, 7), (2, 0, 3), (2, 1, 4), (2, 2, 1)      as (row, column, block)
+
+    Sequences are known by `id(seq)`. Python may give the id of a finished sequence to a new one. That is
+    safe: the new one inherits a row, and what differs in it is sent.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.data = torch.zeros((0, 0), dtype=torch.int32, device=device)  # [num_rows, most blocks]
-        self.rows: dict[int, int] = {}  # owner → its row
+        self.rows: dict[int, int] = {}  # sequence id → row
         self.free: list[int] = []
         self.sent: list[list[int]] = []  # of each row, the table that was sent last
 
     def reserve(self, num_rows: int, num_columns: int) -> None:
-        """Make the tables at least that large. If they have to move, everything is sent again."""
+        """Make the tables at least that large. If they have to grow, they move, and are sent again."""
         rows, columns = self.data.shape
-        if num_rows <= rows and num_columns <= columns:
-            return
-        self.data = self.data.new_zeros(max(num_rows, rows), max(num_columns, columns))
-        self.rows.clear()
-        self.free = list(range(len(self.data)))
-        self.sent = [[] for _ in self.free]
+        if num_rows > rows or num_columns > columns:
+            self.data = self.data.new_zeros(max(num_rows, rows), max(num_columns, columns))
+            self.rows.clear()
+            self.free = list(range(len(self.data)))
+            self.sent = [[] for _ in self.free]
 
-    def update(self, owners: list[int], tables: list[list[int]]) -> list[int]:
-        """Bring the tables of `owners` up to date; returns the row of each."""
+    def update(self, seq_ids: list[int], tables: list[list[int]]) -> list[int]:
+        """Bring the tables of these sequences up to date; returns the row of each."""
         longest = max(map(len, tables))
-        if len(owners) > self.data.shape[0] or longest > self.data.shape[1]:
-            self.reserve(2 * len(owners), 2 * longest)  # doubling: it happens seldom
-        rows = self._rows_of(owners)
+        if len(seq_ids) > self.data.shape[0] or longest > self.data.shape[1]:
+            self.reserve(2 * len(seq_ids), 2 * longest)  # doubling, so that it is rare
+        missing = [seq_id for seq_id in seq_ids if seq_id not in self.rows]
+        if len(missing) > len(self.free):  # take back the rows of sequences that are not in this batch
+            for seq_id in self.rows.keys() - set(seq_ids):
+                self.free.append(self.rows.pop(seq_id))
+        for seq_id in missing:
+            self.rows[seq_id] = self.free.pop()
+        rows = [self.rows[seq_id] for seq_id in seq_ids]
         changes: list[tuple[int, int, int]] = []
         changed: dict[int, list[int]] = {}
         for row, table in zip(rows, tables, strict=True):
@@ -103,23 +111,8 @@ class BlockTables:
                 changes += [(row, column, table[column]) for column in range(start, len(table))]
                 changed[row] = list(table)
         if changes:
-            row, column, block = send(np.array(changes).T, self.data.device)
+            row, column, block = to_device(np.array(changes).T, self.data.device)
             self.data[row, column] = block.int()
-        for row, table in changed.items():  # only now: if sending failed, it is still to be sent
+        for row, table in changed.items():  # only now: if sending failed, they are still to be sent
             self.sent[row] = table
         return rows
-
-    def _rows_of(self, owners: list[int]) -> list[int]:
-        """Rows that the owners have, or get; if there are too few, those of others are taken back."""
-        missing = [owner for owner in owners if owner not in self.rows]
-        if len(missing) > len(self.free):
-            for owner in self.rows.keys() - set(owners):
-                self.free.append(self.rows.pop(owner))
-        for owner in missing:
-            self.rows[owner] = self.free.pop()
-        return [self.rows[owner] for owner in owners]
-
-
-def num_processors(device: torch.device) -> int:
-    """What runs programs side by side on a GPU; 1 where the kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

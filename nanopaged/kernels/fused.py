@@ -1,8 +1,9 @@
-"""What lies between a layer's matrix products, in one Triton kernel each: norm and rotary, and activation.
+"""Fused Triton kernels for the small operations of a layer: norm and rotary embedding of q and k; SiLU · up.
 
-A decode of a few hundred tokens gives a small kernel next to nothing to do, and yet each takes its time to
-start and to end, in every layer. PyTorch needs seven to normalise and turn q and k, and two for the
-activation. `layers.py` has it so, for a CPU; here stands the same arithmetic, in float32 from end to end.
+Every kernel launch has a fixed cost, even inside a CUDA graph. In a decode step PyTorch launches seven
+kernels to normalise and rotate q and k, and two for the activation; here it is one each, computed in float32
+throughout. `model/layers.py` has the same arithmetic in PyTorch, and uses these kernels if NANOPAGED_FUSED=1
+is set. They have not run on a GPU yet, so what they gain is not known and they are off by default.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def norm_rotate_kernel(
     HEADS_TILE: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ):
-    """One program normalises and turns some heads of one token, in place; heads from NUM_Q on are keys.
+    """One program normalises and rotates some heads of one token, in place; heads from NUM_Q on are keys.
 
-    HALF = 2: a head x₀ x₁ x₂ x₃ is the pairs (x₀, x₂), (x₁, x₃), each turned by an angle of its own.
+    HALF = 2: a head x₀ x₁ x₂ x₃ is the pairs (x₀, x₂), (x₁, x₃), each rotated by an angle of its own.
     """
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE))[:, None]
@@ -66,20 +67,20 @@ def silu_mul_kernel(gate_up_ptr, out_ptr, width, TILE: tl.constexpr):
     tl.store(out_ptr + row * width + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# ── launching them ────────────────────────────────────────────────────────────────────────────────
+# ── launching the kernels ──────────────────────────────────────────────────────────────────────────
 
-HEADS_TILE = 16  # heads that one program normalises and turns
+HEADS_TILE = 16  # heads that one program normalises and rotates
 SILU_TILE = 1024  # columns of one program
 
 
-def norm_rotate(
+def fused_norm_rotate(
     qk: Tensor, num_q: int, weights: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Normalise (if there are weights) and turn queries and keys, in place.
+    """Normalise (if there are weights) and rotate queries and keys, in place.
 
     Args:
-        qk: [num_tokens, heads, head_dim], the first `num_q` heads queries, the others keys; the heads of a
-            token lie together.
+        qk: [num_tokens, heads, head_dim], the first `num_q` heads queries, the others keys. The heads of a
+            token must be contiguous.
         weights: of the norms of queries and of keys, each [head_dim].
         cos: [num_tokens, 1, head_dim], the same in both halves.
         sin: [num_tokens, 1, head_dim / 2].
@@ -104,7 +105,7 @@ def norm_rotate(
     return qk
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def fused_silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [num_tokens, 2 · width], contiguous → silu(gate) · up [num_tokens, width]."""
     assert gate_up.is_contiguous()
     num_tokens, width = len(gate_up), gate_up.shape[1] // 2

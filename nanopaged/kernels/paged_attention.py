@@ -1,24 +1,24 @@
-"""Paged attention in Triton: store new keys and values, decode over blocks, copy blocks.
+"""Paged attention in Triton: store new keys and values, decode over blocks.
 
-A decode reads all keys and values of its sequence once, and multiplies each with a handful of queries: its
-time is the time to read them. So everything here serves to read K/V once and to keep enough reads under way:
+A decode reads every key and value of its context once and multiplies it with a handful of queries. It is
+memory-bound: its time is the time to read K/V. So the kernels read K/V exactly once, and keep enough reads in
+flight:
 
     decode_kernel   one program for each (sequence, KV head, split of the context), with all query heads that
-                    share the KV head; partial softmaxes with their log-sum-exps come out
-    reduce_kernel   combines the splits of a query head, as `reference_attention.py` combines blocks
+                    share the KV head; it writes a partial softmax and its log-sum-exp (LSE)
+    reduce_kernel   combines the splits of a query head, as `reference_backend.py` combines blocks
 
-The kernels see block tables, lengths and strides, so any layout of the cache will do. They know nothing of
-sequences or batches; the functions at the end launch them. Triton would compile them again for inputs that
-are aligned otherwise; for small ones, which begin wherever there is room, it is told not to.
+The kernels see block tables, lengths and strides, no sequences or batches; the functions at the end launch
+them. `do_not_specialize_on_alignment` stops Triton from compiling a kernel again when the alignment of a
+small input changes.
 
-Under TRITON_INTERPRET=1 (set before the first import of triton) they run on a CPU, slowly, and to the same
-result.
+With TRITON_INTERPRET=1 (set before triton is first imported) they run on a CPU, slowly, with the same
+results.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -65,9 +65,10 @@ def store_kernel(
 
 @triton.jit
 def tiles_per_split(context_len, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """How a context is cut: 1000 keys, TILE = 64, 4 splits: 16 tiles, 4 a split, keys 0-255, 256-511, ...
+    """Tiles of keys in one split of a context.
 
-    A context too short for all splits leaves the last ones empty: 3 tiles, 4 splits: 1 a split, 3 used.
+    1000 keys, TILE = 64, 4 splits: 16 tiles, 4 in a split, keys 0-255, 256-511, ...
+    A context too short for all splits leaves the last ones empty: 3 tiles, 4 splits: 1 in a split, 3 used.
     """
     return tl.maximum(tl.cdiv(tl.cdiv(context_len, TILE), NUM_SPLITS), 1)
 
@@ -103,8 +104,8 @@ def decode_kernel(
 ):
     """Partial attention of the query heads of one KV head over one split of one sequence's context.
 
-    With S = scale · log2(e) · q Kᵀ over the split's keys, out = Σ 2^(S - m) V / l and lse = m + log2(l),
-    where m = max S and l = Σ 2^(S - m), kept in float32 while tiles of keys pass by.
+    With S = scale · log2(e) · q Kᵀ over the split's keys: out = Σ 2^(S - m) V / l and lse = m + log2(l),
+    where m = max S and l = Σ 2^(S - m). The loop over tiles of keys keeps m, l and Σ in float32.
     """
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -114,7 +115,7 @@ def decode_kernel(
     length = tiles_per_split(context_len, TILE, NUM_SPLITS) * TILE
     start = split * length
     end = tl.minimum(start + length, context_len)
-    if (start < end) | (split == 0):  # split 0 also answers for an empty context, with zeros
+    if (start < end) | (split == 0):  # split 0 of an empty context writes zeros
         group = tl.arange(0, GROUP_PAD)
         dims = tl.arange(0, DIM_PAD)[None, :]
         heads = (kv_head * GROUP + group)[:, None]
@@ -127,11 +128,11 @@ def decode_kernel(
             position = first + tl.arange(0, TILE)
             live = position < end
             # A tile spans several blocks. block_size = 4, positions 6 7 8 9, table [7, 2, 5]:
-            # blocks 2 2 5 5, offsets 2 3 0 1. 64 bits, for a cache has more than 2^31 elements.
+            # blocks 2 2 5 5, offsets 2 3 0 1. In 64 bits: a cache has more than 2^31 elements.
             block = tl.load(table + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
             row = block * cache_block + (position % BLOCK_SIZE) * cache_slot + kv_head * cache_head
             mask = live[:, None] & (dims < HEAD_DIM)
-            # Masked to 0 beyond the context: an unwritten slot may hold NaN, and 0 · NaN is NaN.
+            # Loaded as 0 beyond the context: an unwritten slot may hold NaN, and 0 · NaN is NaN.
             k = tl.load(k_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
             v = tl.load(v_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [GROUP_PAD, TILE]
@@ -169,7 +170,7 @@ def reduce_kernel(
 ):
     """One program combines the splits of one query head: Σ w_s · out_s / Σ w_s with w_s = 2^(lse_s - max).
 
-    Which splits are empty follows from the context's length; their memory was not written.
+    Empty splits are skipped: their memory was not written. Which ones are empty follows from context_len.
     """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -189,71 +190,52 @@ def reduce_kernel(
     tl.store(out_row + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-@triton.jit
-def copy_kernel(data_ptr, pairs_ptr, block_stride, part_stride, part_len, CHUNK: tl.constexpr):
-    """One program copies a chunk of one part (K or V of one layer) of one block to another block."""
-    pair = tl.program_id(0)
-    src = tl.load(pairs_ptr + 2 * pair)
-    dst = tl.load(pairs_ptr + 2 * pair + 1)
-    offsets = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
-    part = data_ptr + tl.program_id(1).to(tl.int64) * part_stride + offsets
-    mask = offsets < part_len
-    tl.store(part + dst * block_stride, tl.load(part + src * block_stride, mask=mask), mask=mask)
-
-
-# ── launching them ────────────────────────────────────────────────────────────────────────────────
+# ── launching the kernels ──────────────────────────────────────────────────────────────────────────
 
 INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
-COPY_CHUNK = 4096  # elements that one program copies
-MIN_SPLIT = 256  # keys in a split, at least
-MAX_SPLITS = 64  # partial results that one program of `reduce_kernel` has registers for
+MIN_SPLIT = 256  # fewest keys in a split
+MAX_SPLITS = 64  # partial results that fit in the registers of one program of `reduce_kernel`
 
 
-@dataclass(frozen=True)
-class DecodeShape:
-    """What a compiled `decode_kernel` is made for: the sizes that are constants in it."""
+def decode_settings(
+    group: int, head_dim: int, block_size: int, num_splits: int, dtype: torch.dtype
+) -> tuple[dict[str, object], dict[str, int]]:
+    """The sizes that are constants in a compiled `decode_kernel`, and its launch options.
 
-    constants: dict[str, object]
-    num_warps: int
-    num_stages: int
+    A tensor core multiplies 16 rows at once, so a smaller group of query heads is padded. That costs
+    arithmetic only, which is not the bottleneck. A tile is 16 KB of K and 16 KB of V (64 keys of 128 in
+    bfloat16): this leaves room for four or five programs on a processor, and spills no registers.
 
-    @classmethod
-    def of(
-        cls, group: int, head_dim: int, block_size: int, num_splits: int, dtype: torch.dtype
-    ) -> DecodeShape:
-        """Paddings to powers of two, and how many keys to take at once.
-
-        A tensor core works on 16 rows, so a smaller group of query heads is padded; that costs arithmetic,
-        of which there is plenty, and no reading. A tile is 16 KB of K and as much of V (64 keys of 128 in
-        bfloat16): that leaves room for four or five programs on a processor, and spills no register.
-        """
-        dim_pad = max(16, triton.next_power_of_2(head_dim))
-        group_pad = max(16, triton.next_power_of_2(group))
-        tile = min(128, max(16, 16384 // (dim_pad * dtype.itemsize) // triton.cdiv(group_pad, 32)))
-        # The interpreter computes wrongly in bfloat16, and without a word.
-        dot = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
-        constants = {
-            "GROUP": group,
-            "HEAD_DIM": head_dim,
-            "BLOCK_SIZE": block_size,
-            "NUM_SPLITS": num_splits,
-            "TILE": tile,
-            "GROUP_PAD": group_pad,
-            "DIM_PAD": dim_pad,
-            "DOT": {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dot],
-        }
-        # Without tensor cores (none multiply float32 exactly) the sums need the registers of more threads.
-        return cls(constants, num_warps=8 if dtype == torch.float32 else 4, num_stages=3)
+    Args:
+        group: query heads that share a KV head.
+        dtype: of the KV cache.
+    """
+    dim_pad = max(16, triton.next_power_of_2(head_dim))
+    group_pad = max(16, triton.next_power_of_2(group))
+    tile = min(128, max(16, 16384 // (dim_pad * dtype.itemsize) // triton.cdiv(group_pad, 32)))
+    # The interpreter computes bfloat16 products wrongly, without an error.
+    dot = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
+    constants = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "NUM_SPLITS": num_splits,
+        "TILE": tile,
+        "GROUP_PAD": group_pad,
+        "DIM_PAD": dim_pad,
+        "DOT": {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dot],
+    }
+    # float32 products do not use tensor cores, so their sums need the registers of more threads.
+    return constants, {"num_warps": 8 if dtype == torch.float32 else 4, "num_stages": 3}
 
 
 def choose_num_splits(num_seqs: int, num_kv_heads: int, max_context_len: int, num_processors: int) -> int:
-    """Into how many splits to cut the contexts of a batch.
+    """Into how many splits to cut the contexts of a batch. Always a power of two: each number is compiled.
 
-    A program reads at the speed of the processor it is on, so there should be two programs for each: that
-    keeps enough bytes under way (Little's law; an H200 wants some 27 KB from each of its 132 processors). A
-    split is also written and read again as a partial result, 2 · group rows for every
-    MIN_SPLIT keys, so it does not get shorter than that. Powers of two, for each number is a kernel of its
-    own. By arithmetic, on an H200 with 8 KV heads:
+    A program reads no faster than the processor it runs on. Two programs for each processor keep enough bytes
+    in flight (Little's law: an H200 needs some 27 KB for each of its 132 processors). A split also costs: its
+    partial result is written and read again, 2 · group rows, so it has at least MIN_SPLIT keys. By
+    arithmetic, not measured, on an H200 with 8 KV heads:
 
         64 sequences of 4096    512 programs: 1 split        1 of 16384    8 programs: 64 splits of 256
     """
@@ -300,25 +282,25 @@ def paged_decode(
     scale: float,
     num_splits: int,
 ) -> Tensor:
-    """One query of each sequence attends to its context, which lies in blocks.
+    """Paged decode: one query of each sequence attends to its context, which lies in blocks.
 
     Args:
         q: [num_seqs, num_heads, head_dim], any strides but the last.
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], two views of one tensor.
-        block_tables: int32 [num_rows, most blocks]; what lies beyond a context is not looked at.
-        rows: int64 [num_seqs], where in `block_tables` each sequence's table is.
-        context_lens: int64 [num_seqs], keys of each, the new one included. 0 gives zeros.
-        num_splits: programs that share a context, see `choose_num_splits`; fixed in a CUDA graph.
+        block_tables: int32 [num_rows, most blocks]; entries beyond a context are not read.
+        rows: int64 [num_seqs], the row of `block_tables` of each sequence.
+        context_lens: int64 [num_seqs], keys of each sequence, the new one included. 0 gives zeros.
+        num_splits: programs that share a context, see `choose_num_splits`.
 
     Returns:
-        [num_seqs, num_heads, head_dim], in the type of q.
+        [num_seqs, num_heads, head_dim], in the dtype of q.
     """
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     assert q.stride(2) == k_cache.stride(3) == 1
     assert k_cache.stride() == v_cache.stride()
-    shape = DecodeShape.of(num_heads // num_kv_heads, head_dim, block_size, num_splits, k_cache.dtype)
-    constants = shape.constants
+    group = num_heads // num_kv_heads
+    constants, options = decode_settings(group, head_dim, block_size, num_splits, k_cache.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=q.device)
     if num_splits == 1:  # the only partial result is the result
@@ -340,8 +322,7 @@ def paged_decode(
         block_tables.stride(0),
         *partial.stride()[:3],
         **constants,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
+        **options,
     )
     if num_splits > 1:
         reduce_kernel[(num_seqs, num_heads)](
@@ -358,18 +339,3 @@ def paged_decode(
             DIM_PAD=constants["DIM_PAD"],
         )
     return out
-
-
-def copy_blocks(data: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks within the cache, all layers, in one launch.
-
-    Args:
-        data: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] in either layout: K or V of one
-            layer of a block is one run of memory, and the runs of a block are evenly spaced.
-        pairs: int64 [num_pairs, 2] of (src, dst). No block may be both a source and a destination.
-    """
-    num_layers, part_len = data.shape[1], data[0, 0, 0].numel()
-    assert data.stride(1) == 2 * data.stride(2)
-    assert data[0, 0, 0].is_contiguous()
-    grid = (len(pairs), 2 * num_layers, triton.cdiv(part_len, COPY_CHUNK))
-    copy_kernel[grid](data, pairs, data.stride(0), data.stride(2), part_len, CHUNK=COPY_CHUNK)

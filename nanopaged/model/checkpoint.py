@@ -1,8 +1,8 @@
-"""From a folder or a hub id to a model with weights in it, and to its tokenizer.
+"""Loads a model's weights and its tokenizer, from a folder or from the Hugging Face hub.
 
 Checkpoints are in Hugging Face's format: config.json, one or several safetensors files, tokenizer files,
-generation_config.json. Three projections (q, k, v) and two (gate, up) of a checkpoint go into one matrix
-of ours each, so that one multiplication does the work of several.
+generation_config.json. The projections q, k and v of a checkpoint become one matrix of ours, and so do gate
+and up: one large matrix product is faster than several small ones.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def find_model(model: str | Path | None, with_weights: bool = True) -> Path:
-    """The folder of a model: the tiny one for None, a local folder, or a download from the hub.
+    """The folder of a model: the tiny model for None, a local folder, or a download from the hub.
 
     Raises:
-        FileNotFoundError: there is no such folder, and no such model on the hub can be reached.
+        FileNotFoundError: there is no such folder, and the hub has no such model or cannot be reached.
     """
     if model is None:
         return TINY_MODEL
@@ -43,7 +43,7 @@ def find_model(model: str | Path | None, with_weights: bool = True) -> Path:
         return Path(snapshot_download(str(model), allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
-            f"{str(model)!r} is not a folder here, and as a hub id it could not be had: {error}"
+            f"{str(model)!r} is not a folder here, and downloading it as a hub id failed: {error}"
         ) from error
 
 
@@ -59,10 +59,12 @@ def load_model(
     """The model of `folder` on `device`, ready to run.
 
     Args:
-        load_format: "auto" reads the safetensors; "dummy" draws random weights from `seed`.
+        load_format: "auto" reads the safetensors files; "dummy" draws random weights from `seed`.
+        max_positions: the longest sequence, in tokens.
 
     Raises:
-        FileNotFoundError: weights are missing. ValueError: they are broken, or not those of `config`.
+        FileNotFoundError: a weights file is missing.
+        ValueError: the weights are broken, or do not fit `config`.
     """
     model = Model(config, max_positions, dtype, device)
     if load_format == "dummy":
@@ -74,7 +76,7 @@ def load_model(
 
 
 def _draw_weights(model: Model, seed: int) -> None:
-    """Random weights of the size training starts from: for measuring, not for reading what it says."""
+    """Random weights with the scale of a usual initialisation: for benchmarks; the output is meaningless."""
     generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(seed % 2**63)
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
@@ -85,41 +87,37 @@ def _draw_weights(model: Model, seed: int) -> None:
 
 def _read_weights(model: Model, folder: Path) -> None:
     slots = _weight_slots(model)
-    missing, unexpected = set(slots), []
+    missing, unexpected, tied = set(slots), [], model.config.tie_word_embeddings
     for file in _weight_files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     if name in slots:
-                        _copy(name, tensors.get_tensor(name), slots[name])
+                        _copy_weight(name, tensors.get_tensor(name), slots[name])
                         missing.discard(name)
-                    elif not _is_redundant(name, model.config):
-                        unexpected.append(name)
+                    elif not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
+                        unexpected.append(name)  # the two others follow from the rest of the weights
         except SafetensorError as error:
             raise ValueError(f"{file} is broken or cut short: {error}") from error
     if missing or unexpected:
         raise ValueError(
-            f"the weights in {folder} are not those that its config.json describes"
-            + _list("missing", missing)
-            + _list("unexpected", unexpected)
+            f"the weights in {folder} do not match its config.json"
+            + _name_some("missing", missing)
+            + _name_some("unexpected", unexpected)
         )
 
 
 def _weight_slots(model: Model) -> dict[str, Tensor]:
-    """Checkpoint's name → the part of our weights it fills.
+    """The name of a weight in the checkpoint → the part of our weights that it fills.
 
     q, k and v of a layer are the rows of its `qkv_proj`, in this order (4 query heads and 2 KV heads of
     dimension 8: rows 0-31, 32-47, 48-63); gate and up are the halves of its `gate_up_proj`.
     """
     config = model.config
-    q, kv, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
-    parts = {
-        "qkv_proj": {
-            "q_proj": q * config.head_dim,
-            "k_proj": kv * config.head_dim,
-            "v_proj": kv * config.head_dim,
-        },
-        "gate_up_proj": {"gate_proj": inner, "up_proj": inner},
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    parts = {  # our matrix → the checkpoint's projections, and their rows
+        "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
+        "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
     }
     slots: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
@@ -152,22 +150,16 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _copy(name: str, tensor: Tensor, slot: Tensor) -> None:
+def _copy_weight(name: str, tensor: Tensor, slot: Tensor) -> None:
     if tensor.shape != slot.shape:
         raise ValueError(
-            f"{name} has shape {list(tensor.shape)} in the checkpoint, but config.json means "
+            f"{name} has shape {list(tensor.shape)} in the checkpoint, but config.json asks for "
             f"{list(slot.shape)}"
         )
     slot.copy_(tensor)
 
 
-def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Weights that some checkpoints carry although they follow from the rest."""
-    tied_head = config.tie_word_embeddings and name == "lm_head.weight"
-    return tied_head or name.endswith("rotary_emb.inv_freq")
-
-
-def _list(what: str, names: set[str] | list[str], most: int = 8) -> str:
+def _name_some(what: str, names: set[str] | list[str], most: int = 8) -> str:
     if not names:
         return ""
     names = sorted(names)
@@ -176,7 +168,7 @@ def _list(what: str, names: set[str] | list[str], most: int = 8) -> str:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The folder's tokenizer; None if it has none (prompts must then be token ids)."""
+    """The folder's tokenizer; None if it has none. (Prompts must then be token ids.)"""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -186,7 +178,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def read_eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """All ids that end a text: generation_config.json's (else config.json's) and the tokenizer's.
+    """All end-of-sequence ids: those of generation_config.json (else config.json) and the tokenizer's.
 
     A chat model often has several, e.g. one that ends a turn and one that ends the document.
     """

@@ -1,14 +1,12 @@
-"""The pieces a decoder is made of: linear, RMSNorm, rotary embedding, activation.
+"""The parts of a decoder: linear, RMSNorm, rotary embedding, MLP.
 
-Weights are made empty, on their device and in their type; `weights.py` fills them. What is here in plain
-PyTorch is in few kernels on a GPU: see `fused.py`.
+Weights are allocated empty, on their device and in their dtype; `checkpoint.py` fills them.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
-from types import ModuleType
+import os
 
 import torch
 import torch.nn.functional as F
@@ -16,25 +14,32 @@ from torch import Tensor, nn
 
 from nanopaged.model.model_config import ModelConfig
 
+# Small operations as the Triton kernels of `kernels/fused.py`, on a GPU. Off until a GPU has shown the gain.
+FUSED_KERNELS = os.environ.get("NANOPAGED_FUSED") == "1"
 
-def _empty(*shape: int, like: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device), requires_grad=False)
+
+def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b, with W [out_features, in_features]."""
+    """y = x Wᵀ + b, with W [out_features, in_features]; plus a residual, if there is one."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, like: Tensor) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
-        self.weight = _empty(out_features, in_features, like=like)
-        self.bias = _empty(out_features, like=like) if bias else None
+        self.weight = empty_weight(out_features, in_features, dtype=dtype, device=device)
+        self.bias = empty_weight(out_features, dtype=dtype, device=device) if bias else None
         self._packed: Tensor | None = None
 
     def pack(self) -> None:
-        """On a CPU, lay the weights out once in the order in which oneDNN's kernels read them.
+        """On a CPU, reorder the weights once into the layout that oneDNN's matrix product reads.
 
-        A plain linear would do that again at every call, or use a slower kernel. The operators are
-        PyTorch's own but private, so where they are missing or refuse, the plain linear stays.
+        `F.linear` reorders them at every call, or uses a slower kernel. Measured on one core for 32 tokens
+        and 768 → 3072 features: float32 0.59 instead of 1.41 ms (docs/benchmarks.md), bfloat16 about 15 %
+        less. The operators belong to PyTorch but are private. If they are missing or refuse, `F.linear` is
+        used.
         """
         if self.weight.device.type != "cpu":
             return
@@ -45,54 +50,58 @@ class Linear(nn.Module):
         except (RuntimeError, AttributeError, NotImplementedError):
             return
         self._packed = packed
-        self.weight = None  # the packed copy is all that is needed from here on
+        self.weight = None  # only the packed copy is needed from here on
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [num_tokens, in_features] → [num_tokens, out_features].
+
+        Args:
+            residual: [num_tokens, out_features], added to the result. A GPU adds it within the matrix
+                product, in the memory of the residual (`torch.addmm` would copy it first). On a CPU, oneDNN
+                could do the same, but that was measured to be no faster than adding it afterwards.
+        """
+        if residual is not None and x.is_cuda:
+            residual.addmm_(x, self.weight.t())
+            return residual if self.bias is None else residual.add_(self.bias)
         if self._packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
-
-    def add_to(self, total: Tensor, x: Tensor) -> None:
-        """total += forward(x). A GPU adds as it multiplies, and needs a kernel of its own for a bias only."""
-        if not x.is_cuda:
-            total += self(x)
-            return
-        total.addmm_(x, self.weight.t())
-        if self.bias is not None:
-            total += self.bias
+            out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        else:
+            out = F.linear(x, self.weight, self.bias)
+        return out if residual is None else out.add_(residual)
 
 
 class RMSNorm(nn.Module):
     """x / √(mean(x²) + ε) · w over the last dimension (Zhang and Sennrich, arXiv 1910.07467)."""
 
-    def __init__(self, size: int, eps: float, like: Tensor) -> None:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.weight = _empty(size, like=like)
+        self.weight = empty_weight(size, dtype=dtype, device=device)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:  # PyTorch has one kernel for it
-            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-        return rms_normalize(x, self.eps).mul_(self.weight)
+        return rms_norm(x, self.eps, self.weight)
 
 
-def rms_normalize(x: Tensor, eps: float) -> Tensor:
-    """x / √(mean(x²) + ε) over the last dimension: worked out in float32, returned in the type of x.
+def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """RMSNorm of x [..., size], computed in float32, returned in the dtype of x.
 
-    On a CPU PyTorch takes eight steps with a temporary each, which for a long prompt in bfloat16 costs ten
-    times the arithmetic; here it is one temporary, changed in place.
+    On a CPU, `F.rms_norm` takes eight steps with a temporary each, which for a long prompt in bfloat16 costs
+    ten times the arithmetic. Here it is one temporary, changed in place.
     """
+    if x.is_cuda:  # PyTorch has one kernel for it
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
     y = x.to(torch.float32, copy=True)
     mean = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-    return y.mul_(mean.add_(eps).rsqrt_()).to(x.dtype)
+    y = y.mul_(mean.add_(eps).rsqrt_()).to(x.dtype)
+    return y if weight is None else y.mul_(weight)
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
     """Angle per position of each pair of dimensions: theta^(-2i / head_dim), i < head_dim / 2.
 
-    Llama 3's scaling slows the pairs whose wavelength is long against the length it was first trained
-    on by `factor`, leaves the short ones, and blends in between, so that far positions stay within the
-    angles the model has seen.
+    Llama 3's scaling divides the frequencies of long wavelengths (compared with the context length of the
+    pretraining) by `factor`, keeps those of short ones, and blends between, so that the angles of far
+    positions stay within the range that the model was trained on.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
@@ -101,74 +110,75 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
         return frequencies
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: short wavelength, as it is; 0: slowed
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: short wavelength, unchanged; 0: divided by factor
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding (Su et al., arXiv 2104.09864): turns q and k by their position.
+    """Rotary position embedding (Su et al., arXiv 2104.09864): rotates q and k by their position.
 
-    The pair (x_i, x_{i + half}) is turned by the angle a_i of its position:
+    The pair (x_i, x_{i + half}) is rotated by the angle a_i of its position:
 
         x_i cos a_i - x_{i + half} sin a_i        x_{i + half} cos a_i + x_i sin a_i
     """
 
-    def __init__(self, config: ModelConfig, max_positions: int, like: Tensor) -> None:
+    def __init__(
+        self, config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         positions = torch.arange(max_positions, dtype=torch.float32)
         angles = torch.outer(positions, rotary_frequencies(config))  # [max_positions, head_dim / 2]
-        self.cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(like)
-        self.sin = angles.sin().to(like)
+        self.cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(device, dtype)
+        self.sin = angles.sin().to(device, dtype)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos [num_tokens, 1, head_dim] (for both halves) and sin [num_tokens, 1, head_dim / 2]."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [num_tokens, heads, head_dim] by the tables of its positions."""
-    turned = x * cos
-    (first, second), (out_first, out_second) = x.chunk(2, dim=-1), turned.chunk(2, dim=-1)
-    out_first.addcmul_(second, sin, value=-1)
-    out_second.addcmul_(first, sin)
-    return turned
-
-
 def norm_rotate(
     qk: Tensor, num_q: int, weights: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Queries and keys of the new tokens, normalised head by head (if there are weights) and turned.
+    """Queries and keys of the new tokens, normalised head by head (if there are weights) and rotated.
 
     Args:
-        qk: [num_tokens, heads, head_dim], the first `num_q` heads queries, the others keys; may be changed.
+        qk: [num_tokens, heads, head_dim], the first `num_q` heads queries, the others keys. May be changed.
         weights: of the norms of queries and of keys, each [head_dim].
+        cos, sin: of the tokens' positions, from `Rotary`.
+
+    Returns:
+        [num_tokens, heads, head_dim]
     """
-    if (kernels := fused_kernels(qk)) is not None:
-        return kernels.norm_rotate(qk, num_q, weights, eps, cos, sin)
+    if FUSED_KERNELS:
+        from nanopaged.kernels.fused import fused_norm_rotate
+
+        return fused_norm_rotate(qk, num_q, weights, eps, cos, sin)
     if weights is not None:
-        qk = rms_normalize(qk, eps)
-        for heads, weight in zip((qk[:, :num_q], qk[:, num_q:]), weights, strict=True):
-            heads *= weight
-    return rotate(qk, cos, sin)
+        qk = rms_norm(qk, eps)
+        qk[:, :num_q].mul_(weights[0])
+        qk[:, num_q:].mul_(weights[1])
+    rotated = qk * cos
+    (first, second), (out_first, out_second) = qk.chunk(2, dim=-1), rotated.chunk(2, dim=-1)
+    out_first.addcmul_(second, sin, value=-1)
+    out_second.addcmul_(first, sin)
+    return rotated
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up, from both in one tensor [num_tokens, 2 · width] (Shazeer, arXiv 2002.05202)."""
-    if (kernels := fused_kernels(gate_up)) is not None:
-        return kernels.silu_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+class MLP(nn.Module):
+    """down(silu(gate(x)) · up(x)), with gate and up in one matrix (Shazeer, arXiv 2002.05202)."""
 
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = Linear(hidden, 2 * inner, config.mlp_bias, dtype, device)
+        self.down_proj = Linear(inner, hidden, config.mlp_bias, dtype, device)
 
-def fused_kernels(x: Tensor) -> ModuleType | None:
-    """The kernels of `fused.py`, if x is on a GPU and Triton is there."""
-    return _import_fused() if x.is_cuda else None
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual [num_tokens, hidden_size] → residual + MLP(x)."""
+        gate_up = self.gate_up_proj(x)  # [num_tokens, 2 · intermediate_size]
+        if FUSED_KERNELS:
+            from nanopaged.kernels.fused import fused_silu_mul
 
-
-@cache
-def _import_fused() -> ModuleType | None:
-    try:
-        from nanopaged.kernels import fused
-    except ImportError:
-        return None
-    return fused
+            return self.down_proj(fused_silu_mul(gate_up), residual)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate).mul_(up), residual)

@@ -1,13 +1,14 @@
-"""What a checkpoint's config.json says, and whether this engine can run it.
+"""Reads a checkpoint's config.json, and refuses models that this engine cannot run.
 
-transformers reads the file and fills in the defaults of each family. What it would accept and this
-engine does not do (another architecture, a quantised checkpoint, an unknown rope) is refused by name.
+transformers parses the file and fills in the defaults of each family. Some models that transformers accepts
+are not supported here (another architecture, a quantised checkpoint, another rope type); the error names the
+reason.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import AutoConfig
 
 from nanopaged.config import DTYPES
 
-FAMILIES = {  # model_type → the one architecture of it that writes text
+FAMILIES = {  # model_type → its architecture that generates text
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -24,7 +25,7 @@ FAMILIES = {  # model_type → the one architecture of it that writes text
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """How Llama 3.1 and later stretch their rotary frequencies; see `layers.rotary_frequencies`."""
+    """How Llama 3.1 and later scale their rotary frequencies; see `layers.rotary_frequencies`."""
 
     factor: float
     low_freq_factor: float
@@ -34,7 +35,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder, whichever family it is of."""
+    """The shape of a decoder of any of the families."""
 
     vocab_size: int
     hidden_size: int
@@ -47,11 +48,11 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: Llama3Scaling | None
     max_position_embeddings: int
-    qkv_bias: bool  # Qwen2 has it, and so may a Llama
+    qkv_bias: bool  # always in Qwen2, sometimes in Llama
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool  # Qwen3: q and k are normalised, head by head
-    tie_word_embeddings: bool  # the output projection is the embedding itself
+    qk_norm: bool  # Qwen3: RMSNorm of each head of q and k
+    tie_word_embeddings: bool  # the output projection uses the embedding's weights
     dtype: str  # the checkpoint's, e.g. "bfloat16"
 
 
@@ -82,7 +83,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     dtype = _read_dtype(raw)
     try:
         hf = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever transformers finds wrong with it, in its own words
+    except Exception as error:  # transformers' own words say what is wrong
         raise ValueError(f"the config.json in {folder} cannot be used: {error}") from error
     family = hf.model_type
     attention_bias = bool(getattr(hf, "attention_bias", False))
@@ -134,11 +135,11 @@ def _refuse_unsupported(raw: dict[str, Any], folder: Path) -> None:
 
 
 def _read_rope(parsed: dict[str, Any], raw: dict[str, Any]) -> tuple[float, Llama3Scaling | None]:
-    """(theta, scaling) of the rotary embedding, whoever wrote the config.
+    """(theta, scaling) of the rotary embedding, from a config of any version of transformers.
 
-    transformers 5 writes everything under `rope_parameters`; before it, `rope_theta` stood at top level
-    and the rest under `rope_scaling`, whose `rope_type` was once called `type`. The file itself goes
-    first, since an older transformers reads a newer file without understanding it.
+    transformers 5 writes everything under `rope_parameters`. Earlier versions have `rope_theta` at top level
+    and the rest under `rope_scaling`, whose `rope_type` was once called `type`. The values of the file itself
+    override the parsed ones, since an older transformers ignores what a newer one wrote.
     """
     rope: dict[str, Any] = {}
     for config in (parsed, raw):
@@ -153,10 +154,5 @@ def _read_rope(parsed: dict[str, Any], raw: dict[str, Any]) -> tuple[float, Llam
         raise ValueError(f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported, only 1.0")
     if rope_type == "default":
         return float(rope["rope_theta"]), None
-    scaling = Llama3Scaling(
-        factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_max_position_embeddings=rope["original_max_position_embeddings"],
-    )
-    return float(rope["rope_theta"]), scaling
+    scaling = {field.name: rope[field.name] for field in fields(Llama3Scaling)}
+    return float(rope["rope_theta"]), Llama3Scaling(**scaling)

@@ -1,16 +1,17 @@
-"""How many blocks fit: the arithmetic of a GPU without one, and the step that is measured there."""
+"""What the runner measures at start-up: how many blocks fit, and which preemption is cheaper."""
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import MAX_MODEL_LEN, Oracle
 
-from nanopaged import LLM, EngineConfig, memory_budget
+from nanopaged import LLM, EngineConfig, model_runner
 from nanopaged.kv_cache import KVShape
-from nanopaged.sampler import LOGITS_TILE
+from nanopaged.model_runner import LOGITS_TILE
 
 GB = 1 << 30
 SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)  # 2 MiB a block of 16
@@ -19,9 +20,9 @@ SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat1
 def size_on_a_gpu(monkeypatch: pytest.MonkeyPatch, peak: int, **options: object) -> int:
     """A card of 80 GB of which 16 GB are in use, and a largest step of `peak` bytes."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (64 * GB, 80 * GB))
-    monkeypatch.setattr(memory_budget, "_peak_memory", lambda work, device: peak)
+    monkeypatch.setattr(model_runner, "peak_memory", lambda work, device: peak)
     model = SimpleNamespace(embed_tokens=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
-    return memory_budget.size_pool(EngineConfig(model="unused", **options), model, SHAPE, 8192, 8192)
+    return model_runner.measure_num_blocks(EngineConfig(model="unused", **options), model, SHAPE, 8192, 8192)
 
 
 def test_what_is_left_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,17 +50,39 @@ def test_the_largest_step(
     llm = LLM(qwen3.folder, dtype="float32", max_num_seqs=max_num_seqs, num_blocks=20)
     runner, drawn = llm.engine.runner, []
     before = runner.kv_cache.data.fill_(1.0).clone()
-    sample = memory_budget.sample
+    sample = model_runner.sample
     monkeypatch.setattr(
-        memory_budget, "sample", lambda logits, draws: drawn.append(logits) or sample(logits, draws)
+        model_runner, "sample", lambda logits, rows: drawn.append(logits) or sample(logits, rows)
     )
     computed = []
     hook = runner.model.register_forward_pre_hook(lambda _, args: computed.append(args[1]))
     shape = runner.kv_cache.shape
-    memory_budget.largest_step(llm.engine.config, runner.model, shape, MAX_MODEL_LEN, budget)
+    model_runner.largest_step(llm.engine.config, runner.model, shape, MAX_MODEL_LEN, budget)
     hook.remove()
     (positions,), (logits,) = computed, drawn
     assert len(positions) == budget
     assert int(positions.max()) == MAX_MODEL_LEN - 1, "the end of a context as long as can be"
     assert len(logits) == max(max_num_seqs, LOGITS_TILE)
     assert torch.equal(runner.kv_cache.data, before), "its blocks are its own"
+
+
+@pytest.mark.parametrize("choice", ["swap", "recompute"])
+def test_the_cheaper_preemption(
+    qwen3: Oracle, choice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes the faster way and logs both times; the blocks hold what they held before."""
+    runner = LLM(qwen3.folder, dtype="float32", num_blocks=20, preemption="swap").engine.runner
+    before = runner.kv_cache.data.fill_(3.0).clone()
+    seconds = iter([1.0, 2.0] if choice == "swap" else [2.0, 0.1])  # 8 blocks out and in; 64 tokens
+    measure = runner._seconds
+    monkeypatch.setattr(runner, "_seconds", lambda work: measure(work) * 0 + next(seconds))
+    with caplog.at_level(logging.INFO, "nanopaged"):
+        assert runner.cheaper_preemption() == choice
+    assert f"preemption by {choice}: " in caplog.text
+    assert "125.000 ms to swap" in caplog.text or "250.000 ms to swap" in caplog.text
+    assert torch.equal(runner.kv_cache.data, before)
+
+
+def test_without_host_blocks_there_is_no_choice(qwen3: Oracle) -> None:
+    runner = LLM(qwen3.folder, num_blocks=20, num_host_blocks=0, preemption="swap").engine.runner
+    assert runner.cheaper_preemption() == "recompute"

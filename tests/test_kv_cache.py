@@ -1,0 +1,56 @@
+"""The tensor behind the blocks: its layout, and what moves in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanopaged.kv_cache import KVCache, KVShape
+
+CPU = torch.device("cpu")
+
+
+def test_moves_keep_every_bit() -> None:
+    """Out of blocks 3 and 0, into 1 and 2, then copied on: what is not a destination stays as it was."""
+    cache = KVCache(KVShape(num_layers=3, num_kv_heads=2, head_dim=5, dtype=torch.float32), 5, 4, CPU, 3)
+    cache.data.normal_()
+    before = cache.data.clone()
+    cache.move_blocks([(3, 2), (0, 1)], [], [])
+    cache.data[[3, 0]] = 0.0
+    cache.move_blocks([], [(2, 1), (1, 2)], [])
+    assert torch.equal(cache.data[1], before[3])
+    assert torch.equal(cache.data[2], before[0])
+    assert torch.equal(cache.data[4], before[4])
+    cache.move_blocks([], [], [(4, 0), (1, 3)])
+    assert torch.equal(cache.data[0], before[4])
+    assert torch.equal(cache.data[3], before[3])
+
+
+def test_the_order_of_moves_within_a_step() -> None:
+    """Block 1 is swapped out and given to another request in the same step, which forks at once."""
+    cache = KVCache(KVShape(1, 1, 2, torch.float32), 3, 4, CPU, num_host_blocks=2)
+    cache.data[1], cache.host[0] = 1.0, 7.0
+    cache.move_blocks(swap_out=[(1, 1)], swap_in=[(0, 1)], copies=[(1, 2)])
+    assert (cache.host[1] == 1.0).all()
+    assert (cache.data[1:] == 7.0).all()
+
+
+def test_block_major_blocks_are_contiguous() -> None:
+    """So a block, all layers of it, moves in one copy."""
+    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=5, dtype=torch.bfloat16)
+    assert KVCache(shape, 4, 8, CPU).data[1].is_contiguous()
+    assert shape.block_bytes(8) == 3 * 2 * 2 * 5 * 2 * 8
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_head_blocks(layer: int) -> None:
+    """The row of a block and a head holds that head's slots of the block, in any layer."""
+    cache = KVCache(KVShape(num_layers=3, num_kv_heads=2, head_dim=5, dtype=torch.float32), 6, 4, CPU)
+    cache.data.normal_()
+    k_cache, v_cache = cache.layer(layer)
+    rows, ids = cache.head_blocks(layer), cache.head_block_ids(torch.tensor([[5, 0], [2, 2]]))
+    assert ids.shape == (2, 2, 2, 2)
+    assert ids[:, 0, 0].tolist() == [[60, 61], [62, 63]]
+    for head in range(2):
+        assert torch.equal(rows[ids[0, 0, 0, head]], k_cache[5, head].flatten())
+        assert torch.equal(rows[ids[1, 1, 0, head]], v_cache[2, head].flatten())

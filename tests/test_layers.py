@@ -1,0 +1,95 @@
+"""Which module may import which: the house stays as it is drawn."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "nanopaged"
+
+# Each room may import those named here. A wing is one room; within it, every file may import the others, but
+# nowhere in a circle. `config` imports nothing, and every room may import it.
+MAY_IMPORT = {
+    "config": set(),
+    # the bookkeeping, which knows no tensor
+    "text": set(),
+    "sequence": {"text"},
+    "block_manager": {"sequence"},
+    "swap": {"block_manager", "sequence"},
+    "beam_search": {"block_manager", "sequence", "text"},
+    "scheduler": {"block_manager", "swap", "beam_search", "sequence"},
+    "prompts": {"sequence", "text"},
+    # the tensors, which know no queue
+    "kernels": set(),
+    "kv_cache": {"kernels"},
+    "attention": {"kernels", "kv_cache"},
+    "model": {"kernels", "kv_cache", "attention"},
+    "sampler": {"sequence", "kv_cache", "text"},
+    "model_runner": {"model", "attention", "kv_cache", "sampler", "sequence", "text"},
+    # where the two meet
+    "engine": {"prompts", "scheduler", "block_manager", "sequence", "model_runner", "model", "text"},
+    "llm": {"engine", "prompts", "sequence", "text"},
+    "tiny": set(),
+}
+WITHOUT_TORCH = {"config", "text", "sequence", "block_manager", "swap", "beam_search", "scheduler", "prompts"}
+WINGS = {"attention", "kernels", "model", "text", "tiny"}
+
+
+def modules() -> dict[str, Path]:
+    """Module name, without the package's → file; `attention/__init__.py` is `attention`."""
+    files = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        parts = file.relative_to(PACKAGE).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    del files[""]
+    return files
+
+
+def imports(file: Path) -> set[str]:
+    """Everything the file imports, at any depth and under TYPE_CHECKING too, as dotted names."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} has a relative import"
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def own_imports(file: Path) -> set[str]:
+    """Modules of this package that the file imports."""
+    known = modules()
+    names = {name.removeprefix("nanopaged.") for name in imports(file) if name.startswith("nanopaged.")}
+    return {name for name in names if name in known}
+
+
+def test_the_front_is_a_dozen_rooms() -> None:
+    front = {file.stem for file in PACKAGE.glob("*.py")} - {"__init__"}
+    assert front == set(MAY_IMPORT) - WINGS
+    assert len(front) == 12
+    assert {folder.name for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists()} <= WINGS
+
+
+@pytest.mark.parametrize("module", modules())
+def test_a_room_imports_only_what_it_may(module: str) -> None:
+    room = module.split(".")[0]
+    imported = {name.split(".")[0] for name in own_imports(modules()[module])} - {room, "config"}
+    assert imported <= MAY_IMPORT[room], f"{module} may not import {imported - MAY_IMPORT[room]}"
+
+
+@pytest.mark.parametrize("room", sorted(WITHOUT_TORCH))
+def test_the_bookkeeping_knows_no_tensors(room: str) -> None:
+    for module, file in modules().items():
+        if module.split(".")[0] == room:
+            assert not {name.split(".")[0] for name in imports(file)} & {"torch", "triton"}
+
+
+def test_there_is_no_circle() -> None:
+    """Not between files either, and not by imports that only type checkers see."""
+    graph = {module: own_imports(file) - {module} for module, file in modules().items()}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(graph)
