@@ -75,7 +75,7 @@ def report(llm: LLM, outputs: dict[str, RequestOutput], busiest: EngineStats) ->
     contiguous = num_requests * engine.max_model_len
     return "\n  ".join(
         [
-            "What the pages did",
+            "What paging did",
             f"steps           {end.num_steps}, with up to {num_requests} requests in each",
             f"tokens          {end.num_prompt_tokens} of prompts, {end.num_generated_tokens} generated, "
             f"in {seconds:.1f} s",

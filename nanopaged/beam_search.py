@@ -58,7 +58,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
             next_beams.append(beam.fork(index))
             block_manager.fork(beam, next_beams[-1])
             next_beams[-1].append(sample)
-    for beam in beams:  # what its children share with it they keep
+    for beam in beams:  # the children hold references of their own
         block_manager.free(beam)
     for index, hypothesis in enumerate(hypotheses):
         hypothesis.index = index

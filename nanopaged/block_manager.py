@@ -9,13 +9,11 @@ It knows ids only: it has never seen a tensor, a model or a GPU. The runner make
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import xxhash
+from hashlib import sha256
 
 from nanopaged.sequence import Request, Sequence
 
@@ -71,7 +69,6 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.salt = os.urandom(16)  # keys differ from engine to engine, so a collision cannot be prepared
         self.reset()
 
     def reset(self) -> None:
@@ -213,18 +210,18 @@ class BlockManager:
     def block_keys(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """Keys of the first blocks of a sequence, which must be full. Each is worked out once.
 
-        K/V depends on the whole prefix, so a key stands for it: a block's own tokens, after a 128-bit hash of
-        the previous block's key.
+        K/V depends on the whole prefix, so a key stands for it: the SHA-256 hash of the previous block's key,
+        followed by the block's own tokens.
 
-            block_size = 2    tokens  a b │ c d │ e      keys  k0 = salt·(a b)    k1 = H(k0)·(c d)
+            block_size = 2    tokens  a b │ c d │ e      keys  k0 = (a b)    k1 = SHA-256(k0)·(c d)
 
-        Two blocks with equal keys have the same tokens, and the same tokens before them unless two 128-bit
-        hashes collide. The hash (xxh3) is fast and not cryptographic; the salt keeps collisions from being
-        prepared.
+        Two blocks with equal keys have the same tokens, and the same tokens before them. A faster hash will
+        not do: for xxh3 two blocks with equal hashes are found in seconds, and with them a prompt that
+        is answered from the K/V of another one.
         """
         keys, size = seq.block_keys, self.block_size
         for i in range(len(keys), num_blocks):
-            parent = xxhash.xxh3_128_digest(keys[-1]) if keys else self.salt
+            parent = sha256(keys[-1]).digest() if keys else b""
             keys.append(parent + array("q", seq.token_ids[i * size : (i + 1) * size]).tobytes())
         return keys[:num_blocks]
 

@@ -277,7 +277,7 @@ class BeamSearchParams:
     ignore_eos: bool = False
     stop_token_ids: SequenceOf[int] = ()
 
-    # The engine reads these fields of every request's params; a beam search does not have them.
+    # Fields of SamplingParams that the engine reads from any params; a beam search has none of them.
     seed: ClassVar[None] = None
     stop: ClassVar[tuple[str, ...]] = ()
     logprobs: ClassVar[None] = None

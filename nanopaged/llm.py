@@ -1,4 +1,4 @@
-"""The front end for someone who has prompts and wants texts."""
+"""`LLM`: generate text for a list of prompts."""
 
 from __future__ import annotations
 

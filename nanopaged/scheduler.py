@@ -47,7 +47,7 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.running: list[Request] = []
-        self.unreported: list[Request] = []  # finished in a step that failed before it could say so
+        self.unreported: list[Request] = []  # finished in a step that then failed; the next step reports them
 
         self.num_preemptions_recompute = 0
         self.num_preemptions_swap = 0
@@ -75,7 +75,7 @@ class Scheduler:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that hold blocks of the device."""
+        """All sequences with blocks on the device."""
         return [seq for request in self.running for seq in request.live]
 
     # ── before the forward pass ───────────────────────────────────────────────────────────────────
@@ -99,8 +99,9 @@ class Scheduler:
             budget = self._schedule_tokens(request, budget, decodes, prefills)
             i += 1
 
-        # After a preemption the head of the queue is the victim. It cannot slip in again here: it gave back
-        # n blocks, at least one of them was taken by another request, and it needs n again.
+        # After a preemption the head of the queue is the victim. It is hardly admitted again in the same
+        # step: it gave back n blocks, and either another request took one of them or it needs more than n
+        # itself.
         num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
         while self.waiting and budget > 0:
             request = next(iter(self.waiting.values()))

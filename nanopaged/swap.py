@@ -53,7 +53,8 @@ class Swapper:
     def swap_in(self, request: Request, num_reserved: int = 0) -> list[Move] | None:
         """Exchange the request's host blocks for device blocks.
 
-        The host blocks are free at once, since a step makes its swaps out before its swaps in. None, and
+        The host blocks are free at once: no later swap out of this step can overwrite them, because the
+        scheduler preempts before it admits. None, and
         nothing is changed, unless the pool can hold them and the request's next tokens, and keep
         `num_reserved` blocks.
         """

@@ -100,11 +100,11 @@ class RequestOutput:
 class EngineStats:
     """Counts and shares: of blocks and queues now, of the rest since the engine was made.
 
-    `num_free_blocks` includes the cached ones, which can be had at once. `num_shared_blocks` have several
-    owners; `num_blocks_saved` is what sharing saves: all entries of the block tables, less the blocks in use.
+    `num_free_blocks` includes the cached ones, which can be had at once. `num_shared_blocks` stand in several
+    block tables; `num_blocks_saved` is what sharing saves: all entries of the tables, less the blocks in use.
     `slot_utilization` is the share of the slots in used blocks that hold K/V. `num_running`, `num_waiting`
     and `num_swapped` count requests, `prefix_cache_queries` and `_hits` prompt tokens, `num_blocks_copied`
-    copies on write; `preemption` is the way in use, "swap" or "recompute".
+    copies on write. `preemption` is the way in use, "swap" or "recompute".
     """
 
     num_blocks: int
