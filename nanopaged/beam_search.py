@@ -37,11 +37,10 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     Nothing of the request changes before the end, so that a step that fails on the way can be repeated.
     """
     beams, width, stop_token_ids = request.live, request.params.beam_width, request.stop_rules.token_ids
-    candidates: list[tuple[float, Sequence, Sample]] = [
-        (beam.cumulative_logprob + sample.logprob, beam, sample)
-        for beam in beams
-        for sample in beam.candidates
-    ]
+    candidates: list[tuple[float, Sequence, Sample]] = []
+    for beam in beams:
+        so_far = beam.cumulative_logprob
+        candidates += [(so_far + sample.logprob, beam, sample) for sample in beam.candidates]
     candidates.sort(key=lambda candidate: candidate[0], reverse=True)
     at_limit = beams[0].num_tokens + 1 >= request.stop_rules.max_length
 

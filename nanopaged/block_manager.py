@@ -173,7 +173,8 @@ class BlockManager:
             if the pool cannot give the blocks.
         """
         size = self.block_size
-        if len(sequences) == 1 and len(sequences[0].block_table) * size >= len(sequences[0].token_ids):
+        seq = sequences[0]
+        if len(sequences) == 1 and len(seq.token_ids) <= len(seq.block_table) * size:
             return []  # usually there is a slot left; a block that is not full is shared by siblings only
         if blocks_to_grow(sequences, [seq.block_table for seq in sequences], size) > self.num_free_blocks:
             return None

@@ -39,6 +39,7 @@ class Scheduler:
         watermark: float = 0.0,
     ) -> None:
         self.block_manager = block_manager
+        self.block_size = block_manager.block_size
         self.swapper = Swapper(block_manager, num_host_blocks)
         self.preemption = preemption  # "swap" or "recompute"
         self.num_watermark_blocks = int(watermark * block_manager.num_blocks)
@@ -121,9 +122,9 @@ class Scheduler:
 
         block_size = 4, 6 of 13 tokens computed, budget 20: 7 tokens are scheduled, 13 of the budget are left
         """
-        block_size = self.block_manager.block_size
         for seq in request.live:
-            num_tokens = len(seq.token_ids) - seq.num_computed_tokens
+            num_computed_tokens = seq.num_computed_tokens
+            num_tokens = len(seq.token_ids) - num_computed_tokens
             if num_tokens > budget:
                 if not self.enable_chunked_prefill or budget == 0:
                     break  # its siblings wait as well: they may count on the K/V that it computes
@@ -134,7 +135,7 @@ class Scheduler:
                 decodes.append(seq)
             elif num_tokens > 1:
                 prefills.append(seq)
-            if seq.num_computed_tokens % block_size + num_tokens >= block_size:  # a block becomes full
+            if num_computed_tokens % self.block_size + num_tokens >= self.block_size:  # a block becomes full
                 self.block_manager.cache_blocks(seq)
         return budget
 
@@ -187,7 +188,7 @@ class Scheduler:
         """Whether the budget suffices for the request's first sequence, less what the prefix cache has."""
         seq = request.live[0]
         hit = self.block_manager.find_prefix(seq) if look_up else []
-        return seq.num_tokens - len(hit) * self.block_manager.block_size <= budget
+        return seq.num_tokens - len(hit) * self.block_size <= budget
 
     # ── after it ──────────────────────────────────────────────────────────────────────────────────
 
@@ -201,7 +202,7 @@ class Scheduler:
             request.prompt_logprobs.extend(logprobs)
         advanced = dict.fromkeys(self.unreported)  # a set that keeps the order
         ended: list[Sequence] = []
-        num_generated = 0
+        num_generated, now = 0, time.monotonic()
         for seq, samples in zip(batch.sequences, result.samples, strict=True):
             request = seq.request
             seq.num_computed_tokens += seq.num_scheduled_tokens
@@ -213,7 +214,7 @@ class Scheduler:
                     continue
                 advance_beams(request, self.block_manager)
                 num_generated += len(request.sequences)
-            elif request.prompt_phase:
+            elif len(request.sequences) < request.num_sequences:  # the prompt is computed: fork
                 siblings = fork_samples(request, self.block_manager)
                 ended += [sib for sib, sample in zip(siblings, samples, strict=True) if sib.append(sample)]
                 num_generated += len(samples)
@@ -221,18 +222,17 @@ class Scheduler:
                 if seq.append(samples[0]):
                     ended.append(seq)
                 num_generated += 1
+            if request.first_token_time is None:
+                request.first_token_time = now
             advanced[request] = None
         self.num_generated_tokens += num_generated
         for seq in ended:
             self.block_manager.free(seq)
             seq.request.live.remove(seq)
-        now, some_finished = time.monotonic(), False
-        for request in advanced:
-            if request.first_token_time is None:
-                request.first_token_time = now
-            if not request.live:
-                request.finish_time, some_finished = now, True
-        if some_finished:
+        finished = [request for request in advanced if not request.live]
+        for request in finished:
+            request.finish_time = now
+        if finished:
             self.running = [request for request in self.running if request.live]
         self.unreported = []
         return list(advanced)

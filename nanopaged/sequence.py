@@ -37,7 +37,6 @@ class Sequence:
     token_ids: list[int]
     index: int = 0  # which of the request's outputs this is
     token_logprobs: list[float] = field(default_factory=list)  # one for each generated token
-    cumulative_logprob: float = 0.0  # their sum
     logprobs: list[Logprobs] = field(default_factory=list)  # one for each generated token, if asked for
     detokenizer: Detokenizer | None = None
 
@@ -64,6 +63,11 @@ class Sequence:
         return len(self.token_ids) - self.request.num_prompt_tokens
 
     @property
+    def cumulative_logprob(self) -> float:
+        """Sum of the generated tokens' log-probabilities."""
+        return sum(self.token_logprobs)
+
+    @property
     def needs_sample(self) -> bool:
         """Whether this step computes the last known token, whose logits tell the next one."""
         return self.num_computed_tokens + self.num_scheduled_tokens == len(self.token_ids)
@@ -85,7 +89,6 @@ class Sequence:
             token_ids=list(self.token_ids),
             index=index,
             token_logprobs=list(self.token_logprobs),
-            cumulative_logprob=self.cumulative_logprob,
             logprobs=list(self.logprobs),
             detokenizer=self._new_detokenizer(),
             block_keys=list(self.block_keys),
@@ -96,32 +99,31 @@ class Sequence:
         self.token_logprobs.append(sample.logprob)
         if sample.logprobs is not None:
             self.logprobs.append(sample.logprobs)
-        self.cumulative_logprob += sample.logprob
         self.token_ids.append(sample.token_id)  # last: what was appended before it counts only with it
         return self.check_stop()
 
     def check_stop(self) -> bool:
         """Finish the sequence if its last generated token ends it; returns whether it does."""
-        rules, token_id, length = self.request.stop_rules, self.token_ids[-1], len(self.token_ids)
+        rules, token_id = self.request.stop_rules, self.token_ids[-1]
         if token_id in rules.token_ids:
             stop_reason = None if token_id in rules.eos_token_ids else token_id
             self.finish_reason, self.stop_reason = "stop", stop_reason
             return True
         if self.detokenizer is not None and self.detokenizer.stop:
             output = self.token_ids[self.request.num_prompt_tokens :]
-            stop = self.detokenizer.find_stop(output, look_for_stop=length >= rules.min_length)
+            stop = self.detokenizer.find_stop(output, len(self.token_ids) >= rules.min_length)
             if stop is not None:
                 self.finish_reason, self.stop_reason = "stop", stop
                 return True
-        if length >= rules.max_length:
+        if len(self.token_ids) >= rules.max_length:
             self.finish_reason = "length"
-        return self.finish_reason is not None
+            return True
+        return False
 
     def start_over(self) -> None:
         """A step failed, perhaps while it changed this sequence: rebuild everything from the tokens."""
         num_output_tokens = self.num_output_tokens
         del self.token_logprobs[num_output_tokens:], self.logprobs[num_output_tokens:]
-        self.cumulative_logprob = sum(self.token_logprobs)
         self.detokenizer = self._new_detokenizer()
         self.block_table, self.host_table, self.block_keys, self.candidates = [], [], [], None
         self.num_computed_tokens = 0
