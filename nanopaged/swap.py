@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from nanopaged.block_manager import BlockManager, blocks_to_grow
+from nanopaged.block_manager import BlockManager, blocks_needed, blocks_to_grow
 from nanopaged.sequence import Request
 
 Move = tuple[int, int]
@@ -38,7 +38,7 @@ class Swapper:
         blocks.
         """
         size = self.block_manager.block_size
-        computed = [seq.block_table[: -(-seq.num_computed_tokens // size)] for seq in request.live]
+        computed = [seq.block_table[: blocks_needed(seq.num_computed_tokens, size)] for seq in request.live]
         device_blocks = list(dict.fromkeys(block_id for table in computed for block_id in table))
         if not 0 < len(device_blocks) <= len(self.free_ids):
             return None
