@@ -1,4 +1,4 @@
-"""Filters against transformers', draws against their distribution, seeds in batches of all kinds."""
+"""Filters against those of transformers, draws against their distribution, seeds in batches of all kinds."""
 
 from __future__ import annotations
 
