@@ -140,7 +140,7 @@ def sample_next_tokens(
         if not math.isfinite(samples[i][0].logprob):
             seq = batch.sequences[i]
             raise FloatingPointError(
-                f"the model's scores for request {seq.request.request_id!r} at position {seq.num_tokens} are "
+                f"the model's logits for request {seq.request.request_id!r} at position {seq.num_tokens} are "
                 f"not finite in {hidden.dtype}: abort the request, or use a dtype with a wider range"
             )
     return samples

@@ -32,6 +32,9 @@ class TorchAttention:
         begin_store      store      the new K/V go to their slots
         begin_decodes    decode     one query a sequence
         begin_prefills   prefill    many queries a sequence
+
+    The attributes that are not set in `__init__` belong to the present step: `num_decodes`; `blocks` and
+    `offsets` of the new tokens' slots; `row_seq`, `tiles` and `buffer` of the decodes; `prefills`.
     """
 
     supports_cuda_graphs = False
@@ -159,7 +162,7 @@ class TorchAttention:
             ids = tile.head_blocks
             kv = torch.index_select(pool, 0, ids, out=self.buffer[: len(ids)])
             kv = kv.view(2, len(tile.row_seq), num_kv_heads, -1, head_dim)
-            # Unused slots may hold NaN, and NaN · 0 = NaN: K and V are zeroed there as well as masked.
+            # Slots without a key may hold NaN, and NaN · 0 = NaN: K and V are zeroed there as well as masked.
             kv[:, tile.last].view(tile.bits.dtype).bitwise_and_(tile.bits)
             keys, values = kv  # each [rows, num_kv_heads, keys in a row, head_dim]
             scores = torch.matmul(q.index_select(0, tile.row_seq), keys.mT).float().mul_(LOG2_E)

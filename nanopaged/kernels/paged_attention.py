@@ -8,8 +8,10 @@ its time is the time to read K/V. So the kernels read K/V exactly once, and keep
     reduce_kernel   combines the splits of a query head, as `reference_backend.py` combines blocks
 
 The kernels know block tables, lengths and strides, but no sequences or batches; the functions at the end
-launch them. `do_not_specialize_on_alignment` stops Triton from compiling a kernel again when the alignment of
-a small input changes.
+launch them. Arguments such as `q_head` and `table_row` are strides, in elements: the distance from one head
+of q, or one row of the block tables, to the next. Arguments that end in `_ptr` are tensors.
+`do_not_specialize_on_alignment` stops Triton from compiling a kernel again when the alignment of a small
+input changes.
 
 With TRITON_INTERPRET=1 (set before triton is first imported) they run on a CPU, slowly, with the same
 results.
