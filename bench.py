@@ -1,7 +1,7 @@
 """Throughput: output tokens per second on random requests, in nanopaged and, for comparison, in transformers.
 
     python bench.py                             nanopaged alone; a minute or two on a CPU
-    python bench.py --baseline hf --repeat 3    transformers beside it, on the same requests and weights
+    python bench.py --baseline hf --repeat 3    transformers as well, on the same requests and weights
 
 All requests arrive at once. Decoding is greedy and ignores end-of-sequence, so every request generates
 exactly the number of tokens that was drawn for it. The rate is the sum of these numbers over the wall time,
@@ -59,7 +59,7 @@ Requests = list[tuple[list[int], int]]  # (prompt's token ids, tokens to generat
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the docstring as it is, and the defaults that say something."""
+    """Shows the docstring unchanged, and every default but None."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
@@ -84,7 +84,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the requests and the weights")
     parser.add_argument("--repeat", type=positive, default=1, help="rounds; the median counts")
     parser.add_argument("--baseline", choices=["hf"], help="also run transformers")
-    add("static", "batch sizes for transformers' generate, beside all at once", type=positive, nargs="*")
+    add("static", "batch sizes for transformers' generate, and all at once", type=positive, nargs="*")
     add("budget", "tokens in a step (max_num_batched_tokens)", type=positive)
     parser.add_argument("--block-size", type=positive, default=16, help="tokens in a block")
     parser.add_argument("--max-num-seqs", type=positive, default=256, help="sequences in a step")

@@ -1,6 +1,6 @@
-"""A few prompts with the same beginning, answered in one continuous batch, and what the blocks did meanwhile.
+"""Continue a few prompts with the same beginning in one continuous batch, and report the use of the blocks.
 
-Then four samples and four beams of one prompt: sequences that share the blocks of their common past.
+Then four samples and four beams of one prompt: sequences that share the blocks of their common prefix.
 
 python example.py                             the tiny model in the box: no GPU, no network
 python example.py --model Qwen/Qwen3-0.6B     a real one: a folder or a hub id, with its chat template
@@ -47,7 +47,7 @@ def make_prompts(llm: LLM, is_tiny: bool) -> dict[str, Prompt]:
 def run(
     llm: LLM, prompts: dict[str, Prompt], params: SamplingParams | BeamSearchParams
 ) -> tuple[dict[str, RequestOutput], EngineStats]:
-    """What `llm.generate` does, written out: the outputs, and the accounts at the busiest moment."""
+    """The loop of `llm.generate`, written out. Returns the outputs and the busiest step's statistics."""
     engine = llm.engine
     for name, prompt in prompts.items():
         engine.add_request(name, prompt, params)
@@ -65,7 +65,7 @@ def run(
 
 
 def report(llm: LLM, outputs: dict[str, RequestOutput], busiest: EngineStats) -> str:
-    """The engine's own account of the run."""
+    """The statistics of the run as text."""
     engine, end = llm.engine, llm.engine.stats()
     size, num_requests = engine.config.block_size, len(outputs)
     arrival = min(output.metrics.arrival_time for output in outputs.values())
@@ -90,7 +90,7 @@ def report(llm: LLM, outputs: dict[str, RequestOutput], busiest: EngineStats) ->
 
 
 def show_sharing(llm: LLM, name: str, prompt: Prompt, max_tokens: int, seed: int) -> None:
-    """Four samples and four beams of one prompt: what they say, and the blocks they save by sharing."""
+    """Print four samples and four beams of one prompt, and the blocks that they save by sharing."""
     sampling = SamplingParams(n=4, temperature=0.8, max_tokens=max_tokens, seed=seed)
     beams = BeamSearchParams(beam_width=4, max_tokens=max_tokens)
     for what, params in (("four samples", sampling), ("a beam search of width four", beams)):

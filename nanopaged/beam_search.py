@@ -1,14 +1,16 @@
 """Several sequences of one request: parallel sampling forks once, beam search at every step.
 
-A fork costs no memory when it is made: the child shares the parent's blocks, and the first to write into a
-shared block gets a copy of its own (`BlockManager.append_slots`).
+A fork takes no memory: the child shares the parent's blocks. A sequence that writes into a shared block gets
+a copy of it first (`BlockManager.append_slots`; PagedAttention, §4.4).
 
-Beam search keeps the `beam_width` most likely beginnings, the beams. At each step every beam proposes its
-most likely next tokens, its candidates. The best of all candidates become the next beams, each forked from
-the beam that proposed it, so one beam may go on as several and another not at all. A candidate that ends a
-text becomes a hypothesis: a finished sequence with the score that transformers gives it,
+Beam search keeps the `beam_width` most likely unfinished texts, the beams. In each step every beam proposes
+its most likely next tokens, its candidates. The best of all candidates become the next beams. Each is forked
+from the beam that proposed it, so one beam may have several children and another none. A candidate that ends
+a text becomes a hypothesis: a finished sequence, with the score that transformers gives it,
 
     score = sum of the log-probabilities of the generated tokens / (their number ** length_penalty)
+
+This module knows no queues and no logits: candidates come from `sampler.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from nanopaged.text.outputs import Sample
 
 
 def fork_samples(request: Request, block_manager: BlockManager) -> list[Sequence]:
-    """The prompt is computed: one sequence for each output that was asked for, the present one first."""
+    """Fork the sequence that has computed the prompt, once for each further output.
+
+    Returns:
+        all sequences of the request, in order of index; the first is the one that was there.
+    """
     (seq,) = request.live
     siblings = [seq]
     for index in range(1, request.num_sequences):
@@ -30,11 +36,12 @@ def fork_samples(request: Request, block_manager: BlockManager) -> list[Sequence
 
 
 def advance_beams(request: Request, block_manager: BlockManager) -> None:
-    """Every beam has proposed its candidates: go on with the next beams, or end with the hypotheses.
+    """Replace the beams by the next beams, or end the search. Every beam has proposed its candidates.
 
         beams  A B C      next beams  B+x  A+y  B+z      B+x and B+z share B's blocks, those of C are freed
 
-    Nothing of the request changes before the end, so that a step that fails on the way can be repeated.
+    The request gets its new sequences in the last line: if the step fails before it, `start_over` finds the
+    old beams with their tokens.
     """
     beams, width, stop_token_ids = request.live, request.params.beam_width, request.stop_rules.token_ids
     candidates: list[tuple[float, Sequence, Sample]] = []
@@ -45,7 +52,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     at_limit = beams[0].num_tokens + 1 >= request.stop_rules.max_length
 
     hypotheses = list(request.hypotheses)
-    for _, beam, sample in candidates[:width]:  # a worse one that ends is no hypothesis
+    for _, beam, sample in candidates[:width]:  # as in transformers, a candidate below these is no hypothesis
         if at_limit or sample.token_id in stop_token_ids:
             hypotheses.append(_finish(beam, sample))
     hypotheses = sorted(hypotheses, key=lambda hypothesis: hypothesis.score, reverse=True)[:width]
@@ -57,7 +64,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
             next_beams.append(beam.fork(index))
             block_manager.fork(beam, next_beams[-1])
             next_beams[-1].append(sample)
-    for beam in beams:  # the children hold references of their own
+    for beam in beams:  # the children have references of their own
         block_manager.free(beam)
     for index, hypothesis in enumerate(hypotheses):
         hypothesis.index = index
@@ -65,7 +72,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
 
 
 def _finish(beam: Sequence, sample: Sample) -> Sequence:
-    """The beam's text with `sample` as its last token."""
+    """A hypothesis: the tokens of `beam`, ended by `sample`."""
     hypothesis = beam.fork(0)
     hypothesis.append(sample)
     hypothesis.score = _score(beam.request, hypothesis.cumulative_logprob, hypothesis.num_output_tokens)
@@ -77,12 +84,15 @@ def _score(request: Request, cumulative_logprob: float, num_tokens: int) -> floa
 
 
 def _is_over(request: Request, hypotheses: list[Sequence], best: float) -> bool:
-    """Whether there are enough hypotheses and, by the rule asked for, no beam can improve them.
+    """Whether there are `beam_width` hypotheses and, by the `early_stopping` rule, no beam can improve them.
 
-    early_stopping=True ends with the first `beam_width` hypotheses. False asks whether the best beam, were it
-    to end now, would beat the worst hypothesis. "never" asks for the best score that it could still reach:
-    its log-probability only falls, but a positive length penalty favours long texts, so it is taken at full
-    length.
+    True: the search ends with the first `beam_width` hypotheses. False: it ends if the best beam, ended now,
+    would not beat the worst hypothesis. "never": it ends if the best beam can never beat it. The
+    log-probability of a beam only falls, but a positive length penalty favours long texts, so its best
+    possible score is the present log-probability at the maximum length.
+
+    Args:
+        best: the cumulative log-probability of the best next beam.
     """
     params = request.params
     if len(hypotheses) < params.beam_width:

@@ -1,10 +1,10 @@
-"""Which physical blocks hold which sequence.
+"""Block tables, reference counts, copy-on-write and the prefix cache.
 
 The block manager is the page table of the engine. It hands out physical blocks of the KV cache, lets
-sequences share them, copies a shared one before it is written, and remembers full ones so that a later prompt
-finds them again (PagedAttention, §4.2 to §4.4).
+sequences share them, replaces a shared block before it is written, and keeps full blocks so that a later
+prompt can find them (PagedAttention, §4.2 to §4.4; the prefix cache is not in the paper).
 
-It knows ids only: it has never seen a tensor, a model or a GPU. The runner makes the copies that it asks for.
+It knows block ids only, no tensors, models or queues. The model runner copies the contents of blocks.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ def blocks_needed(num_tokens: int, block_size: int) -> int:
 
 
 def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_size: int) -> int:
-    """Blocks that the newest tokens of a request's sequences need, beyond those in their `tables`.
+    """Free blocks that a request's sequences need to store their newest tokens.
 
-    New ones, and copies of a last block that several of them are about to write: all but the last writer
-    need one.
+    These are new blocks after the end of a table, and copies of a last block that several sequences are about
+    to write: each but the last writer needs a copy.
 
         block_size = 4, tables [7, 2] and [7, 2], 7 tokens each: one copy of block 2
         the same with 9 tokens each:                             two new blocks, and nothing to copy
+
+    Args:
+        tables: for each sequence its block table, or its host table if it is swapped out.
     """
     num_new, written = 0, []
     for seq, table in zip(sequences, tables, strict=True):
         last = (len(seq.token_ids) - 1) // block_size  # logical block of the newest token
         if last < len(table):
-            written.append(table[last])
+            written.append(table[last])  # shared by all siblings that are to write it
         else:
             num_new += last + 1 - len(table)
     return num_new + len(written) - len(set(written))
@@ -72,7 +75,7 @@ class BlockManager:
         self.reset()
 
     def reset(self) -> None:
-        """All blocks are free, and none can be found."""
+        """Make all blocks free, and empty the prefix index."""
         self.blocks = [Block(i) for i in range(self.num_blocks)]
         self.free_ids = list(range(self.num_blocks))[::-1]  # a stack: block 0 is handed out first
         self.cached: OrderedDict[int, Block] = OrderedDict()  # without references, least recently used first
@@ -80,13 +83,13 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be had at once: the free ones and the cached ones."""
+        """Blocks without references: free ones, and cached ones, which can be evicted."""
         return len(self.free_ids) + len(self.cached)
 
     # ── references to one block ───────────────────────────────────────────────────────────────────
 
     def take(self) -> int:
-        """The first reference to a block without contents; a cached one is evicted if no other is left."""
+        """Hand out a free block, or evict the least recently used cached one. Returns its id."""
         if self.free_ids:
             block = self.blocks[self.free_ids.pop()]
         else:
@@ -97,14 +100,18 @@ class BlockManager:
         return block.block_id
 
     def share(self, block_id: int) -> None:
-        """One more reference; a cached block is in use again."""
+        """Add a reference to a block; a cached block is in use again."""
         block = self.blocks[block_id]
         if block.ref_count == 0:
             del self.cached[block_id]
         block.ref_count += 1
 
     def release(self, block_id: int) -> None:
-        """One reference less. Without any, a published block is cached and another block is free."""
+        """Give a reference back. Without references a published block is cached, another one is free.
+
+        Raises:
+            RuntimeError: the block has no references.
+        """
         block = self.blocks[block_id]
         if block.ref_count == 0:
             raise RuntimeError(f"block {block_id} was released more often than it was taken and shared")
@@ -115,33 +122,33 @@ class BlockManager:
             else:
                 self.cached[block_id] = block
 
-    # ── tables: a sequence comes, grows and goes ──────────────────────────────────────────────────
+    # ── block tables: allocate, grow, fork, free ──────────────────────────────────────────────────
 
     def allocate(self, sequences: list[Sequence], look_up: bool = True, num_reserved: int = 0) -> bool:
-        """Give the sequences of one request, which have no blocks, tables for all their tokens.
+        """Give block tables for all their tokens to the sequences of one request, which have no blocks yet.
 
-        Each table begins with the blocks that the prefix cache has. Several sequences, which come back from
-        a preemption, also share among themselves every full block that they begin with. It counts as computed
-        for all but the first of them, because sequences of a request are always computed in order.
+        Each table begins with the blocks found in the prefix cache. The sequences of a request that was
+        preempted also share the full blocks of their common prefixes with each other. Such a block counts as
+        computed for all but the first of them, because a request's sequences are computed in order.
 
             block_size = 2    a b c d e │ a b c d f │ a b x y z      tables [0 1 2] [0 1 3] [0 4 5]
 
         Args:
             look_up: whether to look into the prefix cache.
-            num_reserved: blocks that must stay free.
+            num_reserved: blocks that must stay free, see `Scheduler._admit`.
 
         Returns:
-            False, and nothing is changed, if the pool cannot give that many blocks.
+            False, and nothing is changed, if the pool has too few blocks.
         """
         size = self.block_size
-        # The last block of each, full or not, is its own: its last token is computed in any case.
+        # The last block of each sequence is its own even if it is full: its last token is always computed.
         keys = [self.block_keys(seq, (seq.num_tokens - 1) // size) for seq in sequences]
         hits = [self.find_prefix(seq) if look_up else [] for seq in sequences]
         in_use = {block_id for hit in hits for block_id in hit if self.blocks[block_id].ref_count > 0}
         num_distinct = len({key for its_keys in keys for key in its_keys})
         if num_distinct - len(in_use) + len(sequences) > self.num_free_blocks - num_reserved:
             return False
-        for hit in hits:  # all of them before the first block is taken, which may evict a cached one
+        for hit in hits:  # share all hits first: `take` below may evict cached blocks
             for block_id in hit:
                 self.share(block_id)
         taken: dict[bytes, int] = {}
@@ -160,22 +167,22 @@ class BlockManager:
         return True
 
     def append_slots(self, sequences: list[Sequence]) -> list[tuple[int, int]] | None:
-        """Make room for the newest tokens of a request's sequences, all or none of them.
+        """Make room for the newest tokens of all sequences of a request, or of none.
 
             block_size = 4, table [7, 2], 6 tokens computed, a seventh just sampled:
 
-            block 7: a b c d   block 2: e f . .    the seventh goes to block 2, if no other sequence has it.
-                                        └ shared?  copy 2 → 9 and write there: table [7, 9]
+            block 7: a b c d   block 2: e f . .    ref_count of block 2 is 1: write into it
+                                        └─         ref_count is 2: copy 2 → 9, table [7, 9], write into 9
 
         Returns:
-            the copies (source, destination) to make before the slots are written (copy-on-write, §4.4). Of
-            several sequences that share a block the last one writes in place. None, and nothing is changed,
-            if the pool cannot give the blocks.
+            the copies (source, destination) to make before the slots are written (copy-on-write, §4.4). The
+            last of several sequences that share a block writes in place. None, and nothing is changed, if
+            the pool has too few blocks.
         """
         size = self.block_size
         seq = sequences[0]
         if len(sequences) == 1 and len(seq.token_ids) <= len(seq.block_table) * size:
-            return []  # usually there is a slot left; a block that is not full is shared by siblings only
+            return []  # the usual case: a free slot, and no sibling that could share the block
         if blocks_to_grow(sequences, [seq.block_table for seq in sequences], size) > self.num_free_blocks:
             return None
         copies = []
@@ -191,16 +198,17 @@ class BlockManager:
         return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child`, which has the parent's tokens, share all its blocks. Takes no memory (§4.4)."""
+        """Let `child`, which has the tokens of `parent`, share all its blocks. Takes no memory (§4.4)."""
         for block_id in parent.block_table:
             self.share(block_id)
         child.block_table = list(parent.block_table)
         child.num_computed_tokens = parent.num_computed_tokens
 
     def free(self, seq: Sequence) -> None:
-        """Give the sequence's blocks back; published ones can be found until they are evicted.
+        """Give the sequence's blocks back. Published blocks can be found until they are evicted.
 
-        Tail first: so the end of a prefix is evicted before its beginning, which is still useful without it.
+        The last block goes first, so that the end of a prefix is evicted before its beginning: a beginning
+        can be found without the end, but not the end without the beginning.
         """
         for block_id in reversed(seq.block_table):
             self.release(block_id)
@@ -209,16 +217,16 @@ class BlockManager:
     # ── the prefix cache ──────────────────────────────────────────────────────────────────────────
 
     def block_keys(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Keys of the first blocks of a sequence, which must be full. Each is worked out once.
+        """The keys of the first `num_blocks` blocks of a sequence, which must be full. Each is computed once.
 
-        K/V depends on the whole prefix, so a key stands for it: the SHA-256 hash of the previous block's key,
-        followed by the block's own tokens.
+        K/V depends on the whole prefix, so a key identifies the whole prefix: it is the SHA-256 hash of the
+        previous block's key, followed by the block's own tokens.
 
             block_size = 2    tokens  a b │ c d │ e      keys  k0 = (a b)    k1 = SHA-256(k0)·(c d)
 
-        Two blocks with equal keys have the same tokens, and the same tokens before them. A faster hash will
-        not do: for xxh3 two blocks with equal hashes are found in seconds, and with them a prompt that
-        is answered from the K/V of another one.
+        Two blocks with equal keys have the same tokens, and the same tokens before them. A fast,
+        non-cryptographic hash is not enough: for xxh3, two blocks with equal hashes are found in seconds, so
+        a prompt could be crafted that is served with the K/V of another prompt.
         """
         keys, size = seq.block_keys, self.block_size
         for i in range(len(keys), num_blocks):
@@ -227,12 +235,12 @@ class BlockManager:
         return keys[:num_blocks]
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """The longest run of published blocks that the sequence begins with, without its last token.
+        """The published blocks that the sequence begins with, up to the first one that is missing.
 
-        The last token is always computed, since its logits tell the next one:
+        The block of the last token is not looked up: that token must be computed for its logits.
 
-            block_size = 4, 8 tokens, both blocks in the cache: only (8 - 1) // 4 = 1 block is
-            looked up, tokens 4 to 7 are computed again into a block of the sequence's own.
+            block_size = 4, 8 tokens, both blocks in the cache: (8 - 1) // 4 = 1 block is looked up,
+            and tokens 4 to 7 are computed again, into a private block
         """
         prefix: list[int] = []
         if self.enable_prefix_caching:
@@ -243,11 +251,11 @@ class BlockManager:
         return prefix
 
     def cache_blocks(self, seq: Sequence) -> None:
-        """Publish the blocks that this step will fill, unless equal ones are published.
+        """Publish the blocks that this step will fill, unless blocks with equal keys are published.
 
-        This is the only way into the prefix index. The blocks can be found before they are computed, so that
-        twins of one step share them. That is sound because every layer stores the K/V of the whole batch
-        before any sequence of it attends.
+        No other function adds to the prefix index. The blocks can be found before they are computed, so that
+        requests with the same prompt share them within one step. That is correct because every layer stores
+        the K/V of the whole batch before any sequence attends.
 
             block_size = 4, 6 tokens computed, 7 scheduled: tokens 6 to 12 fill blocks 1 and 2
         """
@@ -263,22 +271,22 @@ class BlockManager:
                 block.key = keys[i]
                 self.index[block.key] = block
 
-    # ── what stands in the tables ─────────────────────────────────────────────────────────────────
+    # ── statistics and checks ─────────────────────────────────────────────────────────────────────
 
     def num_shared_blocks(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that several tables have."""
+        """Blocks with more than one reference."""
         in_use = {block_id for seq in sequences for block_id in seq.block_table}
         return sum(self.blocks[block_id].ref_count > 1 for block_id in in_use)
 
     def num_blocks_saved(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that would be needed without sharing, less those that are."""
+        """Blocks that sharing saves: all entries of the block tables, less the blocks in use."""
         return sum(len(seq.block_table) for seq in sequences) - (self.num_blocks - self.num_free_blocks)
 
     def slot_utilization(self, sequences: Iterable[Sequence]) -> float:
         """Share of the slots in allocated blocks that hold K/V; a shared block counts once.
 
-        The others are internal fragmentation (the end of a last block) or reserved for a prompt being
-        computed.
+        The other slots are internal fragmentation (the end of a last block), or belong to a prompt that is
+        being computed.
         """
         filled: dict[int, int] = {}
         for seq in sequences:
@@ -288,7 +296,11 @@ class BlockManager:
         return sum(filled.values()) / (len(filled) * self.block_size) if filled else 0.0
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless pool, index and the tables of all running `sequences` agree."""
+        """Raise AssertionError unless pool, prefix index and block tables agree. Call it between steps.
+
+        Args:
+            sequences: all sequences that have device blocks.
+        """
         sequences = list(sequences)
         references = Counter(block_id for seq in sequences for block_id in seq.block_table)
         free = set(self.free_ids)
@@ -305,7 +317,7 @@ class BlockManager:
             )
             assert block.key is None or self.index[block.key] is block, "a stale key"
         assert all(block.key == key for key, block in self.index.items()), "the index names another block"
-        holders: dict[int, tuple[int, Sequence]] = {}  # block → its place in the table that was seen first
+        holders: dict[int, tuple[int, Sequence]] = {}  # block → its position in the first table that has it
         computed: set[tuple[Request, int]] = set()
         for seq in sequences:
             self._check_table(seq)
@@ -317,14 +329,14 @@ class BlockManager:
                     assert published or seq.request is other.request, "requests share a private block"
                     end = min((i + 1) * self.block_size, seq.num_computed_tokens, other.num_computed_tokens)
                     assert seq.token_ids[:end] == other.token_ids[:end], "shared, with different tokens"
-                # The first of a request's sequences that has a block computes it for the others.
+                # The first sequence of a request that has a block computes it for its siblings.
                 if self.blocks[block_id].key is not None and (seq.request, block_id) not in computed:
                     end = (i + 1) * self.block_size
                     assert seq.num_computed_tokens >= end, "a findable block is not computed"
                     computed.add((seq.request, block_id))
 
     def _check_table(self, seq: Sequence) -> None:
-        """The table holds what is computed, no more than the tokens need, and is found under these tokens."""
+        """Check one table: its length, its distinct blocks, and that published keys match the tokens."""
         num_blocks, size = len(seq.block_table), self.block_size
         assert len(set(seq.block_table)) == num_blocks, "a block stands twice in one table"
         assert seq.num_computed_tokens <= min(seq.num_tokens, num_blocks * size)

@@ -1,7 +1,8 @@
 """Every option of the engine and of a request, and the checks of their values.
 
 `EngineConfig` holds what is fixed for the life of an engine, `SamplingParams` and `BeamSearchParams` what may
-differ from request to request. They are checked when they are made, so no other module checks them again.
+differ from request to request. Each checks its values when it is made. Limits that depend on the model (the
+vocabulary, the longest context) are checked in `prompts.py` and `engine.py`.
 
 This module knows no tensors: `dtype` and `device` are names here.
 """
@@ -70,7 +71,7 @@ class EngineConfig:
         dtype: the type of weights, activations and K/V. "auto" takes the checkpoint's own.
         device: "auto" (CUDA if there is one), or a name that torch knows: "cpu", "cuda", "cuda:1".
         block_size: token slots in a block, 1 or more; 16 is the paper's default (§7.2).
-        num_blocks: blocks of the KV cache. None measures the free memory and takes what
+        num_blocks: blocks of the KV cache. None measures the free memory and uses what
             `memory_utilization` allows, but no more than `max_num_seqs` sequences of full length could fill.
         num_host_blocks: blocks in host memory for swapped requests. None is as many as the KV cache has, but
             at most 4 GiB; 0 disables swapping.
@@ -177,21 +178,21 @@ class SamplingParams:
     then a token is drawn. Defaults are vLLM's.
 
     Fields:
-        n: outputs wanted for the prompt.
+        n: outputs for the prompt (parallel sampling).
         temperature: 0 is greedy: the most likely token, no randomness.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the most likely tokens that together reach this probability (nucleus sampling).
         min_p: drop tokens less likely than `min_p` times the most likely one.
         seed: makes the request repeatable, independent of the other requests in the batch. None draws one.
         max_tokens: tokens to generate at most.
-        min_tokens: before so many tokens no end-of-sequence or stop token is drawn and no stop
-            string is looked for.
-        stop: a string, or several; the output ends before the first that appears.
+        min_tokens: until this many tokens are generated, no end-of-sequence or stop token is drawn and
+            stop strings do not end the output.
+        stop: a string, or several; the output ends before the first one that appears.
         stop_token_ids: token ids that end the output, in addition to the model's end-of-sequence ids.
         ignore_eos: do not end at end-of-sequence; `stop` and `stop_token_ids` still end it.
-        logprobs: return the log-probabilities of that many most likely tokens at each generated
-            position, and the chosen one's. They are of the model's own distribution, before
-            temperature and filters. None returns none.
+        logprobs: at each generated position, return the log-probabilities of this many most likely tokens,
+            and of the chosen one. They belong to the model's own distribution, before temperature and
+            filters. None returns none.
         prompt_logprobs: the same for the prompt's tokens.
 
     Raises:
@@ -237,7 +238,7 @@ class SamplingParams:
 
     @cached_property
     def filters(self) -> tuple[float, ...]:
-        """Temperature, top-k, top-p and min-p as numbers that filter nothing where unset."""
+        """(temperature, top-k, top-p, min-p); a filter that is not set has a value that filters nothing."""
         if self.is_greedy:
             return 1.0, NO_TOP_K, 1.0, 0.0
         top_k = min(self.top_k, NO_TOP_K) if self.top_k > 0 else NO_TOP_K
@@ -245,6 +246,7 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
+        """Sequences that the request will have."""
         return self.n
 
 
@@ -256,12 +258,12 @@ class BeamSearchParams:
     tokens' log-probabilities over (number of tokens ** length_penalty), end-of-sequence included.
 
     Fields:
-        beam_width: beginnings kept at each step; 1 is greedy decoding.
+        beam_width: beams (unfinished texts) kept at each step; 1 is greedy decoding.
         max_tokens: tokens to generate at most.
-        min_tokens: before so many tokens no text ends.
+        min_tokens: until this many tokens are generated, no text ends.
         length_penalty: above 0 favours long texts, below 0 short ones.
         early_stopping: when to stop once `beam_width` texts have ended. True: at once. False: when the best
-            beam, ended now, would not beat the worst of them. "never": when no beam ever could.
+            beam would not beat the worst of them if it ended now. "never": when no beam could ever beat it.
         ignore_eos: do not end at end-of-sequence.
         stop_token_ids: token ids that end a text, in addition to the model's end-of-sequence ids.
 
@@ -277,7 +279,7 @@ class BeamSearchParams:
     ignore_eos: bool = False
     stop_token_ids: SequenceOf[int] = ()
 
-    # Fields of SamplingParams that the engine reads from any params; a beam search has none of them.
+    # The engine reads these fields of SamplingParams from any params. They are not options of a beam search.
     seed: ClassVar[None] = None
     stop: ClassVar[tuple[str, ...]] = ()
     logprobs: ClassVar[None] = None
@@ -292,11 +294,12 @@ class BeamSearchParams:
 
     @property
     def num_sequences(self) -> int:
+        """Sequences that the request will have."""
         return self.beam_width
 
 
 def _check_lengths(params: SamplingParams | BeamSearchParams) -> None:
-    """Check what decides where a text ends; `stop_token_ids` becomes a tuple, so that params are hashable."""
+    """Check the options that end a text; `stop_token_ids` becomes a tuple, so that params are hashable."""
     _check_int(params, "max_tokens", 1)
     _check_int(params, "min_tokens", 0)
     _require(

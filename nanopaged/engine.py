@@ -1,6 +1,7 @@
-"""The engine: requests in, one step after another, outputs out.
+"""The engine: the loop of continuous batching.
 
-`LLMEngine.step` is the whole loop of a serving engine. For prompts in and texts out there is `llm.py`.
+`LLMEngine.step` is the whole loop, three calls long. The engine itself decides nothing: `Scheduler` chooses
+the batch, a `Runner` computes it, and `PromptProcessor` checks requests. `llm.py` is the API for scripts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nanopaged.text.outputs import EngineStats, RequestOutput
 
 
 class Runner(Protocol):
-    """What the engine needs of a model runner. `ModelRunner` is one; an experiment may bring its own."""
+    """The interface of a model runner. `ModelRunner` implements it; experiments and tests have their own."""
 
     num_blocks: int
     num_host_blocks: int
@@ -37,7 +38,7 @@ class LLMEngine:
 
     Args:
         config: see `EngineConfig`.
-        runner: carries out the steps; None loads the config's model.
+        runner: computes the batches; None makes a `ModelRunner` with the model of `config`.
 
     Raises:
         FileNotFoundError: the model or a file of it is missing.
@@ -84,13 +85,13 @@ class LLMEngine:
     def step(self, with_outputs: bool = True) -> list[RequestOutput]:
         """Compute one batch. Returns the requests that got a token, finished or not.
 
-        If anything fails, the exception passes through and nothing that was generated is lost: every request
-        waits again, and the next step begins to compute their K/V anew. Abort the request that is to blame,
-        or just go on.
+        If a step fails, the exception is raised to the caller and no generated token is lost: every request
+        waits again, and the next step begins to compute its K/V again. The caller can abort the request that
+        caused the failure, or call `step` again.
 
         Args:
-            with_outputs: False returns nothing, for a caller that reads its requests at the end, as
-                `LLM.generate` does: to describe a few hundred requests takes longer than to schedule them.
+            with_outputs: False returns an empty list. `LLM.generate` reads its outputs only at the end, and
+                building hundreds of `RequestOutput`s takes longer than scheduling them.
         """
         if not self.requests:
             return []
@@ -118,7 +119,7 @@ class LLMEngine:
         self.queue(self.prompts.make_request(request_id, prompt, params))
 
     def queue(self, request: Request) -> None:
-        """Put a request that was made into the waiting queue. Raises ValueError if its id is taken."""
+        """Put a request of `PromptProcessor` into the waiting queue. Raises ValueError if its id is taken."""
         if request.request_id in self.requests:
             raise ValueError(f"request_id {request.request_id!r} is taken by an unfinished request")
         request.arrival_time = time.monotonic()
@@ -126,7 +127,7 @@ class LLMEngine:
         self.scheduler.add(request)
 
     def abort_request(self, request_id: str) -> RequestOutput:
-        """Stop a request, running or waiting, and give its blocks back. Returns what it had got so far.
+        """Stop a running or waiting request and free its blocks. Returns its output so far.
 
         Raises:
             ValueError: no unfinished request has this id.
@@ -138,11 +139,11 @@ class LLMEngine:
         return request.output()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether there is anything left to compute or to report."""
+        """Whether a request is unfinished, or its last output was not returned by `step` yet."""
         return bool(self.requests)
 
     def stats(self) -> EngineStats:
-        """Counts and shares as they stand between two steps."""
+        """Counts and shares, valid between two steps."""
         scheduler, blocks, sequences = self.scheduler, self.block_manager, self.scheduler.sequences
         num_swapped = sum(request.is_swapped for request in scheduler.waiting.values())
         return EngineStats(
@@ -172,6 +173,6 @@ class LLMEngine:
         )
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if block tables, pools, prefix index and queues disagree (for tests)."""
+        """Raise AssertionError if block tables, pools and prefix index disagree. Call it between steps."""
         self.block_manager.check_invariants(self.scheduler.sequences)
         self.scheduler.swapper.check_invariants(self.requests.values())

@@ -6,8 +6,8 @@ The layout is block-major: all layers of a block are contiguous, so moving a blo
 strided view. Inside a block the slots of one head are contiguous (a *head block*), which gives attention long
 contiguous reads.
 
-Only this file knows the layout. It knows no sequences: the block manager decides which block belongs to which
-sequence.
+Only this module knows the layout. It knows no sequences: the block manager decides which block belongs to
+which sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.empty(0, device=name).device  # "cuda" becomes "cuda:0", which some functions insist on
+        device = torch.empty(0, device=name).device  # "cuda" becomes "cuda:0": some functions need the number
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used here: {error}") from error
     if device.type not in ("cpu", "cuda"):
@@ -39,8 +39,8 @@ def pick_device(name: str) -> torch.device:
 def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None) -> Tensor:
     """Copy a host array to the device (into `out`, if given) without blocking the host.
 
-    A GPU reads pinned host memory by itself, so the copy is asynchronous. `torch.tensor(list, device="cuda")`
-    would block until all kernels launched before it are done.
+    A GPU copies from pinned host memory asynchronously. `torch.tensor(list, device="cuda")` would block the
+    host until all kernels launched before it are done.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
@@ -50,7 +50,7 @@ def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None
 
 @dataclass(frozen=True)
 class KVShape:
-    """The sizes and the type of one token's keys and values."""
+    """The sizes and the dtype of the K/V of one token."""
 
     num_layers: int
     num_kv_heads: int
@@ -68,9 +68,13 @@ class KVShape:
 
 
 class KVCache:
-    """K/V of `num_blocks` blocks on the device, and of `num_host_blocks` swapped ones in host memory.
+    """The K/V of `num_blocks` blocks on the device, and of `num_host_blocks` swapped blocks in host memory.
 
-    A token's place is its slot: block · block_size + offset in the block.
+    A token is stored in a slot: slot = block · block_size + offset in the block.
+
+    Attributes:
+        data: the device blocks, see the top of this file.
+        host: the host blocks, in the same layout; pinned memory if the device is a GPU.
 
     Raises:
         ValueError: there is not enough memory.
@@ -93,7 +97,7 @@ class KVCache:
                 pass
 
     def _allocate(self, num_blocks: int, device: torch.device, pin_memory: bool = False) -> Tensor:
-        """Not initialised: a slot that was never stored is never read, or is masked."""
+        """Memory for blocks, not initialised: a slot that was never written is not read, or is masked."""
         shape = self.shape
         sizes = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, self.block_size, shape.head_dim)
         try:
@@ -104,7 +108,7 @@ class KVCache:
             num_bytes = num_blocks * shape.block_bytes(self.block_size)
             raise ValueError(
                 f"{num_blocks} blocks of K/V need {num_bytes:,} bytes on {device}, more than can be "
-                "allocated: lower num_blocks (or num_host_blocks), or leave it open"
+                "allocated: lower num_blocks (or num_host_blocks), or leave them at None"
             ) from error
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -112,9 +116,9 @@ class KVCache:
         return self.data[:, layer, 0], self.data[:, layer, 1]
 
     def head_blocks(self, layer: int) -> Tensor:
-        """The cache as rows, one for each head block, starting at the layer: [..., block_size · head_dim].
+        """The cache as rows, one for each head block, from this layer on: [num_rows, block_size · head_dim].
 
-        `head_block_ids` says which row holds what.
+        `head_block_ids` gives the rows of a block.
         """
         rows = self.data.view(-1, self.block_size * self.shape.head_dim)
         return rows[layer * 2 * self.shape.num_kv_heads :]
@@ -122,8 +126,8 @@ class KVCache:
     def head_block_ids(self, blocks: Tensor) -> Tensor:
         """Block ids [...] → their rows of `head_blocks` [2 (K, V), ..., num_kv_heads], the same in any layer.
 
-        3 layers, 2 KV heads: a block has 3·2·2 = 12 head blocks. Of a layer, block 5 has its K in rows
-        60 and 61, its V in rows 62 and 63, counted from the layer's start.
+        3 layers, 2 KV heads: a block has 3·2·2 = 12 head blocks. Counted from the start of any layer, the K
+        of block 5 is in rows 5·12 = 60 and 61, its V in rows 62 and 63.
         """
         num_layers, num_heads = self.shape.num_layers, self.shape.num_kv_heads
         heads = torch.arange(num_heads, device=blocks.device)
@@ -133,11 +137,11 @@ class KVCache:
     def move_blocks(
         self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]], copies: list[tuple[int, int]]
     ) -> None:
-        """Make the moves of a step, in this order: out to the host, in from the host, copies on write.
+        """Move the blocks of a step, in this order: out to the host, in from the host, copies on write.
 
-        A device block that one request leaves may be given to another in the same step, so swapping out comes
-        first. A block just swapped in may be the source of a copy, so copies come last. Moves are queued on
-        the stream of the kernels: the host does not wait for them.
+        A device block that one request gives up may be used by another in the same step, so swapping out
+        comes first. A block just swapped in may be the source of a copy, so copies come last. On a GPU the
+        moves are queued in the stream of the kernels: the host does not wait for them.
 
         Args:
             swap_out: (device block, host block).

@@ -1,4 +1,8 @@
-"""`LLM`: generate text for a list of prompts."""
+"""`LLM`: the API for scripts. It generates text for a list of prompts.
+
+It makes requests, runs `LLMEngine.step` until they are finished, and returns their outputs. It knows no
+blocks and no tensors. A server would use `LLMEngine` directly.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,11 @@ Message = dict[str, str]
 
 
 def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
-    """One prompt, a text or token ids, becomes a list of one."""
+    """The prompts as a list; a single prompt (a text, or token ids) becomes a list of one."""
     if isinstance(prompts, str) or (hasattr(prompts, "tolist") and prompts.ndim == 1):
         return [prompts]
     if isinstance(prompts, dict) or not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts are a str, a list of token ids, or a list of those, got {prompts!r}")
+        raise TypeError(f"prompts are a str, a list of token ids, or a list of such prompts, got {prompts!r}")
     prompts = list(prompts)
     return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
 
@@ -50,13 +54,13 @@ class LLM:
         params: Params | SequenceOf[Params] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many, all in one continuous batch; results in the prompts' order.
+        """Generate for one prompt or many, with continuous batching; results in the order of the prompts.
 
         Args:
-            params: for all prompts, or one for each.
+            params: one for all prompts, or a list with one for each. None is `SamplingParams()`.
 
         Raises:
-            TypeError, ValueError: a prompt or its params cannot be served; then nothing has been run.
+            TypeError, ValueError: a prompt or its params cannot be served; no request has been queued then.
         """
         prompts = _as_list(prompts)
         if params is None or isinstance(params, Params):
@@ -81,7 +85,10 @@ class LLM:
 
     @contextmanager
     def _serving(self, requests: list[Request]) -> Iterator[None]:
-        """Queue `requests`. However the block ends (error, Ctrl-C, lost generator), none is left behind."""
+        """Queue `requests` for the duration of a `with` block.
+
+        However the block is left (error, Ctrl-C, a dropped generator), unfinished requests are aborted.
+        """
         try:
             for request in requests:
                 self.engine.queue(request)
@@ -107,7 +114,7 @@ class LLM:
         return self.generate(prompts, params, use_tqdm)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
-        """Step until all `requests` are done, with a bar that tells the tokens per second."""
+        """Step until all `requests` are done, with a progress bar that shows tokens per second."""
         left = requests
         bar = tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not use_tqdm)
         tokens_before = self.engine.scheduler.num_generated_tokens
@@ -124,8 +131,10 @@ class LLM:
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt, yielding its state after every step that gave it a token.
 
-        The text grows from one to the next; a character spread over several tokens appears when it is
-        whole. Leaving the loop early aborts the request.
+        The text grows from output to output; a character spread over several tokens appears when it is
+        complete. Leaving the loop early aborts the request.
+
+        Raises: as `generate`, at the call, not at the first output.
         """
         if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], str):
             raise TypeError("stream takes one prompt: a str or a list of token ids")
@@ -165,7 +174,11 @@ class LLM:
         return self.generate(prompts, params, use_tqdm)
 
     def chat_prompt(self, messages: SequenceOf[Message]) -> list[int]:
-        """A conversation as token ids, up to where the model's answer begins."""
+        """A conversation as token ids, up to where the model's answer begins.
+
+        Raises:
+            TypeError, ValueError: the conversation is malformed or empty, or the model has no chat template.
+        """
         if isinstance(messages, str) or not all(isinstance(message, dict) for message in messages):
             raise TypeError(f"a conversation is a list of {{'role': …, 'content': …}}, got {messages!r}")
         if not messages:

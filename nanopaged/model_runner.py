@@ -1,7 +1,7 @@
-"""Carries out what the scheduler decided: a batch becomes tensors, a forward pass, and tokens.
+"""Runs a scheduled batch: it becomes tensors, a forward pass, and sampled tokens.
 
-The runner owns the model and the KV cache, and decides at start-up how many blocks the cache has. It takes
-block tables as they are, and has no queues.
+The runner has the model and the KV cache, and measures at start-up how many blocks fit in memory. It reads
+sequences and block tables, and changes neither. It knows no queues and no prefix cache.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from nanopaged.sampler import SampleRow, SamplingMetadata, gather_logprobs, samp
 from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 from nanopaged.text.outputs import Logprobs
 
-HOST_BYTES = 4 << 30  # of host memory for swapped requests, if the config leaves it open
-LOGITS_TILE = 256  # positions of a prompt that are projected to the vocabulary at once
+HOST_BYTES = 4 << 30  # most host memory for swapped requests if `num_host_blocks` is None
+LOGITS_TILE = 256  # prompt positions whose logits are computed at once: [256, vocab_size] in float32
 
 logger = logging.getLogger("nanopaged")
 
 
 class ModelRunner:
-    """Runs steps: `execute(batch)` is what the engine needs of it.
+    """Computes batches; the engine calls `execute` once in each step.
 
     Attributes:
-        num_blocks: blocks in the KV cache, measured if the config leaves it open.
+        num_blocks: blocks in the KV cache; measured if `config.num_blocks` is None.
         num_host_blocks: blocks in host memory.
     """
 
@@ -77,12 +77,11 @@ class ModelRunner:
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Run one step: move blocks, compute, sample.
 
-        A GPU runs asynchronously: the host returns from `self.model(...)` while the GPU still computes. So
-        the inputs of the sampling are prepared after the launch, and the host waits only when it reads the
-        tokens.
+        A GPU runs asynchronously: `self.model(...)` returns while the GPU still computes. The inputs of the
+        sampling are therefore prepared after that call, and the host waits only when it reads the tokens.
 
         Raises:
-            FloatingPointError: the model's scores are not finite.
+            FloatingPointError: the model's logits are not finite.
         """
         self.kv_cache.move_blocks(batch.swap_out, batch.swap_in, batch.copies)
         input_ids, positions, metadata = prepare(batch, self.block_size)
@@ -103,10 +102,13 @@ class ModelRunner:
         return StepResult(samples, prompt_logprobs)
 
     def _score_prompt(self, seq: Sequence, hidden: Tensor) -> list[Logprobs]:
-        """Log-probabilities of prompt tokens: the hidden state of the token at p scores the token at p + 1.
+        """Log-probabilities of prompt tokens: the hidden state at position p scores the token at p + 1.
 
-        Prompt a b c d e, of which b c d are computed in this step: their states score c, d and e. Tokens that
-        have their log-probability already (the request was preempted and is recomputed) are left out.
+        Prompt a b c d e, of which b c d are computed in this step: their hidden states score c, d and e. A
+        token that has its log-probability already (the request was preempted) is left out.
+
+        Args:
+            hidden: [num_scheduled_tokens, hidden_size] of this sequence.
         """
         request, start = seq.request, seq.num_computed_tokens
         first = max(start, len(request.prompt_logprobs) - 1)
@@ -122,9 +124,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def cheaper_preemption(self) -> str:
-        """ "swap" or "recompute": the faster way to give up a block and get it back, measured now.
+        """ "swap" or "recompute": the faster way to restore a block, measured now.
 
-        Without host blocks it is "recompute", and nothing is measured.
+        The time to copy a block out and in is compared with its share of a short prefill. Without host blocks
+        it is "recompute", and nothing is measured.
         """
         if self.num_host_blocks == 0:
             return "recompute"
@@ -140,7 +143,7 @@ class ModelRunner:
         return choice
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """The best of three."""
+        """Seconds that `work` takes, the best of three runs."""
         seconds = []
         for _ in range(3):
             began = time.perf_counter()
@@ -152,7 +155,7 @@ class ModelRunner:
 
 
 def prepare(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, AttentionMetadata]:
-    """Lay the batch out flat: input_ids [num_tokens], positions [num_tokens], and where the tokens live.
+    """Lay the batch out flat: input_ids [num_tokens], positions [num_tokens], and the metadata for attention.
 
     block_size = 4, table [7, 2], 3 of 6 tokens computed: positions 3 4 5, slots 7·4+3, 2·4+0, 2·4+1
     """
@@ -192,7 +195,7 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndar
 def measure_num_blocks(
     config: EngineConfig, model: Model, shape: KVShape, max_model_len: int, token_budget: int
 ) -> int:
-    """Blocks for the KV cache: as many as fit beside the largest step, and no more than could be used.
+    """Blocks for the KV cache: as many as fit in memory with the largest step, and no more than can be used.
 
     On a GPU the largest step is run, and its peak memory beyond the weights is set aside:
 
@@ -223,7 +226,7 @@ def measure_num_blocks(
 
 
 def peak_memory(work: Callable[[], None], device: torch.device) -> int:
-    """The most bytes that `work` uses on a GPU at any time, beyond those in use before."""
+    """The most bytes of GPU memory that `work` uses at any time, beyond the bytes in use before."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     work()
@@ -236,10 +239,11 @@ def peak_memory(work: Callable[[], None], device: torch.device) -> int:
 def largest_step(
     config: EngineConfig, model: Model, shape: KVShape, max_model_len: int, token_budget: int
 ) -> None:
-    """Run a step that uses the whole token budget, with the longest contexts and the most samples.
+    """Run a step that needs the most memory: the whole budget, the longest contexts, the most samples.
 
-    Each prefill is the end of a context of `max_model_len` tokens, with enough of them for flash attention to
-    gather its maximum. All share the blocks of one small cache, whose single layer stands in for all layers.
+    Each prefill is the end of a context of `max_model_len` tokens, and there are enough prefills for flash
+    attention to gather its maximum of keys. All share the blocks of one small cache, whose single layer
+    stands in for all layers.
     """
     device = model.embed_tokens.weight.device
     at_least = -(-token_budget // max_model_len)
@@ -250,7 +254,7 @@ def largest_step(
     num_blocks = -(-max_model_len // config.block_size)
     one_layer = KVShape(1, shape.num_kv_heads, shape.head_dim, shape.dtype)
     cache = KVCache(one_layer, num_blocks, config.block_size, device)
-    # The reference needs less memory than any other backend, and would take hours for a step of this size.
+    # The reference backend would take hours for this step, and needs less memory than any other.
     backend = "auto" if config.attention_backend == "reference" else config.attention_backend
     attention = make_attention(backend, cache, 1.0)
     attention.begin_step(
@@ -265,7 +269,7 @@ def largest_step(
     )
     positions = to_device(positions, device)
     hidden = model(positions * 0, positions, lambda layer, q, k, v: attention(0, q, k, v))
-    # The second of these sorts all scores. Banned tokens, forks and beams each take a copy of the scores.
+    # Top-p sorts all probabilities. Banned tokens make a copy of them, and forks and beams another (`clone`).
     params = SamplingParams(top_k=10), SamplingParams(top_p=0.9, min_p=0.1)
     rows = [SampleRow(params[i % 2], 0, i, 0, [0]) for i in range(max(config.max_num_seqs, LOGITS_TILE))]
     logits = model.logits(hidden[:1].expand(len(rows), -1))
@@ -275,12 +279,12 @@ def largest_step(
 def available_memory() -> int:
     """Bytes of this computer's memory that are free now."""
     try:
-        with open("/proc/meminfo") as meminfo:  # Linux; counts what file caches would give back
+        with open("/proc/meminfo") as meminfo:  # Linux: includes the memory of file caches
             fields = dict(line.split(":", 1) for line in meminfo)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except OSError:
         pass
-    try:  # macOS tells only the total
+    try:  # macOS reports only the total: assume that half is free
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     except (AttributeError, ValueError, OSError):
-        return 4 << 30  # Windows
+        return 4 << 30  # Windows: assume 4 GiB

@@ -1,7 +1,8 @@
 """From a prompt and its parameters to a checked request.
 
-Every complaint that a user can get about a request is made here, before the request is queued: it names the
-value, the limit and the way out.
+A request is checked here against the limits of the model and the engine, before it is queued. Each error
+names the value, the limit and the way out. (`config.py` checks what is wrong for any model.) This module
+knows the number of blocks, but no block and no queue.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Params = SamplingParams | BeamSearchParams
 
 
 class PromptProcessor:
-    """Checks prompts and parameters against the limits of one engine, and makes requests of them.
+    """Checks prompts and parameters against the limits of one engine, and turns them into requests.
 
     Args:
         num_blocks: blocks of the whole KV cache.
@@ -47,12 +48,11 @@ class PromptProcessor:
         self._seeds = random.Random(config.seed)
 
     def make_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> Request:
-        """A request that this engine can serve.
+        """A checked request, with a seed, which is not queued yet.
 
         Raises:
             TypeError, ValueError: the prompt is empty, too long or not in the vocabulary, or the request
-            could
-                never be served.
+                could never be served.
         """
         params = params if params is not None else SamplingParams()
         if not isinstance(params, Params):
@@ -109,9 +109,10 @@ class PromptProcessor:
                 f"the request is for {num_seqs} sequences, but max_num_seqs is {self.config.max_num_seqs}: "
                 "ask for fewer, or raise max_num_seqs"
             )
-        # The last token generated is never read back, so it needs no slot. Full blocks of the prompt are
-        # shared by all of the request's sequences.   block_size = 4, prompt 9, max_tokens 12, 3 sequences: 20
-        # slots each are 5 blocks, 2 of them shared: 11
+        # The K/V of the last generated token is never read, so it needs no slot. Full blocks of the prompt
+        # are shared by all sequences of the request.
+        # block_size = 4, prompt 9, max_tokens 12, 3 sequences: 20 slots are 5 blocks, of which 2 are shared.
+        # Needed are 2 + 3 · (5 - 2) = 11 blocks.
         block_size = self.config.block_size
         longest = min(num_prompt_tokens + params.max_tokens, self.max_model_len) - 1
         shared = num_prompt_tokens // block_size if num_seqs > 1 else 0

@@ -1,12 +1,14 @@
-"""Who gets a token in a step, and which.
+"""Sampling: which sequences get a token in a step, and which token.
 
-A sequence whose last known token is computed in the step gets a token: the hidden state of that token becomes
-scores (logits) for all tokens of the vocabulary. From the scores one token is drawn; or several, if the
-prompt of a request for several samples is complete; or, for a beam, the most likely tokens are proposed.
+A sequence gets a token if the step computes its last known token. The hidden state of that token is projected
+to logits, one for each token of the vocabulary. One token is drawn from them; n tokens, if a request for n
+outputs has just finished its prompt; for a beam, the most likely tokens are proposed.
 
-Sampling applies temperature, top-k, top-p and min-p in transformers' order. The randomness of a draw is a
-function of (seed, output index, position) alone, so the rest of the batch, chunked prefill and preemption
-cannot change it. (They can change the logits by a rounding error, and a draw that falls within it.)
+Sampling applies temperature, top-k, top-p and min-p in transformers' order. The random number of a draw is a
+function of (seed, output index, position) alone, so it does not depend on the rest of the batch, on chunked
+prefill or on preemption. (These can change the logits by a rounding error.)
+
+This module knows no blocks and no KV cache. It changes no sequence: `Scheduler.update` appends the tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from nanopaged.kv_cache import to_device
 from nanopaged.sequence import ScheduledBatch, Sequence
 from nanopaged.text.outputs import Logprob, Sample
 
-VOCAB_CHUNK = 256  # tokens of the vocabulary whose probabilities are summed first when one is drawn
+VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
 
 
 @dataclass(slots=True)
 class SampleRow:
-    """One draw: the token at `position` of output `index`."""
+    """The parameters of one draw: the token at `position` of output `index` of a request."""
 
     params: SamplingParams
     seed: int
@@ -41,7 +43,10 @@ class SampleRow:
 
 
 class SamplingMetadata:
-    """What the draws of a step ask for, as tensors on the device. Row i belongs to row i of the logits."""
+    """The parameters of all draws of a step, as tensors on the device. Row i belongs to row i of the logits.
+
+    Temperatures, filters and random numbers go to the device in one copy, as float32 [6, num_rows, 1].
+    """
 
     def __init__(self, rows: list[SampleRow], device: torch.device) -> None:
         self.num_logprobs: list[int | None] = []
@@ -58,19 +63,24 @@ class SamplingMetadata:
         if self.all_greedy:
             return
         numbers = np.array(columns, dtype=np.float32).T  # [6, num_rows]
-        self.top_ks, self.top_ps, self.min_ps = numbers[1:4]  # on the host, to decide which filters to run
+        self.top_ks, self.top_ps, self.min_ps = numbers[
+            1:4
+        ]  # also kept on the host, to decide which filters to run
         numbers = to_device(numbers[:, :, None], device)  # each [num_rows, 1]
         self.temperature, self.top_k, self.top_p, self.min_p, self.uniform, self.is_greedy = numbers
 
 
 def send_banned(token_ids: list[Collection[int]], device: torch.device) -> Tensor:
-    """The tokens banned in each row, as indices [2 (row, token id), num_banned] on the device."""
+    """The tokens banned in each row, as indices [2 (row, token id), num_banned] on the device.
+
+    [[], [3, 5]], nothing banned in row 0, becomes rows 1 1, token ids 3 5.
+    """
     pairs = [(row, token_id) for row, ids in enumerate(token_ids) for token_id in ids]
     return to_device(np.array(pairs).T, device)
 
 
 def uniform(seed: int, index: int, position: int) -> float:
-    """A number in [0, 1) that is a function of its arguments: 24 bits of a hash, exact in float32."""
+    """A pseudo-random number in [0, 1), a hash of its arguments: 24 bits, which float32 holds exactly."""
     message = struct.pack("<QQQ", seed % 2**64, index, position)
     return (xxhash.xxh3_64_intdigest(message) >> 40) / 2**24
 
@@ -78,19 +88,20 @@ def uniform(seed: int, index: int, position: int) -> float:
 def sample_next_tokens(
     batch: ScheduledBatch, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
 ) -> list[list[Sample]]:
-    """For each sequence of the batch, the tokens that may follow it; none if it does not need a sample.
+    """The samples of a `StepResult`: for each sequence of the batch, the tokens that may follow it.
 
-    1, 4 and 1 new tokens, the 4 of them a chunk of a longer prompt: rows 0 and 5 of `hidden` become logits.
+    Sequences with 1, 4 and 1 new tokens, the 4 being a chunk of a longer prompt: the first and the last need
+    a sample, so rows 0 and 5 of `hidden` are projected to logits.
 
     A GPU still computes `hidden` while this function runs. All inputs of the sampling are sent before the
     first result is read, because reading makes the host wait.
 
     Args:
         hidden: [num_tokens, hidden_size], of all tokens of the batch.
-        compute_logits: hidden states [n, hidden_size] → float32 scores [n, vocab_size].
+        compute_logits: hidden states [n, hidden_size] → float32 logits [n, vocab_size].
 
     Raises:
-        FloatingPointError: the model's scores are not finite.
+        FloatingPointError: the model's logits are not finite.
     """
     samples: list[list[Sample]] = []
     ready: list[int] = []  # row i of the logits belongs to sequence ready[i] of the batch …
@@ -129,21 +140,25 @@ def sample_next_tokens(
         if not math.isfinite(samples[i][0].logprob):
             seq = batch.sequences[i]
             raise FloatingPointError(
-                f"the model's scores for request {seq.request.request_id!r} at position {seq.num_tokens} are "
+                f"the model's logits for request {seq.request.request_id!r} at position {seq.num_tokens} are "
                 f"not finite in {hidden.dtype}: abort the request, or use a dtype with a wider range"
             )
     return samples
 
 
 def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:
-    """These rows of a tensor. The first rows, in order, are a view: nothing is sent or copied."""
+    """The given rows of a tensor. Rows 0, 1, 2, … are a view: nothing is sent to the device or copied."""
     if rows == list(range(len(rows))):
         return tensor[: len(rows)]
     return tensor[to_device(np.array(rows), tensor.device)]
 
 
 def propose_for_beams(logits: Tensor, beams: list[Sequence]) -> list[list[Sample]]:
-    """The most likely next tokens of each beam, in falling order; row i of `logits` belongs to beam i."""
+    """The most likely next tokens of each beam, in falling order.
+
+    Args:
+        logits: [num_beams, vocab_size]; row i belongs to `beams[i]`.
+    """
     logprobs = logits.log_softmax(-1)
     banned = [seq.banned_token_ids for seq in beams]
     if any(banned):
@@ -158,7 +173,7 @@ def propose_for_beams(logits: Tensor, beams: list[Sequence]) -> list[list[Sample
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
-    """One token for each row of `logits` [num_rows, vocab_size] (float32): the most likely, or a draw."""
+    """One token for each row of `logits` [num_rows, vocab_size] (float32): the most likely one, or a draw."""
     logprobs = allowed = logits.log_softmax(-1)
     if metadata.banned is not None:
         allowed = logprobs.index_put(tuple(metadata.banned), logprobs.new_full((), -math.inf))
@@ -172,10 +187,10 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
 
 
 def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """Probabilities at the rows' temperatures; 0 for the tokens that top-k, top-p and min-p drop.
+    """Probabilities at each row's temperature; 0 for the tokens that top-k, top-p and min-p drop.
 
-    Each filter runs only if a row asks for it; the other rows pass through unchanged. The rest is not
-    rescaled to a sum of 1. Ties with the last kept token are kept, too.
+    A filter runs only if a row has it set, and leaves the other rows unchanged. The remaining probabilities
+    are not rescaled to a sum of 1. Ties with the last kept token are kept, too.
 
     Args:
         logits: [num_rows, vocab_size]. May be log-probabilities: the softmax is the same, and they cannot
@@ -195,16 +210,16 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     probs = logits.softmax(-1)
     has_top_p = metadata.top_ps < 1.0
     if has_top_p.any():
-        if has_top_k[has_top_p].all():  # then `best` has all that is left, but for ties, and needs no sort
+        if has_top_k[has_top_p].all():  # `best` is sorted, and has all tokens left but ties
             rising = probs.gather(1, best.indices).flip(-1)
-        elif probs.device.type == "cpu":  # numpy is ten times as fast as PyTorch, which sorts indices as well
+        elif probs.device.type == "cpu":  # ten times as fast as torch, which sorts indices as well
             rising = torch.from_numpy(np.sort(probs.numpy(), axis=-1))
         else:
             rising = probs.sort(-1).values
-        # A token is dropped if it and all less likely ones sum up to 1 - top_p at most; the last one never
-        # is. top_p = 0.8    rising 0.1 0.4 0.5    sums 0.1 0.5 1.0    one is dropped: the threshold is 0.4
+        # A token is dropped if it and all less likely ones sum up to at most 1 - top_p. The most likely one
+        # is always kept. top_p = 0.8: rising 0.1 0.4 0.5, sums 0.1 0.5 1.0, one dropped, threshold 0.4
         sums = rising.cumsum(-1)
-        sums += 1.0 - sums[:, -1:]  # the mass of ties with the k-th token, which are kept but not in `best`
+        sums += 1.0 - sums[:, -1:]  # add the ties with the k-th token, which are not in `best`
         num_dropped = (sums <= 1.0 - metadata.top_p).sum(-1, keepdim=True)
         threshold = rising.gather(1, num_dropped.clamp(max=rising.shape[-1] - 1))
         probs.masked_fill_((probs < threshold) & (metadata.top_p < 1.0), 0.0)
@@ -214,24 +229,32 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
-    """One token id a row [num_rows], by inverting the cumulative distribution at u [num_rows, 1].
+    """Draw one token id for each row, by inverting the cumulative distribution at u.
 
-    A running sum over a whole vocabulary is slow, so a chunk of the vocabulary is found first, then a token
-    in it.
+    A cumulative sum over the whole vocabulary is slow, so it is taken over the sums of chunks of the
+    vocabulary first, then over the tokens of one chunk.
 
-        VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    chunks .3 .3 .4    u = .5: 2/3 of the second, token 2
+        VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    sums of chunks .3 .3 .4, cumulative .3 .6 1.
+        u = .5: the second chunk, at (.5 - .3) / .3 = 2/3 of it: token 2
 
-    Running sums are in float64, which adds float32 numbers almost exactly: a token of probability 0 is never
-    drawn by a rounding error.
+    Cumulative sums are in float64, which adds float32 numbers almost exactly: no rounding error can draw a
+    token of probability 0.
+
+    Args:
+        probs: [num_rows, vocab_size]; their sum need not be 1.
+        u: [num_rows, 1], in [0, 1).
+
+    Returns:
+        [num_rows]
     """
     vocab_size = probs.shape[-1]
     length = min(VOCAB_CHUNK, vocab_size)
     whole = vocab_size // length * length
-    rest = probs[:, whole:].sum(-1, keepdim=True)  # the last, shorter chunk, if any
+    rest = probs[:, whole:].sum(-1, keepdim=True)  # the shorter chunk at the end, 0 if there is none
     chunks = torch.cat((probs[:, :whole].unflatten(1, (-1, length)).sum(-1), rest), dim=1).double()
     ends = chunks.cumsum(-1)
     target = u * ends[:, -1:]
-    chunk = torch.searchsorted(ends, target, right=True).clamp(max=chunks.shape[-1] - 1)  # NaN is beyond all
+    chunk = torch.searchsorted(ends, target, right=True).clamp(max=chunks.shape[-1] - 1)  # NaN: past the end
     weight = chunks.gather(1, chunk)
     share = ((target - ends.gather(1, chunk) + weight) / weight).clamp(0.0, 1.0 - 2.0**-53)
     tokens = chunk * length + torch.arange(length, device=chunk.device)  # [num_rows, length]
@@ -242,12 +265,12 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def gather_logprobs(logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int | None]) -> list[Sample]:
-    """Each row's token with its log-probability and, where a row asks, those of the most likely tokens.
+    """Each row's token and its log-probability; if wanted, the most likely tokens and theirs as well.
 
     Args:
         logprobs: [num_rows, vocab_size].
         token_ids: [num_rows], the drawn tokens (or the actual ones, in a prompt).
-        num_logprobs: for each row how many of the most likely tokens it wants, or None.
+        num_logprobs: for each row, how many of the most likely tokens to return, or None.
     """
     token_ids = token_ids[:, None]
     chosen = logprobs.gather(1, token_ids)
@@ -256,7 +279,7 @@ def gather_logprobs(logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int 
     if most is not None:
         ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
         columns += [ranks, *logprobs.topk(most)]
-    # One tensor, so that the host waits once. It is float64, which holds ids and scores exactly.
+    # One tensor, so that the host waits once. float64 holds token ids and log-probabilities exactly.
     fetched = torch.cat(columns, dim=1).T.tolist()
     samples = list(map(Sample, map(int, fetched[0]), fetched[1]))
     if most is not None:

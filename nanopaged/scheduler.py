@@ -1,12 +1,14 @@
-"""Who runs in the next step, and how many tokens of each.
+"""Which requests run in the next step, and with how many tokens.
 
-One rule covers prefill, chunked prefill, prefix hits, recompute and decode: a sequence is given
-`min(num_tokens - num_computed_tokens, what is left of the step's budget)` tokens to catch up. Requests
-are served first come, first served; when the blocks run out, the latest to arrive gives its own
-back (PagedAttention, §4.5).
+One rule covers prefill, chunked prefill, prefix-cache hits, recomputation and decode. Each sequence gets
 
-The scheduler moves requests between queues and asks the block manager for room. It has never seen a
-tensor: what a `ScheduledBatch` says is carried out by the model runner.
+    num_scheduled_tokens = min(num_tokens - num_computed_tokens, what is left of the token budget)
+
+Requests are served first come, first served. When no block is left, the latest request is preempted
+(PagedAttention, §4.5).
+
+The scheduler moves requests between its two queues and gets their blocks from the block manager. It knows no
+tensors: the model runner computes the `ScheduledBatch`.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from nanopaged.swap import Swapper
 
 
 class Scheduler:
-    """FCFS queues over one block manager.
+    """First-come, first-served queues of waiting and running requests, over one block manager.
 
-    Invariant: everything in `running` arrived before everything in `waiting`, and both are in order of
+    Invariant: all requests in `running` arrived before all requests in `waiting`, and both are in order of
     arrival. Admission takes the head of `waiting`, preemption the tail of `running`.
     """
 
@@ -56,7 +58,7 @@ class Scheduler:
         self.num_blocks_swapped_in = 0
         self.num_blocks_copied = 0
         self.prefix_cache_queries = 0  # tokens of admitted prompts …
-        self.prefix_cache_hits = 0  # … and those of them found in the cache
+        self.prefix_cache_hits = 0  # … and how many of them were found in the cache
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
 
@@ -65,7 +67,7 @@ class Scheduler:
         self.waiting[request.request_id] = request
 
     def abort(self, request: Request) -> None:
-        """Drop a request wherever it is; its blocks return at once."""
+        """Remove a request from its queue, and free its blocks at once."""
         if self.waiting.pop(request.request_id, None) is None:
             (self.running if request.live else self.unreported).remove(request)
         self.swapper.release(request)
@@ -82,7 +84,7 @@ class Scheduler:
     # ── before the forward pass ───────────────────────────────────────────────────────────────────
 
     def schedule(self) -> ScheduledBatch:
-        """Choose the next step's work: requests already running first, then new ones while there is room."""
+        """Choose the batch of the next step: running requests first, then waiting ones that fit."""
         batch = ScheduledBatch()
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
@@ -92,7 +94,7 @@ class Scheduler:
         while i < len(self.running) and budget > 0:
             request = self.running[i]
             copies = self.block_manager.append_slots(request.live)
-            if copies is None:  # out of blocks: the latest request gives way, this one if there is no later
+            if copies is None:  # out of blocks: preempt the latest request, which may be this one
                 self._preempt(self.running.pop(), batch)
                 continue
             if copies:
@@ -100,9 +102,8 @@ class Scheduler:
             budget = self._schedule_tokens(request, budget, decodes, prefills)
             i += 1
 
-        # After a preemption the head of the queue is the victim. It is hardly admitted again in the same
-        # step: it gave back n blocks, and either another request took one of them or it needs more than n
-        # itself.
+        # After a preemption the victim is the head of the waiting queue. It is rarely admitted again in the
+        # same step: of the blocks that it gave back, an earlier request took one, or it needs more itself.
         num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
         while self.waiting and budget > 0:
             request = next(iter(self.waiting.values()))
@@ -118,7 +119,7 @@ class Scheduler:
     def _schedule_tokens(
         self, request: Request, budget: int, decodes: list[Sequence], prefills: list[Sequence]
     ) -> int:
-        """Schedule the tokens that the request still has to compute; return what is left of the budget.
+        """Schedule the tokens that the request still has to compute; return the rest of the budget.
 
         block_size = 4, 6 of 13 tokens computed, budget 20: 7 tokens are scheduled, 13 of the budget are left
         """
@@ -127,7 +128,7 @@ class Scheduler:
             num_tokens = len(seq.token_ids) - num_computed_tokens
             if num_tokens > budget:
                 if not self.enable_chunked_prefill or budget == 0:
-                    break  # its siblings wait as well: they may count on the K/V that it computes
+                    break  # its siblings wait, too: they may share blocks that it has not computed yet
                 num_tokens = budget
             seq.num_scheduled_tokens = num_tokens
             budget -= num_tokens
@@ -140,10 +141,10 @@ class Scheduler:
         return budget
 
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
-        """Take a request's blocks away and put it back at the head of the queue.
+        """Free the blocks of a running request, and put it at the head of the waiting queue.
 
-        Nothing that was generated is lost. Either its K/V goes to host memory, or the tokens stay and their
-        K/V is computed again when the request comes back (less what the prefix cache then still has).
+        The request keeps its generated tokens. Its K/V goes to host memory, or it is computed again when the
+        request is admitted again (except for the blocks that the prefix cache still has).
         """
         moves = self.swapper.swap_out(request) if self.preemption == "swap" else None
         if moves is not None:
@@ -152,18 +153,17 @@ class Scheduler:
         else:
             for seq in request.live:
                 self.block_manager.free(seq)
-                seq.candidates = None  # a beam that had proposed its candidates will propose them again
+                seq.candidates = None  # recomputing the last token of a beam gives its candidates again
             self.num_preemptions_recompute += 1
         request.num_preemptions += 1
         self.waiting[request.request_id] = request
         self.waiting.move_to_end(request.request_id, last=False)
 
     def _admit(self, request: Request, budget: int, batch: ScheduledBatch) -> bool:
-        """Move the head of the waiting queue to the running requests if its blocks can be had.
+        """Move the head of the waiting queue to `running`; False if blocks or budget do not suffice.
 
-        Some blocks stay free, so that running sequences can grow: a request that takes the last ones
-        would soon be preempted, and its prompt computed for nothing. An empty engine admits a request of any
-        size.
+        While other requests run, `num_watermark_blocks` stay free for them to grow. A request that took the
+        last blocks would soon be preempted, and its prompt would have been computed for nothing.
         """
         num_reserved = self.num_watermark_blocks if self.running else 0
         if request.is_swapped:
@@ -171,9 +171,9 @@ class Scheduler:
             if moves is None:
                 return False
             batch.swap_in += moves
-            batch.copies += self.block_manager.append_slots(request.live)  # `swap_in` saw to the room
+            batch.copies += self.block_manager.append_slots(request.live)  # `swap_in` counted them
         else:
-            # A prompt token found in the cache has no logits, so it cannot be given a log-probability.
+            # A prompt token found in the cache is not computed, so it would have no log-probability.
             look_up = not request.wants_prompt_logprobs
             if not self.enable_chunked_prefill and not self._fits_whole(request, look_up, budget):
                 return False
@@ -185,22 +185,22 @@ class Scheduler:
         return True
 
     def _fits_whole(self, request: Request, look_up: bool, budget: int) -> bool:
-        """Whether the budget suffices for the request's first sequence, less what the prefix cache has."""
+        """Whether the request's first sequence fits in the budget, without the tokens in the prefix cache."""
         seq = request.live[0]
         hit = self.block_manager.find_prefix(seq) if look_up else []
         return seq.num_tokens - len(hit) * self.block_size <= budget
 
-    # ── after it ──────────────────────────────────────────────────────────────────────────────────
+    # ── after the forward pass ────────────────────────────────────────────────────────────────────
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
-        """Append what was drawn, fork, finish and free. Returns the requests that advanced."""
+        """Append the sampled tokens, fork, finish and free. Returns the requests that got a token."""
         self.num_blocks_swapped_out += len(batch.swap_out)
         self.num_blocks_swapped_in += len(batch.swap_in)
         self.num_blocks_copied += len(batch.copies)
         self._count_admissions(batch.admitted)
         for request, logprobs in result.prompt_logprobs.items():
             request.prompt_logprobs.extend(logprobs)
-        advanced = dict.fromkeys(self.unreported)  # a set that keeps the order
+        advanced = dict.fromkeys(self.unreported)  # used as an ordered set
         ended: list[Sequence] = []
         num_generated, now = 0, time.monotonic()
         for seq, samples in zip(batch.sequences, result.samples, strict=True):
@@ -239,7 +239,7 @@ class Scheduler:
 
     def _count_admissions(self, admitted: list[Request]) -> None:
         for request in admitted:
-            if request.num_cached_tokens is None:  # not when it only comes back from a preemption
+            if request.num_cached_tokens is None:  # the first admission, not one after a preemption
                 request.num_cached_tokens = request.live[0].num_computed_tokens
                 self.num_prompt_tokens += request.num_prompt_tokens
                 if self.block_manager.enable_prefix_caching and not request.wants_prompt_logprobs:
@@ -247,11 +247,14 @@ class Scheduler:
                     self.prefix_cache_hits += request.num_cached_tokens
 
     def start_over(self, requests: Iterable[Request]) -> None:
-        """A step failed: all `requests` (every one that is unfinished, in order of arrival) wait again.
+        """After a failed step, put all unfinished `requests` back into the waiting queue.
 
-        They keep the tokens that were generated and lose their K/V, on the device and on the host; the prefix
-        cache is emptied. This needs no record of what the step had done, so it is right wherever the step
-        failed: while scheduling, computing or updating. The K/V is computed again.
+        They keep their generated tokens and lose their K/V, on the device and on the host; the prefix cache
+        is emptied, and the K/V is computed again. This needs no record of what the step had done, so it is
+        right wherever the step failed: while scheduling, computing or updating.
+
+        Args:
+            requests: every unfinished request, in order of arrival.
         """
         self.block_manager.reset()
         self.swapper.reset()

@@ -1,10 +1,10 @@
-"""What passes through the engine: sequences of tokens, their requests, and the batch of a step.
+"""The data that passes through the engine: sequences, requests, the batch of a step and its result.
 
-A `Sequence` is one line of text being written: its tokens, the blocks that hold their keys and values, and
-how many of them have been computed. A `Request` is what the user asked for. A `ScheduledBatch` is what the
-scheduler tells the model runner to do in a step, a `StepResult` what the runner answers.
+A `Sequence` is one output being generated: its tokens, the blocks that hold their K/V, and how many of them
+have been computed. A `Request` has a prompt, its parameters and one or more sequences. The scheduler gives
+the model runner a `ScheduledBatch`; the runner returns a `StepResult`.
 
-Nothing here knows what a block contains, or on which device.
+Blocks are ids here. Nothing in this module knows what a block contains or on which device it is.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from nanopaged.text.stopping import StopRules
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One line of tokens, prompt first.
+    """The tokens of a prompt and of one output, and the state of their K/V.
 
-    The K/V of tokens [0, num_computed_tokens) are in the KV cache, those of the others are not yet. A new
-    prompt, a later chunk of it, a prefix found in the cache, a recomputation after preemption and a decode
-    step differ only in how many tokens are left to compute:
+    The K/V of tokens [0, num_computed_tokens) is in the KV cache; the K/V of the other tokens is still to be
+    computed. A new prompt, a later chunk of it, a prefix found in the cache, a recomputation after preemption
+    and a decode step differ only in how many tokens are left to compute:
 
         token_ids            a b c d e f g h i        num_tokens = 9
         K/V in the cache     ─────────┘               num_computed_tokens = 4
         still to compute               └───────       a prompt; a decode step has 1 token left
 
-    When the last token is computed, its logits say what token 9 is.
+    When the last token (8) is computed, token 9 is sampled from its logits.
     """
 
     request: Request
     token_ids: list[int]
-    index: int = 0  # which of the request's outputs this is
+    index: int = 0  # of this output among the outputs of the request
     token_logprobs: list[float] = field(default_factory=list)  # one for each generated token
-    logprobs: list[Logprobs] = field(default_factory=list)  # one for each generated token, if asked for
+    logprobs: list[Logprobs] = field(default_factory=list)  # one for each generated token, or empty
     detokenizer: Detokenizer | None = None
 
     num_computed_tokens: int = 0
@@ -47,14 +47,14 @@ class Sequence:
     host_table: list[int] = field(default_factory=list)  # the same in host memory, while swapped out
     block_keys: list[bytes] = field(default_factory=list)  # see `BlockManager.block_keys`
 
-    candidates: list[Sample] | None = None  # of a beam that waits for the other beams of its request
+    candidates: list[Sample] | None = None  # of a beam, until all beams of its request have theirs
     score: float | None = None  # of a beam search's hypothesis
     finish_reason: str | None = None  # "stop" | "length" | "abort"
-    stop_reason: int | str | None = None  # the stop token or string, if that was it
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: the prompt and what was generated."""
+        """Tokens known: the prompt and the generated ones."""
         return len(self.token_ids)
 
     @property
@@ -69,7 +69,7 @@ class Sequence:
 
     @property
     def needs_sample(self) -> bool:
-        """Whether this step computes the last known token, whose logits tell the next one."""
+        """Whether this step computes the last known token; the next one is sampled from its logits."""
         return self.num_computed_tokens + self.num_scheduled_tokens == len(self.token_ids)
 
     @property
@@ -80,10 +80,11 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
+        """Whether the sequence has ended."""
         return self.finish_reason is not None
 
     def fork(self, index: int) -> Sequence:
-        """A copy with the same tokens and no blocks; `BlockManager.fork` shares those."""
+        """A copy with the same tokens and no blocks; `BlockManager.fork` shares the blocks."""
         return Sequence(
             request=self.request,
             token_ids=list(self.token_ids),
@@ -99,7 +100,7 @@ class Sequence:
         self.token_logprobs.append(sample.logprob)
         if sample.logprobs is not None:
             self.logprobs.append(sample.logprobs)
-        self.token_ids.append(sample.token_id)  # last: what was appended before it counts only with it
+        self.token_ids.append(sample.token_id)  # last, so `start_over` knows if the step got this far
         return self.check_stop()
 
     def check_stop(self) -> bool:
@@ -121,7 +122,7 @@ class Sequence:
         return False
 
     def start_over(self) -> None:
-        """A step failed, perhaps while it changed this sequence: rebuild everything from the tokens."""
+        """Rebuild all state from the tokens: a step failed, perhaps while it was changing this sequence."""
         num_output_tokens = self.num_output_tokens
         del self.token_logprobs[num_output_tokens:], self.logprobs[num_output_tokens:]
         self.detokenizer = self._new_detokenizer()
@@ -135,11 +136,11 @@ class Sequence:
         return Detokenizer(old.tokenizer, old.stop) if old is not None else None
 
     def output(self) -> CompletionOutput:
-        """The sequence as it stands now; the lists are the user's own."""
+        """The output so far. Its lists are copies: the user may change them."""
         token_ids, text = self.token_ids[self.request.num_prompt_tokens :], ""
         if self.detokenizer is not None:
             stopped_by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
-            shown = token_ids[:-1] if stopped_by_token else token_ids  # that token is no part of the text
+            shown = token_ids[:-1] if stopped_by_token else token_ids  # a stop token is not part of the text
             text = self.detokenizer.visible(shown, self.finish_reason is not None)
         with_logprobs = self.request.params.logprobs is not None
         return CompletionOutput(
@@ -156,27 +157,27 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What was asked, the sequences that answer it, and what is reported about it."""
+    """A prompt with its parameters, its sequences, and the figures that are reported about it."""
 
     request_id: str
-    prompt: str | None  # the text, if it came as text
-    prompt_token_ids: list[int]  # the user's copy: the engine reads those of the sequences
+    prompt: str | None  # the text; None if the user gave token ids
+    prompt_token_ids: list[int]  # returned to the user; the engine reads `Sequence.token_ids`
     params: SamplingParams | BeamSearchParams
     stop_rules: StopRules
-    seed: int  # the params' own, or one drawn for the request
+    seed: int  # of the params, or drawn for this request
     num_prompt_tokens: int = field(init=False)
-    num_sequences: int = field(init=False)  # that will answer it: n, or the beam width
+    num_sequences: int = field(init=False)  # once the prompt is computed: n, or the beam width
     is_beam_search: bool = field(init=False)
 
     sequences: list[Sequence] = field(default_factory=list)  # one until the prompt is computed, then all
-    live: list[Sequence] = field(default_factory=list)  # those that are not finished
-    hypotheses: list[Sequence] = field(default_factory=list)  # of a beam search: the best texts that ended
-    prompt_logprobs: list[Logprobs | None] | None = None  # filled as the prompt is computed, if asked for
+    live: list[Sequence] = field(default_factory=list)  # the unfinished ones
+    hypotheses: list[Sequence] = field(default_factory=list)  # of a beam search: the best finished texts
+    prompt_logprobs: list[Logprobs | None] | None = None  # filled as the prompt is computed, if wanted
 
     arrival_time: float = field(default_factory=time.monotonic)
     first_token_time: float | None = None
     finish_time: float | None = None
-    num_cached_tokens: int | None = None  # what the prefix cache gave at the first admission
+    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at the first admission
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
@@ -190,42 +191,43 @@ class Request:
 
     @property
     def finished(self) -> bool:
+        """Whether all sequences have ended."""
         return not self.live
 
     @property
     def is_swapped(self) -> bool:
-        """Whether its K/V is in host memory."""
+        """Whether the request is swapped out: its K/V is in host memory."""
         return any(seq.host_table for seq in self.live)
 
     @property
     def prompt_phase(self) -> bool:
-        """Whether one sequence still computes the prompt for all that will be forked from it."""
+        """Whether there is still one sequence, from which the others will be forked. False if n is 1."""
         return len(self.sequences) < self.num_sequences
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that the request counts for: those it will have once its prompt is computed."""
+        """Sequences that count for `max_num_seqs`: all that it will have, later the live ones."""
         return self.num_sequences if self.prompt_phase else len(self.live)
 
     @property
     def num_candidates(self) -> int:
-        """Tokens that each beam proposes: enough that `beam_width` remain if all the best end a text."""
+        """Tokens that each beam proposes: `beam_width` remain even if all the best ones end a text."""
         return self.params.beam_width * max(2, 1 + len(self.stop_rules.token_ids))
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of prompt tokens are still to be computed."""
+        """Whether some prompt tokens still need a log-probability."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     def start_over(self) -> None:
-        """A step failed: every unfinished sequence keeps its tokens and loses its K/V."""
+        """After a failed step, every unfinished sequence keeps its tokens and loses its K/V."""
         for seq in self.sequences:
             if not seq.finished:
                 seq.start_over()
         self.live = [seq for seq in self.sequences if not seq.finished]
 
     def output(self) -> RequestOutput:
-        """The request as it stands now; the lists are the user's own."""
+        """The outputs so far. Their lists are copies: the user may change them."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -245,11 +247,11 @@ class Request:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step's work; `num_scheduled_tokens` of each sequence says how much of it is computed.
+    """The work of one step: `seq.num_scheduled_tokens` tokens of each sequence are computed.
 
-    Sequences with a single scheduled token, the decodes, come first: `sequences[:num_decodes]`. Blocks are
-    moved before anything is computed: all swaps out, then all swaps in, then the copies on write. No block is
-    the destination of two copies, or both a source and a destination.
+    Sequences with one scheduled token, the decodes, come first: `sequences[:num_decodes]`. Blocks are moved
+    before tokens are computed: all swaps out, then all swaps in, then the copies on write. No block is the
+    destination of two copies, or both a source and a destination.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -265,10 +267,10 @@ class StepResult:
     """What the runner computed.
 
     Fields:
-        samples: for each sequence of the batch the tokens drawn to follow it: none if its last token was not
-            computed; else one; n if the prompt of a request for n outputs has just been computed, one for
-            each; or the candidates that a beam proposes.
-        prompt_logprobs: by request, of the prompt tokens that this step computed, where asked for.
+        samples: for each sequence of the batch, the tokens that may follow it. An empty list if its last
+            token was not computed; n tokens, one for each output, if a request for n outputs has just
+            finished its prompt; the candidates of a beam; else one token.
+        prompt_logprobs: for each request that wants them, of the prompt tokens computed in this step.
     """
 
     samples: list[list[Sample]]

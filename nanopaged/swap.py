@@ -1,10 +1,10 @@
-"""Moving a request's K/V to host memory and back (PagedAttention, §4.5).
+"""Swapping: the K/V of a preempted request moves to host memory and back (PagedAttention, §4.5).
 
-A request is swapped whole, with all its sequences, and every distinct block once, however many of them share
-it. It comes back whole as well, to other blocks, with the sharing that it had.
+A request is swapped out whole, with all its sequences. A block that several sequences share is moved once.
+The request is swapped in whole, to other device blocks, and its sequences share blocks as before.
 
-Like the block manager, this file knows ids only. The model runner makes the copies when a step begins: first
-all those to the host, then all those from it.
+Like the block manager, this module knows block ids only. The model runner copies the contents at the
+beginning of a step: first all blocks that go to the host, then all blocks that come from it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from nanopaged.block_manager import BlockManager, blocks_needed, blocks_to_grow
 from nanopaged.sequence import Request
 
 Move = tuple[int, int]
-"""(source block, destination block): device and host, or host and device."""
+"""(source block, destination block): (device, host) when swapping out, (host, device) when swapping in."""
 
 
 class Swapper:
-    """The blocks of host memory; the `host_table`s of a swapped request name the ones that it uses."""
+    """The pool of host blocks. The `host_table` of a swapped sequence has the host blocks of its K/V."""
 
     def __init__(self, block_manager: BlockManager, num_host_blocks: int) -> None:
         self.block_manager = block_manager
@@ -27,15 +27,18 @@ class Swapper:
         self.reset()
 
     def reset(self) -> None:
-        """All host blocks are free."""
+        """Make all host blocks free."""
         self.free_ids = list(range(self.num_host_blocks))[::-1]  # a stack: block 0 is handed out first
 
     def swap_out(self, request: Request) -> list[Move] | None:
         """Exchange the request's device blocks for host blocks.
 
-        Blocks are moved that have computed tokens for at least one of its sequences; the device blocks are
-        given back like those of a finished request. None, and nothing is changed, if there are too few host
-        blocks.
+        Only blocks with computed tokens are moved. All device blocks are given back, and published ones stay
+        in the prefix cache, as for a finished request.
+
+        Returns:
+            the moves (device block, host block). None, and nothing is changed, if no token is computed yet or
+            there are too few host blocks.
         """
         size = self.block_manager.block_size
         computed = [seq.block_table[: blocks_needed(seq.num_computed_tokens, size)] for seq in request.live]
@@ -47,16 +50,21 @@ class Swapper:
             seq.host_table = [moves[block_id] for block_id in seq.block_table if block_id in moves]
             num_computed_tokens = seq.num_computed_tokens
             self.block_manager.free(seq)
-            seq.num_computed_tokens = num_computed_tokens  # they are computed, only elsewhere
+            seq.num_computed_tokens = num_computed_tokens  # `free` reset it, but the host has the K/V
         return list(moves.items())
 
     def swap_in(self, request: Request, num_reserved: int = 0) -> list[Move] | None:
         """Exchange the request's host blocks for device blocks.
 
-        The host blocks are free at once: no later swap out of this step can overwrite them, because the
-        scheduler preempts before it admits. None, and
-        nothing is changed, unless the pool can hold them and the request's next tokens, and keep
-        `num_reserved` blocks.
+        The host blocks are free at once. No swap-out of this step can overwrite them, because the scheduler
+        preempts before it admits.
+
+        Args:
+            num_reserved: device blocks that must stay free, see `Scheduler._admit`.
+
+        Returns:
+            the moves (host block, device block). None, and nothing is changed, if the pool has too few blocks
+            for these and for the newest tokens.
         """
         manager = self.block_manager
         tables = [seq.host_table for seq in request.live]
@@ -68,14 +76,14 @@ class Swapper:
         shared = set()
         for seq in request.live:
             seq.block_table = [moves[host_id] for host_id in seq.host_table]
-            for block_id in shared.intersection(seq.block_table):  # `take` gave the first reference
+            for block_id in shared.intersection(seq.block_table):  # `take` has added the first reference
                 manager.share(block_id)
             shared.update(seq.block_table)
         self.release(request)
         return list(moves.items())
 
     def release(self, request: Request) -> None:
-        """Give the request's host blocks back, if it has any."""
+        """Free the request's host blocks, if it has any."""
         self.free_ids += {host_id for seq in request.live for host_id in seq.host_table}
         for seq in request.live:
             seq.host_table = []

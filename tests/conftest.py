@@ -1,4 +1,4 @@
-"""Small random checkpoints, saved as transformers saves them, and transformers' own answers to them."""
+"""Small random checkpoints in transformers' format, and the outputs of transformers for them (the oracle)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what needs a GPU where there is none."""
+    """Skip the GPU tests where there is no GPU."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -93,7 +93,7 @@ def make_checkpoint(family: str, folder: Path) -> PreTrainedModel:
 
 
 class Oracle:
-    """transformers' answers, one prompt at a time, from the plain attention of its eager mode."""
+    """The outputs of transformers, one prompt at a time, with its plain (eager) attention."""
 
     def __init__(self, family: str, folder: Path) -> None:
         self.folder = folder
@@ -126,7 +126,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """For what does not depend on the family."""
+    """For tests that do not depend on the family."""
     return Oracle("qwen3", tmp_path_factory.mktemp("qwen3-alone"))
 
 

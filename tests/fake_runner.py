@@ -16,7 +16,7 @@ GARBAGE = -1
 
 
 class Prefixes:
-    """Numbers for token prefixes: equal numbers mean equal tokens from the first on. A trie.
+    """A trie that numbers token prefixes: equal numbers mean equal tokens from the first on.
 
     Prefix 0 is empty; `a b` is found by the steps 0 -a-> 1 -b-> 2.
     """
@@ -33,7 +33,7 @@ class Prefixes:
         return child
 
     def numbers(self, token_ids: list[int]) -> list[int]:
-        """One for each position, for the tokens up to and including it."""
+        """For each position the number of the tokens up to and including it."""
         prefix, out = 0, []
         for token_id in token_ids:
             prefix = self.extend(prefix, token_id)
@@ -52,7 +52,7 @@ PREFIXES = Prefixes()
 
 
 def next_token(token_ids: list[int], index: int = 0) -> int:
-    """What the fake model says after `token_ids`; few values, so that texts meet and share blocks."""
+    """The next token after `token_ids`, one of only three, so that texts coincide and share blocks."""
     return hash((*token_ids, index)) % 3
 
 
@@ -63,7 +63,7 @@ def proposals(token_ids: list[int], k: int) -> list[Sample]:
 
 
 class FakeRunner:
-    """Set `fail_next` and the next step breaks half way, after it has scribbled on the blocks."""
+    """Checks every read of K/V. With `fail_next` set, the next step writes garbage into blocks and raises."""
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
@@ -75,7 +75,7 @@ class FakeRunner:
         self.most_tokens = 0  # seen in one step
 
     def cheaper_preemption(self) -> str:
-        """What the engine asks for with preemption="auto"."""
+        """The engine calls it with preemption="auto"."""
         return "swap"
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
@@ -130,7 +130,7 @@ class FakeRunner:
         return [Sample(next_token(seq.token_ids, i), -1.0) for i in indices]
 
     def check_findable_blocks(self, manager: BlockManager) -> None:
-        """Every block that a prompt could find holds the K/V of exactly the tokens it is found under."""
+        """Every findable block holds the K/V of exactly the tokens that its key stands for."""
         for key, block in manager.index.items():
             numbers = [self.slots.get((block.block_id, i), GARBAGE) for i in range(self.block_size)]
             token_ids = PREFIXES.tokens(max(numbers[-1], 0))

@@ -12,7 +12,7 @@ from typing import Any
 import nanopaged
 
 PACKAGE = str(Path(nanopaged.__file__).parent)
-# Not where the engine puts itself right, and not in `step`, whose last lines hand the outputs over.
+# Not in the recovery itself, and not in `step`: an interrupt after its `try` would lose the outputs.
 SPARED = {"start_over", "reset", "step"}
 
 

@@ -1,4 +1,4 @@
-"""What a user can do wrong, and what the engine says and keeps when it happens."""
+"""The API: errors for wrong arguments, failed steps, and what the outputs and statistics contain."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_one_bad_prompt_among_many_starts_nothing(llm: LLM) -> None:
 
 
 def test_an_exception_in_the_model_leaves_the_engine_usable(llm: LLM, qwen3: Oracle) -> None:
-    """generate fails loudly, takes its requests with it, and the next generate is right."""
+    """`generate` raises and aborts its requests, and the next `generate` is right."""
     model, calls = llm.engine.runner.model, []
 
     def break_at_third_call(*args: object) -> object:
@@ -319,7 +319,7 @@ def test_generate_returns_its_own_requests_and_serves_the_others(llm: LLM) -> No
 
 
 def test_generate_ends_when_others_abort_its_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two, and later the other: what they had got is returned."""
+    """First one request is aborted, then the other: their outputs so far are returned."""
     step, num_steps = llm.engine.step, 0
 
     def watched(**options: bool) -> list[RequestOutput]:
@@ -378,7 +378,7 @@ def test_ids_of_the_front_end_and_of_the_user_do_not_collide(llm: LLM) -> None:
 
 
 def test_prompts_of_all_kinds(tiny: LLM) -> None:
-    """A text, ids, a list of either; results in the order asked, also if they finish in another order."""
+    """A text, ids, a list of either; results in the order of the prompts, whatever order they finish in."""
     ids = tiny.engine.tokenizer.encode("ROMEO:\n")
     (from_text,) = tiny.generate("ROMEO:\n", GREEDY, use_tqdm=False)
     (from_ids,) = tiny.generate(ids, GREEDY, use_tqdm=False)
@@ -489,7 +489,7 @@ def test_it_imports_and_runs_without_triton_and_flash_attn() -> None:
 
 
 def test_the_bookkeeping_imports_no_torch() -> None:
-    """Block manager, scheduler and sequences can be read, tested and timed alone."""
+    """Block manager, scheduler and sequences can be tested and timed without it."""
     code = (
         "import sys\n"
         "import nanopaged.scheduler, nanopaged.block_manager, nanopaged.sequence, nanopaged.beam_search\n"

@@ -210,7 +210,7 @@ def test_how_flash_attention_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KVCache(KVShape(1, 1, 8, torch.float32), 2, 4, CPU)
-    reason = "(flash attention needs a GPU, not cpu|Triton is not there)"
+    reason = "(flash attention needs a GPU, not cpu|Triton cannot be imported)"
     with pytest.raises(ValueError, match=f"attention_backend='flash' cannot run here: {reason}"):
         make_attention("flash", cache, 1.0)
     with pytest.raises(ValueError, match="attention_backend is 'magic', but must be one of .*'triton'"):
@@ -222,7 +222,7 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "nanopaged.kernels.paged_attention", raising=False)
     monkeypatch.delattr("nanopaged.kernels.paged_attention", raising=False)
-    with pytest.raises(ValueError, match="'triton' cannot run here: Triton is not there"):
+    with pytest.raises(ValueError, match="'triton' cannot run here: Triton cannot be imported"):
         make_attention("triton", cache, 1.0)
     assert type(make_attention("auto", cache, 1.0)) is TorchAttention  # it needs none of them
 

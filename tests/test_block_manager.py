@@ -45,7 +45,7 @@ def schedule(manager: BlockManager, seq: Sequence) -> None:
 
 
 def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> None:
-    """A step computes the K/V of the sequence (up to `num_tokens`)."""
+    """A step schedules and computes the sequence up to `num_tokens`; full blocks are published."""
     end = seq.num_tokens if num_tokens is None else num_tokens
     seq.num_scheduled_tokens = end - seq.num_computed_tokens
     manager.cache_blocks(seq)
@@ -53,7 +53,7 @@ def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None)
 
 
 def append(manager: BlockManager, seq: Sequence, token_id: int) -> None:
-    """What a decode step does: a token is known, gets a slot, and is computed."""
+    """A decode step: a token is appended, gets a slot, and its K/V is computed."""
     seq.append(Sample(token_id, 0.0))
     assert manager.append_slots([seq]) == []
     compute(manager, seq)
@@ -125,7 +125,7 @@ def test_freed_blocks_are_found_again() -> None:
 
 
 def test_a_chain_is_evicted_from_its_end() -> None:
-    """Six cached blocks, four of them wanted for something else: the two left are the beginning."""
+    """Six cached blocks, of which another sequence takes four: the two left are the beginning."""
     manager = BlockManager(6, 1)
     seq = admit(manager, 1, 2, 3, 4, 5, 6)
     manager.free(seq)
@@ -139,7 +139,7 @@ def test_the_least_recently_used_chain_goes_first() -> None:
     manager = BlockManager(4, 1)
     for tokens in ((1, 2), (3, 4)):
         manager.free(admit(manager, *tokens))
-    manager.free(admit(manager, 1, 2))  # used again
+    manager.free(admit(manager, 1, 2))  # a hit
     other = admit(manager, 5, 6)
     assert len(manager.find_prefix(sequence(1, 2, 0))) == 2
     assert not manager.find_prefix(sequence(3, 4, 0))
@@ -147,7 +147,7 @@ def test_the_least_recently_used_chain_goes_first() -> None:
 
 
 def test_an_evicted_block_leaves_the_index() -> None:
-    """Its next owner's tokens must not be found under the old hash."""
+    """The next sequence that gets the block must not be found under the old key."""
     manager = BlockManager(2, 2)
     manager.free(admit(manager, 1, 2, 3))
     seq = admit(manager, 7, 8, 9)
@@ -203,7 +203,7 @@ def test_blocks_whose_fast_hashes_collide_are_told_apart() -> None:
 
 
 def test_a_scheduled_block_can_be_shared_at_once() -> None:
-    """Twins of one step: the second shares what the first is still to compute."""
+    """Two equal prompts in one step: the second shares blocks that the first has yet to compute."""
     manager = BlockManager(16, 2)
     first = admit(manager, 1, 2, 3, 4, 5, computed=False)
     schedule(manager, first)
@@ -215,10 +215,10 @@ def test_a_scheduled_block_can_be_shared_at_once() -> None:
 
 
 def test_a_block_after_a_private_one_is_found_by_its_contents() -> None:
-    """A twin's first block was published first, so ours is private; our second block is published.
+    """The second sequence's first block stays private, since an equal one is published; its second does not.
 
-    A key stands for contents, so a third sequence takes the first block of one and the second block of the
-    other.
+    A key stands for contents, so a third sequence shares the first block of the first sequence and the second
+    block of the second.
     """
     manager = BlockManager(16, 2)
     first = admit(manager, 1, 2, 3)
@@ -265,7 +265,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
 
 
 def test_the_invariants_notice_a_wrong_reference_count() -> None:
-    """The checker itself is checked: a leak, a block in two places, a stale hash."""
+    """A wrong count, a block both in a table and free, a sequence that is left out."""
     manager = BlockManager(4, 2)
     seq = admit(manager, 1, 2, 3)
     manager.blocks[seq.block_table[0]].ref_count += 1
@@ -295,7 +295,7 @@ def refs(manager: BlockManager, *block_ids: int) -> list[int]:
 
 
 def draw(seq: Sequence, token_id: int) -> None:
-    """A token is drawn; its slot and its K/V are still to come."""
+    """A token is sampled; it has no slot and no K/V yet."""
     seq.append(Sample(token_id, 0.0))
 
 
@@ -315,8 +315,8 @@ def test_a_fork_takes_no_memory() -> None:
 def test_parallel_sampling_as_in_figure_8_of_the_paper() -> None:
     """'Four score and seven years ago our', blocks of 4: samples A1 and A2 share both blocks of the prompt.
 
-    The paper's physical blocks are 7 and 1, and A1's copy is block 3. Both owners want to write logical
-    block 1; its reference count is 2, so A1 gets a copy and the count falls to 1; then A2 writes in place.
+    The paper's physical blocks are 7 and 1, and A1's copy is block 3. Both samples write into logical block
+    1. Its reference count is 2, so A1 gets a copy; the count falls to 1, and A2 writes in place.
     """
     manager = BlockManager(9, 4)
     manager.free_ids = [0, 2, 4, 5, 6, 8, 3, 1, 7]  # the last is taken first
@@ -346,7 +346,7 @@ def test_beam_search_as_in_figure_9_of_the_paper() -> None:
     manager = BlockManager(13, 1)
     manager.free_ids = [12, 11, 10, 9]  # blocks 0 to 8 are in tables, 9 is taken first
     tables = [[0, 1, 3, 5], [0, 1, 3, 6], [0, 1, 3, 7], [0, 2, 4, 8]]
-    beams = [sequence(*table) for table in tables]  # (a token is called like the block it is in)
+    beams = [sequence(*table) for table in tables]  # (each token is the id of its block)
     request = beams[0].request
     request.params, request.sequences, request.live = BeamSearchParams(beam_width=4), beams, beams
     for index, (beam, table) in enumerate(zip(beams, tables, strict=True)):
@@ -362,7 +362,7 @@ def test_beam_search_as_in_figure_9_of_the_paper() -> None:
     advance_beams(request, manager)
     assert refs(manager, 0, 1, 3, 6, 7) == [4, 4, 4, 2, 2]
     freed = [manager.free_ids.pop() for _ in range(4)]
-    assert sorted(freed) == [2, 4, 5, 8]  # set aside here, so that the new tokens take those of the figure
+    assert sorted(freed) == [2, 4, 5, 8]  # removed, so that the new tokens get the blocks of the figure
     assert manager.append_slots(request.live) == [], "the last blocks are full: nothing is copied"
     assert [beam.block_table for beam in request.live] == [
         [0, 1, 3, 6, 9],
@@ -419,7 +419,7 @@ def test_out_of_blocks_for_a_copy_changes_nothing() -> None:
 def test_siblings_that_come_back_share_their_common_past(prefix_caching: bool) -> None:
     """Three siblings, blocks of 2: `1 2` is common to all, `3 4` to two, so five blocks do for eight.
 
-    Without a prefix cache, too: else a request that fitted before its preemption might not fit after it.
+    Also without a prefix cache: otherwise a request that fitted before its preemption might not fit after it.
     """
     manager = BlockManager(7, 2, enable_prefix_caching=prefix_caching)
     siblings = family([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 8, 9])
@@ -433,10 +433,10 @@ def test_siblings_that_come_back_share_their_common_past(prefix_caching: bool) -
 
 
 def test_a_sibling_does_not_evict_what_another_has_found() -> None:
-    """Past bug: the first sibling's new block was the cached block that the second one had just found.
+    """Past bug: the first sibling's new block was a cached block that the second one had just found.
 
-    Three blocks are cached: 1, 2, 3 of an old text. The first sibling needs two new blocks, the second hits
-    all of the old text. Taking before sharing would evict it.
+    Three blocks of an earlier sequence 1, 2, 3 are cached. The first sibling needs new blocks, the second
+    hits all three. Taking before sharing would evict one of them.
     """
     manager = BlockManager(5, 1)
     manager.free(admit(manager, 1, 2, 3))

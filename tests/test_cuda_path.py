@@ -166,7 +166,7 @@ def test_a_step_waits_for_the_tokens_alone(
         return prepared
 
     monkeypatch.setattr(runner_module, "prepare", watched)
-    if backend == "flash":  # which wants a multiple of 8
+    if backend == "flash":  # which needs a head_dim that is a multiple of 8
         monkeypatch.setattr(
             engine_module, "read_model_config", lambda folder: dataclasses.replace(read(folder), head_dim=16)
         )

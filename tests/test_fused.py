@@ -1,4 +1,4 @@
-"""The kernels between the matrix products: against the formulas in float64, and in the engine."""
+"""The fused kernels against the formulas in float64, and in the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 def check_norm_rotate(
     num_tokens: int, num_q: int, num_k: int, head_dim: int, dtype: torch.dtype, normalise: bool
 ) -> None:
-    """On part of a wider projection, whose values stay as they are."""
+    """On part of a wider projection, whose other values stay unchanged."""
     torch.manual_seed(head_dim)
     eps, num_heads = 1e-3, num_q + num_k
     qkv = randn(num_tokens, num_heads + num_k, head_dim, dtype=dtype) * 3
@@ -99,7 +99,7 @@ def test_the_engine_with_fused_kernels(oracle: Oracle, monkeypatch: pytest.Monke
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TYPES)
 def test_norm_and_sum_on_a_gpu(dtype: torch.dtype) -> None:
-    """Where PyTorch's own kernels are taken: RMSNorm in one, a sum within the multiplication."""
+    """Where PyTorch's own kernels are used: one for RMSNorm, and a matrix product that adds the residual."""
     torch.manual_seed(0)
     x, total = randn(7, 96, dtype=dtype), randn(7, 48, dtype=dtype)
     norm, linear = RMSNorm(96, 1e-3, dtype, DEVICE), Linear(96, 48, True, dtype, DEVICE)

@@ -130,7 +130,7 @@ def test_decode_of_scores_far_apart() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, on meeting the NaN
 def test_nan_in_a_context_is_not_hidden() -> None:
-    """NaN among a sequence's own keys comes out, and only there."""
+    """NaN among the keys of one sequence appears in its own output, and in no other."""
     case = Case([70, 40], 16, (2, 1), 16)
     case.cache.layer(LAYER)[0][case.tables[1][2], :, 3] = math.nan
     for num_splits in (1, 2):
@@ -158,7 +158,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 
 def test_number_of_splits() -> None:
-    """More for few long sequences, one for many; never shorter than MIN_SPLIT; two programs a processor."""
+    """More for few long sequences, one for many; never shorter than MIN_SPLIT; two programs for each SM."""
     assert kernels.choose_num_splits(64, 8, 4096, 132) == 1
     assert kernels.choose_num_splits(1, 8, 16384, 132) == 64
     assert kernels.choose_num_splits(1, 8, 1000, 132) == 2
@@ -212,7 +212,7 @@ REGISTERS = 64 << 10
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
 def test_kernels_compile_without_spills() -> None:
-    """Every kernel for sm_80, sm_90 and sm_100: nothing on the stack, and room for two on a processor.
+    """Every kernel for sm_80, sm_90 and sm_100: nothing on the stack, and room for two programs on an SM.
 
     Two is what `choose_num_splits` counts on.
     """

@@ -1,4 +1,4 @@
-"""The tensor behind the blocks: its layout, and what moves in it."""
+"""The KV cache tensor: its layout, and the moves of blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 def test_moves_keep_every_bit() -> None:
-    """Out of blocks 3 and 0, into 1 and 2, then copied on: what is not a destination stays as it was."""
+    """Blocks 3 and 0 go out and come back as 1 and 2, then two are copied. Other blocks stay unchanged."""
     cache = KVCache(KVShape(num_layers=3, num_kv_heads=2, head_dim=5, dtype=torch.float32), 5, 4, CPU, 3)
     cache.data.normal_()
     before = cache.data.clone()
@@ -36,7 +36,7 @@ def test_the_order_of_moves_within_a_step() -> None:
 
 
 def test_block_major_blocks_are_contiguous() -> None:
-    """So a block, all layers of it, moves in one copy."""
+    """So all layers of a block are moved by one copy."""
     shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=5, dtype=torch.bfloat16)
     assert KVCache(shape, 4, 8, CPU).data[1].is_contiguous()
     assert shape.block_bytes(8) == 3 * 2 * 2 * 5 * 2 * 8

@@ -1,4 +1,4 @@
-"""Which module may import which: the house stays as it is drawn."""
+"""Which module of the package may import which. (Not the tests of `model/layers.py`.)"""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_the_largest_step(
 def test_the_cheaper_preemption(
     qwen3: Oracle, choice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It takes the faster way and logs both times; the blocks hold what they held before."""
+    """It chooses the faster way and logs both times; the contents of the blocks stay unchanged."""
     runner = LLM(qwen3.folder, dtype="float32", num_blocks=20, preemption="swap").engine.runner
     before = runner.kv_cache.data.fill_(3.0).clone()
     seconds = iter([1.0, 2.0] if choice == "swap" else [2.0, 0.1])  # 8 blocks out and in; 64 tokens

@@ -90,7 +90,7 @@ def test_logprobs_of_output_and_prompt(oracle: Oracle) -> None:
 
 
 def test_prompt_logprobs_do_not_come_short_when_the_prompt_is_cached(oracle: Oracle) -> None:
-    """What the prefix cache gives has no logits, so such a prompt is computed in full, every time."""
+    """Cached tokens have no logits, so a prompt with log-probabilities is always computed in full."""
     (prompt,) = random_prompts(1, seed=4, longest=60)
     prompt = prompt * 2
     llm = LLM(oracle.folder, dtype="float32", num_blocks=64, block_size=4)

@@ -1,6 +1,6 @@
-"""Random workloads over a fake model, in pools too small for all: blocks are shared, evicted, preempted.
+"""Random workloads with the fake runner, in pools too small for all requests: sharing, eviction, preemption.
 
-A workload is a function of its seed. The suite runs some hundreds; a long run is
+A workload is a function of its seed. The suite runs 800 of each kind; a long run is
 
     python -m pytest tests/test_random_runs.py --random-runs 20000
 
@@ -33,7 +33,7 @@ class Asked:
     max_tokens: int
     arrival: int
     aborted_after: int | None
-    scored: bool  # it asks for prompt log-probabilities, so its prompt must not come from the cache
+    scored: bool  # with prompt log-probabilities, so its prompt must not come from the prefix cache
 
     @property
     def params(self) -> SamplingParams | BeamSearchParams:
@@ -45,7 +45,7 @@ class Asked:
         )
 
     def most_blocks(self, block_size: int) -> int:
-        """Blocks that it needs at most: full blocks of the prompt are shared, the rest is not."""
+        """The most blocks that it can need: full blocks of the prompt are shared, other blocks are not."""
         shared = len(self.prompt) // block_size if self.width > 1 else 0
         longest = blocks_needed(len(self.prompt) + self.max_tokens - 1, block_size)
         return shared + self.width * (longest - shared)
@@ -113,9 +113,10 @@ def general(seed: int) -> Workload:
 def forked(seed: int) -> Workload:
     """Forked requests that are recomputed, swapped before they have caught up, and aborted in between.
 
-    Long requests that came first press on families of two or three. A family is dropped when it has caught up
-    and swapped when it has not, and a small budget lets it catch up over many steps. The last requests
-    ask for the same prompts again, and so read what the others left in the prefix cache.
+    Long requests that arrived first preempt families of two or three sequences. Usually a family is
+    recomputed if all its K/V is computed, and swapped if it is not; with a small budget that takes many
+    steps. The last requests have the same prompts again, and so read the blocks that the others left in the
+    prefix cache.
     """
     rng = random.Random(seed)
     block_size = rng.randint(1, 3)
@@ -157,7 +158,7 @@ def forked(seed: int) -> Workload:
 
 
 def expected_outputs(asked: Asked, folder: Path) -> list[list[int]]:
-    """Each output by itself; beams from an engine that has the pool to itself and computes nothing twice."""
+    """The output of the request alone; of beams, in an engine with a large pool and no preemption."""
     if asked.kind == "beams":
         config = EngineConfig(model=folder, block_size=64, enable_prefix_caching=False)
         engine = LLMEngine(config, FakeRunner(64, 64))
@@ -313,7 +314,7 @@ def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
 
 
 def test_the_fake_model_notices_a_wrong_block(qwen3: Oracle) -> None:
-    """The guard of all tests above: hand a sequence a wrong block, and the fake runner must notice."""
+    """The tests above rely on it: the fake runner must notice if a sequence reads a wrong block."""
     asked = Asked([1, 2, 0, 1], "one", 1, 8, 0, None, False)
     workload = Workload(0, 2, 20, 0, 8, True, True, "recompute", 0.0, 4, {}, [asked])
     run = Run(workload, qwen3.folder)

@@ -1,4 +1,4 @@
-"""Filters against transformers', draws against their distribution, seeds in batches of all kinds."""
+"""Filters against those of transformers, draws against their distribution, seeds in batches of all kinds."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_nearly_impossible_draw_stays_in_the_distribution(monkeypatch: pytest.
     "vocab_size", [1, 2, VOCAB_CHUNK - 1, VOCAB_CHUNK, VOCAB_CHUNK + 1, 3 * VOCAB_CHUNK, 5 * VOCAB_CHUNK + 7]
 )
 def test_a_draw_inverts_the_distribution(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For vocabularies of whole chunks and not; half the tokens are out of the question."""
+    """For vocabularies of whole chunks and not; half the tokens have probability 0."""
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(300, vocab_size, generator=generator) * 3
     logits[torch.rand(logits.shape, generator=generator) < 0.5] = -math.inf

@@ -1,4 +1,4 @@
-"""Who runs when: queues, budget, preemption, twins. Over the fake model."""
+"""The scheduler: queues, token budget, preemption, prefix hits, failed steps. With the fake runner."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_decodes_and_prompt_chunks_share_a_step(make: MakeEngine) -> None:
 
 
 def test_a_stream_of_arrivals_does_not_starve_a_decode(make: MakeEngine) -> None:
-    """A new prompt arrives at every step; the request that was there first gets its token all the same."""
+    """A new prompt arrives at every step; the first request still gets a token in each step."""
     engine = make(num_blocks=2000, max_num_batched_tokens=32, max_num_seqs=1000)
     engine.add_request("first", tokens(1, 4), params(20))
     for i in range(20):
@@ -182,7 +182,7 @@ def test_a_preempted_prompt_finds_its_blocks_again(make: MakeEngine) -> None:
 
 
 def test_twins_arriving_in_the_same_step_share_their_prompt(make: MakeEngine) -> None:
-    """Three times the same 10 tokens in one step: the first computes 10, the others 2 each."""
+    """Three equal prompts of 10 tokens in one step: the first computes 10, the others 2 each."""
     engine = make()
     for name in "abc":
         engine.add_request(name, tokens(1, 10), params(3))
@@ -195,7 +195,7 @@ def test_twins_arriving_in_the_same_step_share_their_prompt(make: MakeEngine) ->
 
 
 def test_a_twin_arriving_while_the_first_is_half_prefilled(make: MakeEngine) -> None:
-    """Budget 8, a 20-token prompt: its twin comes when 8 are computed. It shares 16."""
+    """Budget 8, a prompt of 20 tokens; an equal prompt arrives when 8 are computed, and shares 16."""
     engine = make(max_num_batched_tokens=8)
     engine.add_request("a", tokens(1, 20), params(3))
     engine.step()
@@ -213,12 +213,12 @@ def test_a_fully_cached_prompt_computes_its_last_block_again(make: MakeEngine) -
     (output,) = engine.step()
     assert engine.runner.steps[-1] == {"b": 4}
     assert output.metrics.num_cached_tokens == 4
-    assert engine.stats().num_used_blocks == 2, "the copy it computed gave way to the cached block"
+    assert engine.stats().num_used_blocks == 2, "one shared block, and a private one that is computed again"
     run(engine)
 
 
 def test_a_failed_step_loses_nothing(make: MakeEngine) -> None:
-    """All requests wait again with their tokens, the twin that shared blocks of that very step included."""
+    """All requests wait again with their tokens, also one that shared blocks published in that step."""
     engine = make()
     engine.add_request("old", tokens(5, 6), params(6))
     engine.step()

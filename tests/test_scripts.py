@@ -1,4 +1,4 @@
-"""The scripts that a newcomer runs, small: they end well and print what they promise."""
+"""example.py, bench.py and the experiments, with small sizes: they end without errors and print all rows."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_help_answers_before_the_heavy_imports(script: str) -> None:
         (["memory", "--plot", "nowhere/picture.svg"], "there is no folder nowhere"),
         (["memory", "--plot", "picture.jpeg"], "picture.jpeg does not end in .svg or .png"),
         (["overhead", "--nano-vllm", "/nowhere"], "/nowhere is no checkout of nano-vllm"),
-        (["chunked", "--budget", "8"], "--budget 8 has no room for a prompt beside 8 decodes"),
+        (["chunked", "--budget", "8"], "--budget 8 leaves no room for a prompt after 8 decodes"),
         (["kernel", "--context", "20-10"], "20-10 is not a length, or a range from low to high"),
     ],
 )
@@ -247,6 +247,6 @@ def test_chunked(tmp_path: Path) -> None:
 
 
 def test_sampling() -> None:
-    """Each setting beside transformers', rows by vocabularies."""
+    """A row for each setting, number of rows and vocabulary."""
     printed = experiment("sampling", "--rows", "1", "3", "--vocab", "300", "--repeat", "1")
     assert len(re.findall(r"^ +[13] +300 .+( +[\d.]+){3}$", printed, flags=re.MULTILINE)) == 2 * 6

@@ -239,7 +239,7 @@ def test_beams_equal_transformers(
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_beams_with_likely_ends(qwen3: Oracle, early_stopping: bool | str) -> None:
-    """A quarter of the vocabulary ends a text: hypotheses come early, late and in crowds."""
+    """A quarter of the vocabulary ends a text: hypotheses come early, late, and several in a step."""
     ends = [EOS, *range(30, 53)]
     params = BeamSearchParams(
         beam_width=4, max_tokens=15, early_stopping=early_stopping, stop_token_ids=ends, length_penalty=0.6

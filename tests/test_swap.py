@@ -1,4 +1,4 @@
-"""Preemption by swapping: host blocks, bytes, order, and which way is chosen."""
+"""Preemption by swapping: host blocks, order, the choice of "auto", and the bytes that are moved."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_no_new_request_is_admitted_while_a_swapped_one_waits(make: MakeEngine) 
 
 
 def test_a_full_host_pool_falls_back_to_recompute(make: MakeEngine) -> None:
-    """The victim has 3 or more blocks, the host room for 2."""
+    """The victim has 3 or more blocks, and there are 2 host blocks."""
     engine = make(num_host_blocks=2)
     engine.add_request("early", tokens(1, 8), params(20))
     engine.add_request("late", tokens(2, 8), params(20))
@@ -101,7 +101,7 @@ def test_a_full_host_pool_falls_back_to_recompute(make: MakeEngine) -> None:
 
 
 def test_shared_blocks_move_once_and_stay_shared(make: MakeEngine) -> None:
-    """A family of three with five full blocks of common prompt: they are moved, and return, as five."""
+    """Three samples share five full blocks of their prompt: five blocks are moved out, and five back."""
     engine = make(num_blocks=17)
     engine.add_request("early", tokens(1, 30), params(28))
     engine.add_request("family", tokens(2, 21), params(8, n=3))
@@ -120,7 +120,7 @@ def test_shared_blocks_move_once_and_stay_shared(make: MakeEngine) -> None:
 
 
 def test_a_request_whose_prompt_another_one_uses_is_swapped_whole(make: MakeEngine) -> None:
-    """It comes back to blocks of its own; the other request keeps those that they had shared."""
+    """It comes back to blocks of its own; the other request keeps the blocks that were shared."""
     engine = make(num_blocks=14, enable_prefix_caching=True)
     prompt = tokens(1, 17)
     engine.add_request("early", prompt, params(28))
@@ -160,7 +160,7 @@ def test_abort_while_swapped(make: MakeEngine) -> None:
 
 @pytest.mark.parametrize("failing", ["out", "in"])
 def test_a_failed_step_with_a_swap_in_it(make: MakeEngine, failing: str) -> None:
-    """Out: the K/V may not have arrived, so it is computed again. In: it still is on the host."""
+    """Either way host copies are forgotten, the K/V is computed again, and the outputs are the same."""
     engine = make()
     engine.add_request("early", tokens(1, 8), params(20))
     engine.add_request("late", tokens(2, 8), params(20))
@@ -216,7 +216,7 @@ def test_auto_measures_and_says_what_it_chose() -> None:
 
 
 def test_kv_is_the_same_after_the_round_trip_in_other_blocks(qwen3: Oracle) -> None:
-    """The real model: what the victim's table names afterwards is bit for bit what it named before."""
+    """With the real model: the K/V in the victim's blocks is bit for bit the same as before."""
     llm = LLM(qwen3.folder, block_size=4, num_blocks=10, preemption="swap", enable_prefix_caching=False)
     engine, cache = llm.engine, llm.engine.runner.kv_cache
     prompts = random_prompts(2, seed=2, longest=10)

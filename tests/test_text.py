@@ -1,4 +1,4 @@
-"""Text out of tokens: whole characters, stop strings, end-of-sequence, streaming; on the tiny model."""
+"""Detokenising: whole characters, stop strings, end-of-sequence, streaming; with the tiny model."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ GREEDY = {"temperature": 0, "max_tokens": 40}
 
 
 def test_stop_string(llm: LLM) -> None:
-    """The text of a run without it tells where a run with it must end."""
+    """The text generated without a stop string shows where it must end with one."""
     (plain,) = llm.generate("ROMEO:\n", SamplingParams(**GREEDY, ignore_eos=True), use_tqdm=False)
     text = plain.outputs[0].text
     stop = text[10:14]
@@ -143,7 +143,7 @@ def test_stop_string(llm: LLM) -> None:
 
 
 def test_stop_token(llm: LLM) -> None:
-    """The token that stops stands in token_ids, not in the text."""
+    """The stop token is in token_ids, not in the text."""
     (plain,) = llm.generate("ROMEO:\n", SamplingParams(**GREEDY, ignore_eos=True), use_tqdm=False)
     token_ids = plain.outputs[0].token_ids
     stop_id = token_ids[9]

@@ -3,7 +3,8 @@
     python docs/experiments/chunked.py --plot docs/chunked.svg
 
 A prompt that is computed in one step delays every running request by the time of that step. In chunks that
-fit into the token budget beside the decodes, the prompt takes more steps, and each delays the others less.
+fit into the token budget together with the decodes, the prompt takes more steps, and each delays the others
+less.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main() -> None:
     add_plot_argument(parser)
     args = parser.parse_args()
     if min(args.budget) <= args.running:
-        parser.error(f"--budget {min(args.budget)} has no room for a prompt beside {args.running} decodes")
+        parser.error(f"--budget {min(args.budget)} leaves no room for a prompt after {args.running} decodes")
     print(f"{args.running} requests decode, a prompt of {args.prompt} arrives; {machine()}")
     print("usual and longest time between two tokens of a running request; time to the prompt's first token")
     print(f"{'budget':>8} {'usual, ms':>10} {'longest, ms':>12} {'prompt done, ms':>16}")

@@ -1,4 +1,4 @@
-"""What the experiments share: the command line, models of known shapes, timing, figures.
+"""Shared code of the experiments: the command line, models of known shapes, timing, figures.
 
 torch, transformers and matplotlib take seconds to load. They are imported in the functions that need them, so
 that `--help` and a mistake in the arguments answer at once.

@@ -1,6 +1,6 @@
-"""A batch of decodes over scattered blocks, outside of an engine: what `kernel` and `blocksize` time.
+"""A batch of decodes over scattered blocks, without an engine, for `kernel.py` and `blocksize.py`.
 
-All that the experiments know of the attention backends' inner parts is in this file.
+Only this file of the experiments uses the inner parts of the attention backends.
 """
 
 from __future__ import annotations

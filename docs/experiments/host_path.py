@@ -1,6 +1,6 @@
-"""A runner that does on the host what a step on a GPU does there; the model and the GPU are left out.
+"""A runner with the host's part of a step on a GPU, without the model and the GPU.
 
-All that the experiments know of the model runner's inner parts is in this file.
+Only this file of the experiments uses the inner parts of the model runner.
 """
 
 from __future__ import annotations

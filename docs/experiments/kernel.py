@@ -1,12 +1,12 @@
-"""Paged decode, K/V store and block copy, beside the speed at which this machine copies memory.
+"""Paged decode, K/V store and block copy, as shares of the speed at which this machine copies memory.
 
     python docs/experiments/kernel.py
 
 Decode is memory-bound: the time to read K/V once is its lower bound. On a GPU our Triton kernels are timed,
 over batch, context, block size and number of splits; on a CPU the PyTorch backend. Other ways to the same
-result are timed beside them:
+result are timed for comparison:
 
-    dense         PyTorch's attention over [num_seqs, num_kv_heads, longest, head_dim]: K/V without pages
+    dense         PyTorch's attention over [num_seqs, num_kv_heads, longest, head_dim]: K/V without blocks
     padded        the same, gathered out of the blocks first (on a CPU)
     one by one    gathered and attended sequence by sequence (on a CPU)
     flash-attn    its own decode over dense K/V, where it is installed (on a GPU)

@@ -1,6 +1,6 @@
-"""The real scheduler and block manager without a model: requests for them, and a runner that answers at once.
+"""The real scheduler and block manager without a model: requests for them, and a runner that returns at once.
 
-Everything that these experiments know of the bookkeeping's inner parts is in this file.
+Only this file of the experiments uses the inner parts of the bookkeeping.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ host path of a step on a GPU, with a model that returns at once and a vocabulary
 a step is scheduled, prepared (the batch is laid out, block tables and a graph's inputs are updated) and
 booked. Drawing tokens is prepared while the GPU computes, so it is a column of its own; here it is carried
 out as well. With a checkout of nano-vllm (github.com/GeeeekExplorer/nano-vllm), its scheduler and batch
-preparation stand beside ours, on the same sequences.
+preparation are timed as well, on the same sequences.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
     python docs/experiments/preemption.py --plot docs/preemption.svg
 
-The paper's engine kept each layer's blocks apart, so swapping a block took 2 · num_layers small copies, and
-small blocks swapped badly. Here all layers of a block lie together (block-major), and swapping it is one
-copy; the paper's layout (layer-major) is measured beside it. Then whole runs in pools that are too small for
+The paper's engine had a K/V tensor for each layer, so swapping a block took 2 · num_layers small copies, and
+small blocks swapped badly. Here all layers of a block are contiguous (block-major), and swapping it is one
+copy; the paper's layout (layer-major) is measured for comparison. Then whole runs in pools that are too small
+for
 all requests: output tokens per second with preemption="swap" and with "recompute".
 
-Last the admission watermark, the share of the blocks that must stay free when a request is admitted beside
-running ones: without one, a request takes the last blocks, is soon preempted, and computes its prompt again.
+Finally the admission watermark, the share of the blocks that must stay free when a request is admitted while
+others run: without one, a request takes the last blocks, is soon preempted, and computes its prompt again.
 The requests go through the real scheduler and block manager without a model, in a pool of 15,700 slots.
 """
 

@@ -1,4 +1,4 @@
-"""Steps beside the roofline: the least time that this machine's memory and arithmetic allow.
+"""The time of a step against the roofline: the least time that memory and arithmetic of this machine allow.
 
     python docs/experiments/roofline.py
 

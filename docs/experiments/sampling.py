@@ -1,9 +1,9 @@
-"""Milliseconds to draw tokens from logits, beside transformers' filters and PyTorch's multinomial draw.
+"""Milliseconds to draw tokens from logits, against transformers' filters and PyTorch's multinomial draw.
 
     python docs/experiments/sampling.py --repeat 21
 
-Ours also returns each token's log-probability, and each row has its own seed. Both end with the tokens on the
-host. The two take turns.
+nanopaged also returns each token's log-probability, and each row has its own seed. Both end with the tokens
+on the host. The two take turns.
 """
 
 from __future__ import annotations

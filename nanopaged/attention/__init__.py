@@ -5,15 +5,16 @@
     triton_backend       └ TritonAttention          stores K/V and decodes with our Triton kernels
     flash_backend            └ FlashAttention       prefills with flash attention
 
-A backend has two methods that matter. `begin_step(metadata)` prepares what all layers share: slots, block
+A backend has two methods. `begin_step(metadata)` prepares the tensors that all layers share: slots, block
 tables, lengths, masks. Calling the backend, `attention(layer, q, k, v)`, computes one layer: it stores the
-new K/V of the whole batch first, then every query reads the blocks of its own sequence. This order lets a
-sequence read a block that another sequence of the same batch fills.
+new K/V of the whole batch first, then every query reads the blocks of its own sequence. Because of this order
+a sequence can read a block that another sequence of the same batch fills.
 
     q, out    [num_tokens, num_heads, head_dim]
     k, v      [num_tokens, num_kv_heads, head_dim]
 
-To add a backend, write its class, and add its name here and to `config.ATTENTION_BACKENDS`.
+Backends know no sequences and no queues, only `AttentionMetadata` and the KV cache. To add a backend, write
+its class, and add its name here and to `config.ATTENTION_BACKENDS`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from nanopaged.kv_cache import KVCache
 
 
 def make_attention(backend: str, cache: KVCache, scale: float) -> TorchAttention | ReferenceAttention:
-    """The backend of that name over this cache; "auto" is the fastest that runs on the cache's device.
+    """The backend of that name, over `cache`; "auto" is the fastest one that runs on the cache's device.
 
     Triton and flash attention are imported only when chosen, since they are not installed everywhere.
 
     Args:
-        scale: q · k is multiplied by it, usually head_dim^-0.5.
+        scale: a factor of q · k, usually head_dim^-0.5.
 
     Raises:
         ValueError: there is no such backend, or it cannot run here; the message says why.
@@ -38,12 +39,12 @@ def make_attention(backend: str, cache: KVCache, scale: float) -> TorchAttention
     if backend not in ATTENTION_BACKENDS:
         raise ValueError(f"attention_backend is {backend!r}, but must be one of {ATTENTION_BACKENDS}")
     if backend == "auto":
-        # On a CPU the kernels could only be interpreted, which is for tests.
+        # On a CPU the kernels can only be interpreted, which is slow and meant for tests.
         fast = ("flash", "triton") if cache.data.is_cuda else ()
         backend = next((name for name in fast if why_unavailable(name, cache) is None), "torch")
     reason = why_unavailable(backend, cache)
     if reason:
-        raise ValueError(f"attention_backend={backend!r} cannot run here: {reason}; 'auto' takes what can")
+        raise ValueError(f"attention_backend={backend!r} cannot run here: {reason}; 'auto' picks another")
     if backend == "reference":
         return ReferenceAttention(cache, scale)
     if backend == "torch":
@@ -64,9 +65,9 @@ def why_unavailable(backend: str, cache: KVCache) -> str | None:
     try:
         from nanopaged.kernels import paged_attention as kernels
     except ImportError as error:
-        return f"Triton is not there ({error})"
+        return f"Triton cannot be imported ({error})"
     if not cache.data.is_cuda and not kernels.INTERPRETED:
-        return f"its kernels need a GPU, not {cache.data.device}, or TRITON_INTERPRET=1 to be tried out"
+        return f"its kernels need a GPU, not {cache.data.device}, or TRITON_INTERPRET=1 for a slow trial"
     if backend == "triton":
         return None
     from nanopaged.attention.flash_backend import why_no_flash

@@ -1,12 +1,13 @@
 """Prefills through flash attention: all prefills of a batch in one call, without padding.
 
-"Varlen" attention takes the sequences of a batch end to end, and the offsets at which they begin:
+"Varlen" (variable-length) attention reads the sequences of a batch end to end, and the offsets of their
+beginnings:
 
     queries of 3 and 2 tokens      cu_seqlens_q  0 3 5        q  [5, num_heads, head_dim]
     contexts of 3 and 6 keys       cu_seqlens_k  0 3 9        k  [9, num_kv_heads, head_dim]
 
-Each query sees the keys up to its own, counted from the end of its context. Cached contexts are gathered from
-their blocks first, so blocks may have any size (flash-attn itself reads pages of 256 tokens or multiples).
+The causal mask is aligned to the end of each context. Cached contexts are gathered from their blocks first,
+so blocks may have any size (flash-attn itself can only read blocks of 256 tokens or a multiple).
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from nanopaged.kv_cache import KVCache, to_device
 class FlashAttention(TritonAttention):
     """Decodes as in `TritonAttention`, prefills by flash attention.
 
-    A step has few new tokens, but if many requests share a prefix, their contexts together may be longer than
-    the whole KV cache. So prefills go in groups that gather GATHER_KEYS keys at most, or one longer context.
+    If many requests share a prefix, their contexts together may be longer than the whole KV cache. So
+    prefills are computed in groups, which gather at most GATHER_KEYS keys, or one longer context.
     """
 
     def begin_prefills(self, metadata: AttentionMetadata) -> None:
-        """Where the prefills begin and end, and the slots of their contexts.
+        """Group the prefills, and send their offsets and the slots of their contexts.
 
         GATHER_KEYS = 10    context_lens 4 5 3 20 1    → groups (4, 5), (3), (20), (1)
         """
@@ -51,7 +52,7 @@ class FlashAttention(TritonAttention):
         start = 0  # among the tokens of the prefills
         for lo, hi in zip(bounds, bounds[1:], strict=False):
             q_lens, k_lens = query_lens[lo:hi], context_lens[lo:hi]
-            slots = None  # if nothing was cached, K and V are the new ones
+            slots = None  # without cached contexts the new K and V are read directly
             if (k_lens > q_lens).any():
                 tables = metadata.block_tables[n + lo : n + hi]
                 parts = [slots_of(t, np.arange(k), size) for t, k in zip(tables, k_lens, strict=True)]
@@ -66,7 +67,7 @@ class FlashAttention(TritonAttention):
             start += int(q_lens.sum())
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As in `TorchAttention`, but all prefills of a group at once."""
+        """As `TorchAttention.prefill`, with one call for all prefills of a group."""
         k_cache, v_cache = self.cache.layer(layer)
         outs = []
         for tokens, slots, lengths in self.groups:
@@ -80,13 +81,13 @@ class FlashAttention(TritonAttention):
 
 @cached
 def load_varlen() -> Callable[..., Tensor]:
-    """flash-attn's varlen attention if it is installed, else PyTorch's own.
+    """The varlen attention of flash-attn if it is installed, else PyTorch's own.
 
-    It is called as varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_query_len, max_context_len,
-    softmax_scale=…).
+    Returns:
+        varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_query_len, max_context_len, softmax_scale=…) → out
 
     Raises:
-        ImportError: there is neither, or PyTorch's cannot be causal yet.
+        ImportError: neither is installed, or PyTorch's is too old to be causal.
     """
     try:
         from flash_attn import flash_attn_varlen_func  # flash-attn 4 alone has the package but not this
@@ -124,9 +125,9 @@ def why_no_flash(cache: KVCache) -> str | None:
     if cache.shape.dtype not in (torch.float16, torch.bfloat16):
         return f"flash attention computes in float16 or bfloat16, not {cache.shape.dtype}"
     if cache.shape.head_dim > 256 or cache.shape.head_dim % 8:
-        return f"flash attention wants a head_dim that 8 divides, up to 256, not {cache.shape.head_dim}"
+        return f"flash attention needs a head_dim of 8, 16, ..., 256, not {cache.shape.head_dim}"
     try:
         load_varlen()
     except ImportError as error:
-        return f"neither flash-attn nor PyTorch's varlen attention is there ({error})"
+        return f"neither flash-attn nor PyTorch's varlen attention can be imported ({error})"
     return None

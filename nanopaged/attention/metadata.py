@@ -1,4 +1,4 @@
-"""What attention needs to know of a batch."""
+"""What attention needs to know of a batch: lengths, block tables and slots. It knows no sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GATHER_KEYS = 1 << 16  # keys of cached contexts that `FlashAttention` gathers a
 
 @dataclass
 class AttentionMetadata:
-    """Where the tokens of a flat batch live. Decodes (sequences with one new token) come first.
+    """Where the K/V of a flat batch is stored. Decodes (sequences with one new token) come first.
 
     Two decodes and a prefill of three tokens, block_size = 4:
 
@@ -21,11 +21,11 @@ class AttentionMetadata:
 
     Fields:
         query_lens: [num_seqs], new tokens of each sequence.
-        context_lens: [num_seqs], keys of each sequence, cached and new.
-        block_tables: of each sequence, its physical block ids.
+        context_lens: [num_seqs], tokens that each sequence attends to, cached and new.
+        block_tables: for each sequence, its physical block ids.
         slot_mapping: [num_tokens], the slot of each new token: block · block_size + offset.
         num_decodes: how many sequences, from the first on, are decodes.
-        seq_ids: [num_seqs], a number for each sequence, the same from step to step. It only has to be unique
+        seq_ids: [num_seqs], a number for each sequence, the same in every step. It only has to be unique
             within a batch, see `BlockTables`.
     """
 

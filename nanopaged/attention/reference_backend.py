@@ -1,6 +1,6 @@
-"""Paged attention, slow and obvious: for each sequence, for each query, for each block.
+"""Paged attention, slow and obvious: a loop over sequences, queries and blocks.
 
-Read this backend first. The others compute the same, and the tests compare them.
+Read this backend first. The other backends compute the same, and the tests compare them with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanopaged.kv_cache import KVCache
 def reference_paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: list[int], context_len: int, scale: float
 ) -> Tensor:
-    """One query reads its sequence block by block, keeping a running softmax.
+    """Attention of one query to its sequence, block by block, with a running softmax.
 
         o = Σ_b w_b · softmax(S_b) V_b     with w_b = exp(LSE_b - LSE), S_b = scale · q K_bᵀ
 
@@ -26,9 +26,10 @@ def reference_paged_attention(
     block raises the maximum from m to m', the sums so far are multiplied by exp(m - m').
 
     Args:
-        q: [num_heads, head_dim] of one token.
+        q: [num_heads, head_dim], of one token.
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim].
-        context_len: keys that the query sees: all up to and including its own.
+        block_table: the physical blocks of the sequence, in order.
+        context_len: keys that the query attends to: all up to and including its own.
 
     Returns:
         [num_heads, head_dim]
@@ -56,7 +57,7 @@ def reference_paged_attention(
 
 
 class ReferenceAttention:
-    """The loop above, for every query of the batch. See `nanopaged.attention` for what a backend does."""
+    """The loop above, for every query of the batch. `nanopaged.attention` describes the methods."""
 
     supports_cuda_graphs = False
 
@@ -65,7 +66,7 @@ class ReferenceAttention:
         self.scale = scale
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        """Remember where the tokens of the step live."""
+        """Keep the metadata of the step for its layers."""
         self.metadata = metadata
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Paged attention in large PyTorch operations: the backend of a CPU, and the base class of the GPU backends.
+"""Paged attention in large PyTorch operations: the backend for CPUs, and the base class of the GPU backends.
 
-It computes what `ReferenceAttention` computes. Prefills run one sequence after another, since each has enough
-work of its own. Decodes have one query each, so all decodes of a batch are computed together.
+It computes the same as `ReferenceAttention`. Prefills run one sequence after another, because each is enough
+work for large operations. Decodes have one query each, so all decodes of a batch are computed together.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.kv_cache import KVCache, to_device
 
 LOG2_E = math.log2(math.e)
-ROW_KEYS = 64  # keys in a row of decodes: smaller matrix products cost nearly as much
-KV_TILE = 8 << 20  # bytes of K/V that a tile of rows reads, see `TorchAttention.begin_decodes`
-QUERY_TILE = 128  # queries of a prefill that attend at once: their scores stay in the CPU's cache
+ROW_KEYS = 64  # keys in a row, see `begin_decodes`: smaller matrix products take nearly as long
+KV_TILE = 8 << 20  # bytes of K/V in a tile of rows, see `TorchAttention.begin_decodes`
+QUERY_TILE = 128  # queries of a prefill computed at once: their scores fit in the CPU's cache
 
 
 class TorchAttention:
-    """Paged attention over one KV cache. See `nanopaged.attention` for the order of calls and the shapes.
+    """Paged attention over one KV cache. `nanopaged.attention` describes the order of calls and the shapes.
 
     The work has three parts, and each is a pair of methods: one that prepares a step, one that computes a
     layer. A subclass overrides pairs: `TritonAttention` the first two, `FlashAttention` the third.
@@ -32,6 +32,9 @@ class TorchAttention:
         begin_store      store      the new K/V go to their slots
         begin_decodes    decode     one query a sequence
         begin_prefills   prefill    many queries a sequence
+
+    The attributes that are not set in `__init__` belong to the present step: `num_decodes`; `blocks` and
+    `offsets` of the new tokens' slots; `row_seq`, `tiles` and `buffer` of the decodes; `prefills`.
     """
 
     supports_cuda_graphs = False
@@ -78,9 +81,9 @@ class TorchAttention:
     def begin_decodes(self, metadata: AttentionMetadata) -> None:
         """Lay out the blocks of all decodes as rows of about ROW_KEYS keys, each read by one sequence.
 
-        The work follows the blocks that exist, not a rectangle as wide as the longest context, and a block
-        shared by two sequences stands in two rows. Blocks of 16 go four to a row, blocks of 64 or more alone.
-        The last row of a sequence is filled up with its last block; its unused slots are masked.
+        So the work is proportional to the blocks that exist, without padding to the longest context. A row
+        has four blocks of 16, or one block of 64 or more. A block shared by two sequences is in two rows. The
+        last row of a sequence is filled up with copies of its last block; slots without a key are masked.
 
             tables  0: [5, 2, 7]   1: [0]   2: [3, 8, 1]      block_size = 32, context_lens 70, 20, 96
 
@@ -89,8 +92,8 @@ class TorchAttention:
             row_seq    0       2       0        1        2
             keys       64      64      6        20       32
 
-        Rows are read in tiles of about KV_TILE bytes: few tiles, because each costs a dozen calls, but small
-        enough for a CPU's cache, because what is gathered from the KV cache is read again at once.
+        Rows are computed in tiles of about KV_TILE bytes of K/V. A tile costs a dozen PyTorch calls, so there
+        should be few. But a tile should fit in the CPU's cache, because it is gathered and then read.
         """
         width = max(1, ROW_KEYS // self.cache.block_size)  # blocks in a row
         row_keys = width * self.cache.block_size
@@ -108,12 +111,12 @@ class TorchAttention:
         row_seq += range(self.num_decodes)
         self.row_seq = to_device(np.array(row_seq), self.device)  # [num_rows]
         self.tiles = list(self._tiles(blocks, is_key))
-        # For the K, then the V of a tile: [the most head blocks of a tile, block_size · head_dim]
+        # For the gathered K and V of a tile: [most head blocks in a tile, block_size · head_dim]
         pool = self.cache.head_blocks(0)
         self.buffer = pool.new_empty(len(self.tiles[0].head_blocks), pool.shape[1])
 
     def _tiles(self, blocks: Tensor, is_key: Tensor) -> Iterator[DecodeTile]:
-        """Cut rows into tiles of nearly the same size: KV_TILE bytes at most, or one row.
+        """Cut the rows into tiles of nearly equal size: at most KV_TILE bytes, but at least one row.
 
         Args:
             blocks: [num_rows, blocks in a row], full rows first.
@@ -131,8 +134,8 @@ class TorchAttention:
         size = -(-num_rows // num_tiles)
         for lo in range(0, num_rows, size):
             hi = min(lo + size, num_rows)
-            first_last = min(max(lo, num_full), hi)  # the first row of the tile that needs a mask
-            seqs = slice(first_last - num_full, hi - num_full)  # that these rows belong to; empty if none
+            first_last = min(max(lo, num_full), hi)  # the tile's first row that needs a mask
+            seqs = slice(first_last - num_full, hi - num_full)  # of the rows with a mask; may be empty
             last = slice(first_last - lo, hi - lo)
             ids, row_seq = head_blocks[:, lo:hi].flatten(), self.row_seq[lo:hi]
             yield DecodeTile(slice(lo, hi), ids, row_seq, last, bits[seqs], bias[seqs])
@@ -140,8 +143,8 @@ class TorchAttention:
     def decode(self, layer: int, q: Tensor) -> Tensor:
         """Attention of one query of each sequence: q → out, both [num_seqs, num_heads, head_dim].
 
-        Each row gives a partial result: its maximum m, its sum l, its output o. The rows of a sequence are
-        then combined as in the reference, only all at once:
+        Each row gives a partial result: its maximum m, its sum l and its output o. The rows of a sequence are
+        then combined as the reference combines blocks, but all at once:
 
             out = Σ w_i · o_i / Σ w_i       with w_i = 2^(m_i - M) · l_i and M = max m_i
 
@@ -159,7 +162,7 @@ class TorchAttention:
             ids = tile.head_blocks
             kv = torch.index_select(pool, 0, ids, out=self.buffer[: len(ids)])
             kv = kv.view(2, len(tile.row_seq), num_kv_heads, -1, head_dim)
-            # Unused slots may hold NaN, and NaN · 0 = NaN: K and V are zeroed there as well as masked.
+            # Slots without a key may hold NaN, and NaN · 0 = NaN: K and V are zeroed there as well as masked.
             kv[:, tile.last].view(tile.bits.dtype).bitwise_and_(tile.bits)
             keys, values = kv  # each [rows, num_kv_heads, keys in a row, head_dim]
             scores = torch.matmul(q.index_select(0, tile.row_seq), keys.mT).float().mul_(LOG2_E)
@@ -178,7 +181,7 @@ class TorchAttention:
     # ── prefills ──────────────────────────────────────────────────────────────────────────────────
 
     def begin_prefills(self, metadata: AttentionMetadata) -> None:
-        """Where each prefill's queries are, and the block table of those with a cached context."""
+        """Note which tokens belong to each prefill, and send the block table if it has a cached context."""
         self.prefills: list[tuple[slice, Tensor | None, int]] = []  # (tokens, block table, context length)
         start = 0  # among the tokens of the prefills
         for i in range(metadata.num_decodes, len(metadata.block_tables)):
@@ -192,7 +195,7 @@ class TorchAttention:
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of all tokens of the prefills: q [num_tokens, num_heads, head_dim], new k, v → out.
 
-        A prefill without a cached context attends to its new k, v; another one to its blocks, gathered.
+        A prefill without a cached context reads the new k, v directly; else its blocks are gathered first.
         """
         k_cache, v_cache = self.cache.layer(layer)
         q = q * self.scale
@@ -209,29 +212,34 @@ class TorchAttention:
 
 @dataclass
 class DecodeTile:
-    """Rows of decodes that are read together, see `TorchAttention.begin_decodes`."""
+    """Rows of decodes that are computed together, see `TorchAttention.begin_decodes`."""
 
-    rows: slice  # of all rows
+    rows: slice  # the tile, among all rows
     head_blocks: Tensor  # [2 (K, V) · rows · num_kv_heads · blocks in a row], rows of `KVCache.head_blocks`
     row_seq: Tensor  # [rows], the sequence that reads each row
-    last: slice  # the tile's rows that are the last of a sequence: their unused slots are masked
+    last: slice  # the rows of the tile that are the last of a sequence and need a mask
     bits: Tensor  # [last rows, 1, keys in a row, 1], all bits set for a key, none for an unused slot
     bias: Tensor  # [last rows, 1, 1, keys in a row], 0 for a key, -inf for an unused slot
 
 
 def gather_context(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
-    """A sequence's keys (or values) from its blocks as one [num_kv_heads, context_len, head_dim]."""
+    """Copy a sequence's keys (or values) out of its blocks: → [num_kv_heads, context_len, head_dim].
+
+    Args:
+        cache: K or V of one layer, [num_blocks, num_kv_heads, block_size, head_dim].
+        block_table: int64 [at least the blocks of the context].
+    """
     num_blocks = -(-context_len // cache.shape[2])
     blocks = cache.index_select(0, block_table[:num_blocks])  # [blocks, num_kv_heads, block_size, head_dim]
     return blocks.transpose(0, 1).flatten(1, 2)[:, :context_len]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The last `len(q)` tokens of a context attend to it, each up to and including itself.
+    """The last `query_len` tokens of a context attend to it, each up to and including itself.
 
-    The mask is aligned to the end: with 3 cached keys, query 0 sees keys 0 to 3. Queries go in tiles, so that
-    the scores stay small and no tile reads keys beyond its last query. On a CPU this is faster than
-    `scaled_dot_product_attention`, which offers such a mask only as a matrix of query_len x context_len.
+    The causal mask is aligned to the end: with 3 cached keys, query 0 attends to keys 0 to 3. Queries are
+    computed in tiles, so that the scores stay small and no tile reads keys after its last query. On a CPU
+    this is faster than `scaled_dot_product_attention` with a mask matrix [query_len, context_len].
 
     Args:
         q: [query_len, num_heads, head_dim], scaled already.

@@ -1,4 +1,7 @@
-"""Storing K/V and decoding with the kernels of `kernels/paged_attention.py`; prefills stay in PyTorch."""
+"""Paged attention with our Triton kernels for storing K/V and for decodes; prefills stay in PyTorch.
+
+`kernels/paged_attention.py` has the kernels. This module knows sequences only by their ids.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from nanopaged.kv_cache import KVCache, to_device
 
 
 class TritonAttention(TorchAttention):
-    """One kernel a layer stores the batch's new K/V, and one or two compute its decodes.
+    """In each layer one kernel stores the new K/V of the batch, and one or two compute its decodes.
 
     Attributes:
         tables: the block tables on the device.
@@ -24,7 +27,7 @@ class TritonAttention(TorchAttention):
     def __init__(self, cache: KVCache, scale: float) -> None:
         super().__init__(cache, scale)
         self.tables = BlockTables(self.device)
-        self.num_processors = 1  # where the kernels are interpreted
+        self.num_processors = 1  # if the kernels are interpreted
         if self.device.type == "cuda":
             self.num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
@@ -43,12 +46,12 @@ class TritonAttention(TorchAttention):
         self.set_decodes(table_rows, lens, int(context_lens.max()))
 
     def set_decodes(self, table_rows: Tensor, context_lens: Tensor, max_context_len: int) -> None:
-        """Let `decode` read these tensors. A CUDA graph sets fixed buffers here, see `DecodeGraphs`.
+        """Set the tensors that `decode` reads. A CUDA graph sets its fixed buffers, see `DecodeGraphs`.
 
         Args:
             table_rows: int64 [num_seqs], the row of `tables` that belongs to each sequence.
             context_lens: int64 [num_seqs], keys of each sequence, the new one included.
-            max_context_len: no context is longer; the number of splits follows from it.
+            max_context_len: the longest context, from which the number of splits follows.
         """
         self.table_rows, self.context_lens = table_rows, context_lens
         num_seqs, num_kv_heads = len(table_rows), self.cache.shape.num_kv_heads
@@ -61,28 +64,28 @@ class TritonAttention(TorchAttention):
 
 
 class BlockTables:
-    """The block tables of running sequences, kept on the device: a step sends only what is new in them.
+    """The block tables of running sequences, kept on the device: a step sends only the entries that changed.
 
-    A sequence keeps its row from step to step. The host remembers what each row holds, and compares: any
-    change of a table (it grew, was forked, copied on write, swapped in elsewhere) is noticed without being
-    reported.
+    A sequence keeps its row from step to step. The host has a copy of each row as it was sent, and compares.
+    So no other module has to report that a table has grown, or has changed by a fork, a copy-on-write or a
+    swap.
 
         on the device   row 0: 5 2     row 1: 0     row 2: 3 8 1
-        to be                  5 2 7          0            3 4 1
+        now                    5 2 7          0            3 4 1
         sent            (0, 2, 7), (2, 0, 3), (2, 1, 4), (2, 2, 1)      as (row, column, block)
 
-    Sequences are known by `id(seq)`. Python may give the id of a finished sequence to a new one. That is
-    safe: the new one inherits a row, and what differs in it is sent.
+    The key of a sequence is `id(seq)`. Python may give the id of a finished sequence to a new one. That is
+    safe: the new sequence takes over the row, and the entries that differ are sent.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.data = torch.zeros((0, 0), dtype=torch.int32, device=device)  # [num_rows, most blocks]
         self.rows: dict[int, int] = {}  # sequence id → row
         self.free: list[int] = []
-        self.sent: list[list[int]] = []  # of each row, the table that was sent last
+        self.sent: list[list[int]] = []  # row → the table that was sent last
 
     def reserve(self, num_rows: int, num_columns: int) -> None:
-        """Make the tables at least that large. If they have to grow, they move, and are sent again."""
+        """Make the tables at least this large. Growing moves them to new memory, and all are sent again."""
         rows, columns = self.data.shape
         if num_rows > rows or num_columns > columns:
             self.data = self.data.new_zeros(max(num_rows, rows), max(num_columns, columns))
@@ -91,10 +94,10 @@ class BlockTables:
             self.sent = [[] for _ in self.free]
 
     def update(self, seq_ids: list[int], tables: list[list[int]]) -> list[int]:
-        """Bring the tables of these sequences up to date; returns the row of each."""
+        """Update the tables of these sequences on the device. Returns the row of each sequence."""
         longest = max(map(len, tables))
         if len(seq_ids) > self.data.shape[0] or longest > self.data.shape[1]:
-            self.reserve(2 * len(seq_ids), 2 * longest)  # doubling, so that it is rare
+            self.reserve(2 * len(seq_ids), 2 * longest)  # twice as large as needed, so that it is rare
         missing = [seq_id for seq_id in seq_ids if seq_id not in self.rows]
         if len(missing) > len(self.free):  # take back the rows of sequences that are not in this batch
             for seq_id in self.rows.keys() - set(seq_ids):
@@ -113,6 +116,6 @@ class BlockTables:
         if changes:
             row, column, block = to_device(np.array(changes).T, self.data.device)
             self.data[row, column] = block.int()
-        for row, table in changed.items():  # only now: if sending failed, they are still to be sent
+        for row, table in changed.items():  # only now: if sending fails, the next step sends them again
             self.sent[row] = table
         return rows

@@ -1,7 +1,7 @@
-"""Copying whole blocks of the KV cache in one launch, for copy-on-write.
+"""Copy whole blocks of the KV cache in one kernel launch, for copy-on-write.
 
-A fork of hundreds of sequences copies hundreds of blocks in a step. One `copy_` each would be as many kernel
-launches.
+When hundreds of sequences fork, hundreds of blocks are copied in a step; `Tensor.copy_` would launch a kernel
+for each. The kernel does not know what a block contains.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Every kernel launch has a fixed cost, even inside a CUDA graph. In a decode step PyTorch launches seven
 kernels to normalise and rotate q and k, and two for the activation; here it is one each, computed in float32
 throughout. `model/layers.py` has the same arithmetic in PyTorch, and uses these kernels if NANOPAGED_FUSED=1
-is set. They have not run on a GPU yet, so what they gain is not known and they are off by default.
+is set. They have not run on a GPU yet, so their gain is not known and they are off by default.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def norm_rotate_kernel(
     HEADS_TILE: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ):
-    """One program normalises and rotates some heads of one token, in place; heads from NUM_Q on are keys.
+    """One program normalises and rotates HEADS_TILE heads of one token, in place. From NUM_Q on: keys.
 
     HALF = 2: a head x₀ x₁ x₂ x₃ is the pairs (x₀, x₂), (x₁, x₃), each rotated by an angle of its own.
     """
@@ -57,7 +57,7 @@ def norm_rotate_kernel(
 
 @triton.jit
 def silu_mul_kernel(gate_up_ptr, out_ptr, width, TILE: tl.constexpr):
-    """One program: TILE columns of one row of silu(gate) · up, with silu(x) = x / (1 + e^-x)."""
+    """One program computes TILE columns of one row of silu(gate) · up, with silu(x) = x / (1 + e^-x)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = columns < width
@@ -79,8 +79,8 @@ def fused_norm_rotate(
     """Normalise (if there are weights) and rotate queries and keys, in place.
 
     Args:
-        qk: [num_tokens, heads, head_dim], the first `num_q` heads queries, the others keys. The heads of a
-            token must be contiguous.
+        qk: [num_tokens, heads, head_dim]; the first `num_q` heads are queries, the others keys. The heads
+            of a token must be contiguous.
         weights: of the norms of queries and of keys, each [head_dim].
         cos: [num_tokens, 1, head_dim], the same in both halves.
         sin: [num_tokens, 1, head_dim / 2].

@@ -1,16 +1,17 @@
-"""Paged attention in Triton: store new keys and values, decode over blocks.
+"""Paged attention in Triton: store new K/V in slots, decode over blocks.
 
-A decode reads every key and value of its context once and multiplies it with a handful of queries. It is
-memory-bound: its time is the time to read K/V. So the kernels read K/V exactly once, and keep enough reads in
-flight:
+A decode reads every key and value of its context, and multiplies it with a few queries. It is memory-bound:
+its time is the time to read K/V. So the kernels read K/V exactly once, and keep enough reads in flight:
 
     decode_kernel   one program for each (sequence, KV head, split of the context), with all query heads that
                     share the KV head; it writes a partial softmax and its log-sum-exp (LSE)
     reduce_kernel   combines the splits of a query head, as `reference_backend.py` combines blocks
 
-The kernels see block tables, lengths and strides, no sequences or batches; the functions at the end launch
-them. `do_not_specialize_on_alignment` stops Triton from compiling a kernel again when the alignment of a
-small input changes.
+The kernels know block tables, lengths and strides, but no sequences or batches; the functions at the end
+launch them. Arguments such as `q_head` and `table_row` are strides, in elements: the distance from one head
+of q, or one row of the block tables, to the next. Arguments that end in `_ptr` are tensors.
+`do_not_specialize_on_alignment` stops Triton from compiling a kernel again when the alignment of a small
+input changes.
 
 With TRITON_INTERPRET=1 (set before triton is first imported) they run on a CPU, slowly, with the same
 results.
@@ -46,14 +47,14 @@ def store_kernel(
     HEADS_PAD: tl.constexpr,
     DIM_PAD: tl.constexpr,
 ):
-    """One program writes the keys and values of one token, all heads, to its slot; slot -1 is skipped."""
+    """One program writes the K/V of one token, all heads, to its slot. Slot -1 (padding) is skipped."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot >= 0:
         heads = tl.arange(0, HEADS_PAD)[:, None]
         dims = tl.arange(0, DIM_PAD)[None, :]
         mask = (heads < NUM_HEADS) & (dims < HEAD_DIM)
-        # block_size = 4, slot 9: block 2, offset 1 in it
+        # block_size = 4, slot 9: block 2, offset 1
         target = (
             (slot // BLOCK_SIZE) * cache_block + (slot % BLOCK_SIZE) * cache_slot + heads * cache_head + dims
         )
@@ -68,7 +69,7 @@ def tiles_per_split(context_len, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
     """Tiles of keys in one split of a context.
 
     1000 keys, TILE = 64, 4 splits: 16 tiles, 4 in a split, keys 0-255, 256-511, ...
-    A context too short for all splits leaves the last ones empty: 3 tiles, 4 splits: 1 in a split, 3 used.
+    If the context is too short for all splits, the last ones are empty: 3 tiles, 4 splits: 1 in a split.
     """
     return tl.maximum(tl.cdiv(tl.cdiv(context_len, TILE), NUM_SPLITS), 1)
 
@@ -132,7 +133,7 @@ def decode_kernel(
             block = tl.load(table + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
             row = block * cache_block + (position % BLOCK_SIZE) * cache_slot + kv_head * cache_head
             mask = live[:, None] & (dims < HEAD_DIM)
-            # Loaded as 0 beyond the context: an unwritten slot may hold NaN, and 0 · NaN is NaN.
+            # 0 beyond the context: an unwritten slot may hold NaN, and 0 · NaN is NaN.
             k = tl.load(k_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
             v = tl.load(v_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [GROUP_PAD, TILE]
@@ -170,7 +171,7 @@ def reduce_kernel(
 ):
     """One program combines the splits of one query head: Σ w_s · out_s / Σ w_s with w_s = 2^(lse_s - max).
 
-    Empty splits are skipped: their memory was not written. Which ones are empty follows from context_len.
+    Empty splits are skipped, because their memory was not written. context_len tells which ones are empty.
     """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -200,11 +201,11 @@ MAX_SPLITS = 64  # partial results that fit in the registers of one program of `
 def decode_settings(
     group: int, head_dim: int, block_size: int, num_splits: int, dtype: torch.dtype
 ) -> tuple[dict[str, object], dict[str, int]]:
-    """The sizes that are constants in a compiled `decode_kernel`, and its launch options.
+    """The constants of a compiled `decode_kernel`, and its launch options.
 
     A tensor core multiplies 16 rows at once, so a smaller group of query heads is padded. That costs
     arithmetic only, which is not the bottleneck. A tile is 16 KB of K and 16 KB of V (64 keys of 128 in
-    bfloat16): this leaves room for four or five programs on a processor, and spills no registers.
+    bfloat16). Then a streaming multiprocessor has room for four or five programs, and no registers spill.
 
     Args:
         group: query heads that share a KV head.
@@ -213,7 +214,7 @@ def decode_settings(
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     group_pad = max(16, triton.next_power_of_2(group))
     tile = min(128, max(16, 16384 // (dim_pad * dtype.itemsize) // triton.cdiv(group_pad, 32)))
-    # The interpreter computes bfloat16 products wrongly, without an error.
+    # Triton's interpreter computes bfloat16 products wrongly, without an error.
     dot = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
     constants = {
         "GROUP": group,
@@ -230,14 +231,16 @@ def decode_settings(
 
 
 def choose_num_splits(num_seqs: int, num_kv_heads: int, max_context_len: int, num_processors: int) -> int:
-    """Into how many splits to cut the contexts of a batch. Always a power of two: each number is compiled.
+    """The number of splits of each context. It is a power of two, because each number is compiled separately.
 
-    A program reads no faster than the processor it runs on. Two programs for each processor keep enough bytes
-    in flight (Little's law: an H200 needs some 27 KB for each of its 132 processors). A split also costs: its
-    partial result is written and read again, 2 · group rows, so it has at least MIN_SPLIT keys. By
-    arithmetic, not measured, on an H200 with 8 KV heads:
+    Two programs for each streaming multiprocessor (SM) keep enough bytes in flight (Little's law: an H200
+    needs some 27 KB for each of its 132 SMs). A split also costs time, because its partial result is written
+    and read again, so it has at least MIN_SPLIT keys. By arithmetic, not measured, on an H200, 8 KV heads:
 
         64 sequences of 4096    512 programs: 1 split        1 of 16384    8 programs: 64 splits of 256
+
+    Args:
+        num_processors: SMs of the GPU.
     """
     wanted = triton.cdiv(2 * num_processors, num_seqs * num_kv_heads)
     most = max(1, min(MAX_SPLITS, max_context_len // MIN_SPLIT))
@@ -248,7 +251,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     """Write the new keys and values of a batch to their slots.
 
     Args:
-        k, v: [num_tokens, num_kv_heads, head_dim], any strides but the last.
+        k, v: [num_tokens, num_kv_heads, head_dim]; any strides, but the last is 1.
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], two views of one tensor.
         slot_mapping: int64 [num_tokens], block · block_size + offset; -1 writes nothing.
     """
@@ -282,15 +285,15 @@ def paged_decode(
     scale: float,
     num_splits: int,
 ) -> Tensor:
-    """Paged decode: one query of each sequence attends to its context, which lies in blocks.
+    """Paged decode: one query of each sequence attends to its context, which is stored in blocks.
 
     Args:
-        q: [num_seqs, num_heads, head_dim], any strides but the last.
+        q: [num_seqs, num_heads, head_dim]; any strides, but the last is 1.
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], two views of one tensor.
         block_tables: int32 [num_rows, most blocks]; entries beyond a context are not read.
         rows: int64 [num_seqs], the row of `block_tables` of each sequence.
         context_lens: int64 [num_seqs], keys of each sequence, the new one included. 0 gives zeros.
-        num_splits: programs that share a context, see `choose_num_splits`.
+        num_splits: splits of each context, see `choose_num_splits`.
 
     Returns:
         [num_seqs, num_heads, head_dim], in the dtype of q.
@@ -303,7 +306,7 @@ def paged_decode(
     constants, options = decode_settings(group, head_dim, block_size, num_splits, k_cache.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=q.device)
-    if num_splits == 1:  # the only partial result is the result
+    if num_splits == 1:  # the partial result is the result
         partial = out[:, :, None]
     else:
         partial = torch.empty((*lse.shape, head_dim), dtype=torch.float32, device=q.device)

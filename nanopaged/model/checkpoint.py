@@ -1,4 +1,4 @@
-"""Loads a model's weights and its tokenizer, from a folder or from the Hugging Face hub.
+"""Load a model's weights and its tokenizer, from a folder or from the Hugging Face hub.
 
 Checkpoints are in Hugging Face's format: config.json, one or several safetensors files, tokenizer files,
 generation_config.json. The projections q, k and v of a checkpoint become one matrix of ours, and so do gate
@@ -96,7 +96,7 @@ def _read_weights(model: Model, folder: Path) -> None:
                         _copy_weight(name, tensors.get_tensor(name), slots[name])
                         missing.discard(name)
                     elif not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
-                        unexpected.append(name)  # the two others follow from the rest of the weights
+                        unexpected.append(name)  # these two are computed from other weights
         except SafetensorError as error:
             raise ValueError(f"{file} is broken or cut short: {error}") from error
     if missing or unexpected:
@@ -168,7 +168,11 @@ def _name_some(what: str, names: set[str] | list[str], most: int = 8) -> str:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The folder's tokenizer; None if it has none. (Prompts must then be token ids.)"""
+    """The folder's tokenizer. None if there is none; prompts must then be token ids.
+
+    Raises:
+        ValueError: the tokenizer has no fast version.
+    """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

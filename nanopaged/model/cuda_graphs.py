@@ -4,12 +4,13 @@ A small decode step takes the GPU less time than Python needs to launch its kern
 graph has no such cost, but a graph is rigid: the same kernels, with the same sizes, on the same addresses. So
 
     - a graph reads its inputs from its own buffers, which are filled before each replay;
-    - there is a graph for each of some batch sizes, and a batch takes the next larger one. The rest of the
-      batch is padding: slot -1, so nothing is stored, and context length 0, so nothing is read;
+    - there are graphs for some batch sizes, and a batch uses the next larger one. The other rows are padding:
+      slot -1, so nothing is stored, and context length 0, so nothing is read;
     - the number of splits is fixed for each graph, for the longest context that is allowed;
     - the block tables must not move (`triton_backend.BlockTables`).
 
-All graphs share one memory pool, because only one runs at a time.
+All graphs share one memory pool, because only one runs at a time. This module knows no sequences, only batch
+sizes and `AttentionMetadata`.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class Graph:
 
 
 class DecodeGraphs:
-    """The graphs of a model. `run` takes a batch of decodes only.
+    """The graphs of a model, captured when it is made. `run` computes a batch of decodes.
 
     Args:
         max_num_seqs: the largest batch.
         max_context_len: the longest context, in tokens.
-        capture: records the kernels of a function. Tests, which have no GPU, replace it.
+        capture: records the kernels of a function; `Capture` by default. Tests without a GPU pass their own.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class DecodeGraphs:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            # The largest first: the smaller ones then find their memory in the pool.
+            # The largest first: the smaller ones then reuse its memory in the pool.
             self.graphs = {size: self._capture_size(size) for size in reversed(self.sizes)}
         finally:
             if was_enabled:
@@ -92,7 +93,11 @@ class DecodeGraphs:
         return Graph(inputs, *self.capture(lambda: self.model(input_ids, positions, attention)))
 
     def run(self, input_ids: np.ndarray, positions: np.ndarray, metadata: AttentionMetadata) -> Tensor:
-        """Hidden states [num_seqs, hidden_size], valid until the next run."""
+        """Compute a batch of decodes → hidden states [num_seqs, hidden_size], valid until the next run.
+
+        Args:
+            input_ids, positions: int64 [num_seqs].
+        """
         n = len(input_ids)
         graph = self.graphs[next(size for size in self.sizes if size >= n)]
         inputs = np.repeat(PADDING, graph.inputs.shape[1], axis=1)
@@ -111,10 +116,10 @@ class Capture:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()  # one for all: libraries keep a workspace for each stream
+        self.stream = torch.cuda.Stream()  # one for all: libraries allocate a workspace for each stream
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """(the output of `work`, a function that replays it)."""
+        """Record `work`. Returns its output, and a function that computes it again in the same memory."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             work()  # once without recording, to compile kernels and initialise libraries

@@ -1,8 +1,8 @@
 """One decoder for Llama, Qwen2 and Qwen3.
 
-The three differ in two details (biases, and a norm of q and k), so one file serves all of them. The model
-computes a flat batch: `num_tokens` tokens of any number of sequences, end to end, without padding. It knows
-no sequences, blocks or caches: everything about them is behind the `attention` that is passed in.
+The three differ only in biases and in a norm of q and k, so one file serves all of them. The model computes a
+flat batch: `num_tokens` tokens of any number of sequences, end to end, without padding. It knows no
+sequences, blocks or caches: the `attention` that is passed in knows them.
 """
 
 from __future__ import annotations

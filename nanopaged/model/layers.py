@@ -1,6 +1,7 @@
 """The parts of a decoder: linear, RMSNorm, rotary embedding, MLP.
 
-Weights are allocated empty, on their device and in their dtype; `checkpoint.py` fills them.
+Weights are allocated empty, on their device and in their dtype; `checkpoint.py` fills them. The layers know
+no sequences: a row of their input is a token, of any sequence.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 
 from nanopaged.model.model_config import ModelConfig
 
-# Small operations as the Triton kernels of `kernels/fused.py`, on a GPU. Off until a GPU has shown the gain.
+# Whether a GPU runs the small operations as the Triton kernels of `kernels/fused.py`. Off until measured.
 FUSED_KERNELS = os.environ.get("NANOPAGED_FUSED") == "1"
 
 
 def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A weight of this shape, not initialised and without gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
@@ -38,8 +40,7 @@ class Linear(nn.Module):
 
         `F.linear` reorders them at every call, or uses a slower kernel. Measured on one core for 32 tokens
         and 768 → 3072 features: float32 0.59 instead of 1.41 ms (docs/benchmarks.md), bfloat16 about 15 %
-        less. The operators belong to PyTorch but are private. If they are missing or refuse, `F.linear` is
-        used.
+        less. These operators are private to PyTorch. If they are missing or fail, `F.linear` is used.
         """
         if self.weight.device.type != "cpu":
             return
@@ -85,10 +86,10 @@ class RMSNorm(nn.Module):
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """RMSNorm of x [..., size], computed in float32, returned in the dtype of x.
 
-    On a CPU, `F.rms_norm` takes eight steps with a temporary each, which for a long prompt in bfloat16 costs
-    ten times the arithmetic. Here it is one temporary, changed in place.
+    On a CPU, `F.rms_norm` makes eight temporaries, which takes 16 times as long for 2,048 tokens in bfloat16
+    (docs/benchmarks.md). Here it is one temporary, changed in place.
     """
-    if x.is_cuda:  # PyTorch has one kernel for it
+    if x.is_cuda:  # one kernel
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     y = x.to(torch.float32, copy=True)
     mean = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.shape[-1])
@@ -139,10 +140,10 @@ class Rotary(nn.Module):
 def norm_rotate(
     qk: Tensor, num_q: int, weights: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Queries and keys of the new tokens, normalised head by head (if there are weights) and rotated.
+    """Queries and keys of the new tokens: normalised head by head, if there are weights, and rotated.
 
     Args:
-        qk: [num_tokens, heads, head_dim], the first `num_q` heads queries, the others keys. May be changed.
+        qk: [num_tokens, heads, head_dim]; the first `num_q` heads are queries, the rest keys. May be changed.
         weights: of the norms of queries and of keys, each [head_dim].
         cos, sin: of the tokens' positions, from `Rotary`.
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's config.json, and refuses models that this engine cannot run.
+"""Read a checkpoint's config.json, and refuse models that this engine cannot run.
 
 transformers parses the file and fills in the defaults of each family. Some models that transformers accepts
 are not supported here (another architecture, a quantised checkpoint, another rope type); the error names the
@@ -35,7 +35,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder of any of the families."""
+    """The sizes of a decoder, and the details in which the families differ."""
 
     vocab_size: int
     hidden_size: int
@@ -83,7 +83,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     dtype = _read_dtype(raw)
     try:
         hf = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers' own words say what is wrong
+    except Exception as error:  # the message of transformers says what is wrong
         raise ValueError(f"the config.json in {folder} cannot be used: {error}") from error
     family = hf.model_type
     attention_bias = bool(getattr(hf, "attention_bias", False))

@@ -1,4 +1,4 @@
-"""What a user gets back."""
+"""The outputs of the API: texts, log-probabilities, metrics and statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Logprob(float):
 
     @property
     def logprob(self) -> float:
-        """The same number, under the name that vLLM's users know."""
+        """The same number, under vLLM's name."""
         return float(self)
 
 
@@ -25,11 +25,11 @@ Logprobs = dict[int, Logprob]
 
 @dataclass(slots=True)
 class Sample:
-    """A token that was drawn; its log-probability is the model's own, before temperature and filters."""
+    """A sampled token. Its log-probability is the model's own, before temperature and filters."""
 
     token_id: int
     logprob: float
-    logprobs: Logprobs | None = None  # of the most likely tokens as well, if asked for
+    logprobs: Logprobs | None = None  # with the most likely tokens, if wanted
 
 
 @dataclass(slots=True)
@@ -40,10 +40,10 @@ class CompletionOutput:
         index: which of the request's outputs.
         text: the decoded tokens, special ones left out, cut before a stop string. Never ends in half
             a character.
-        token_ids: everything generated, the token that stopped it included.
+        token_ids: all generated tokens, including the stop token.
         cumulative_logprob: sum of the generated tokens' log-probabilities (before temperature).
-        logprobs: one dict for each generated token, if asked for.
-        finish_reason: "stop", "length" (max_tokens or max_model_len), "abort", or None while it grows.
+        logprobs: one dict for each generated token, if `SamplingParams.logprobs` is set.
+        finish_reason: "stop", "length" (max_tokens or max_model_len), "abort"; None while unfinished.
         stop_reason: the stop string or stop token id that ended it; None for end-of-sequence.
         score: of a finished beam: cumulative_logprob / (len(token_ids) ** length_penalty).
     """
@@ -63,9 +63,9 @@ class RequestMetrics:
     """What happened to a request. Times are `time.monotonic()` seconds; None = not yet.
 
     Fields:
-        num_cached_tokens: prompt tokens that the prefix cache gave when the request was first
-            admitted (what a preempted request finds of itself later is not counted).
-        num_preemptions: how often it had to give its blocks back and resume.
+        num_cached_tokens: prompt tokens found in the prefix cache at the first admission (later
+            admissions, after a preemption, are not counted).
+        num_preemptions: how often the request was preempted.
     """
 
     arrival_time: float
@@ -81,7 +81,7 @@ class RequestOutput:
 
     Fields:
         prompt: the text, if the prompt came as text.
-        prompt_logprobs: one dict for each prompt token, None for the first, if asked for.
+        prompt_logprobs: one dict for each prompt token, None for the first, if wanted.
         outputs: one `CompletionOutput` for each sequence, in order of index. Of a request
             for several outputs there is one until its prompt is computed; of a beam search, the beams
             while it runs and the best texts at its end.
@@ -100,8 +100,8 @@ class RequestOutput:
 class EngineStats:
     """Counts and shares: of blocks and queues now, of the rest since the engine was made.
 
-    `num_free_blocks` includes the cached ones, which can be had at once. `num_shared_blocks` stand in several
-    block tables; `num_blocks_saved` is what sharing saves: all entries of the tables, less the blocks in use.
+    `num_free_blocks` includes the cached blocks, which can be evicted. `num_shared_blocks` are in several
+    block tables. `num_blocks_saved` is what sharing saves: all entries of the tables, less the blocks in use.
     `slot_utilization` is the share of the slots in used blocks that hold K/V. `num_running`, `num_waiting`
     and `num_swapped` count requests, `prefix_cache_queries` and `_hits` prompt tokens, `num_blocks_copied`
     copies on write. `preemption` is the way in use, "swap" or "recompute".

@@ -1,4 +1,4 @@
-"""When a sequence ends, and why."""
+"""Stop rules: the tokens and lengths that end a sequence. Stop strings are in `detokenizer.py`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class StopRules:
     """What ends the sequences of one request. Lengths are in tokens and include the prompt.
 
     Fields:
-        token_ids: a sequence ends after any of these.
-        eos_token_ids: those of them that are the model's own end-of-sequence.
-        min_length: before it, nothing but `max_length` may end a sequence.
-        max_length: where a sequence ends at the latest.
+        token_ids: a sequence ends with any of these.
+        eos_token_ids: the end-of-sequence tokens among them, which give no `stop_reason`.
+        min_length: below this length only `max_length` ends a sequence.
+        max_length: at this length a sequence ends.
     """
 
     token_ids: frozenset[int]
@@ -31,7 +31,7 @@ class StopRules:
         eos_token_ids: frozenset[int],
         max_model_len: int,
     ) -> StopRules:
-        """The rules for a prompt of that length, of a model with these end-of-sequence ids."""
+        """The rules for `params`, a prompt of this length, and a model with these end-of-sequence ids."""
         eos = frozenset() if params.ignore_eos else eos_token_ids
         return cls(
             token_ids=eos | frozenset(params.stop_token_ids),
