@@ -18,14 +18,20 @@ from nanopaged.sequence import Request, Sequence
 from nanopaged.text.outputs import Sample
 
 
-def fork_samples(request: Request, block_manager: BlockManager) -> list[Sequence]:
-    """The prompt is computed: one sequence for each output that was asked for, the present one first."""
-    (seq,) = request.live
-    siblings = [seq]
-    for index in range(1, request.num_sequences):
-        siblings.append(seq.fork(index))
-        block_manager.fork(seq, siblings[-1])
-    request.sequences, request.live = siblings, list(siblings)
+def fork_samples(request: Request, samples: list[Sample], block_manager: BlockManager) -> list[Sequence]:
+    """The prompt is computed: go on with one sequence for each of the `samples` that may follow it.
+
+    As in `advance_beams`, nothing of the request changes before the end. So there is never a fork without a
+    token of its own, which would have to compute the prompt's last block again in a block of its own.
+    """
+    (parent,) = request.live
+    siblings: list[Sequence] = []
+    for index, sample in enumerate(samples):
+        siblings.append(parent.fork(index))
+        block_manager.fork(parent, siblings[-1])
+        siblings[-1].append(sample)
+    block_manager.free(parent)
+    request.sequences, request.live = siblings, siblings[:]
     return siblings
 
 

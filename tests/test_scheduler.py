@@ -9,7 +9,8 @@ from conftest import Oracle
 from fake_runner import FakeRunner, next_token
 
 from nanopaged import EngineConfig, LLMEngine, SamplingParams
-from nanopaged.sequence import ScheduledBatch, StepResult
+from nanopaged.sequence import ScheduledBatch, Sequence, StepResult
+from nanopaged.text.outputs import Sample
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -245,6 +246,30 @@ def test_a_failed_step_keeps_the_order_of_arrival(make: MakeEngine) -> None:
         engine.step()
     assert list(engine.scheduler.waiting) == ["0", "1", "2", "3"]
     assert list(run(engine)) == ["0", "1", "2", "3"]
+
+
+def test_an_interrupted_fork_still_fits(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three outputs of one token need the prompt's blocks only, in a pool that has no others.
+
+    Had the fork been made without its tokens, each output would compute the prompt's last block for itself.
+    """
+    engine = make(num_blocks=2)
+    engine.add_request("a", tokens(1, 8), SamplingParams(n=3, max_tokens=1, ignore_eos=True))
+    append, calls = Sequence.append, []
+
+    def interrupted(self: Sequence, sample: Sample) -> bool:
+        calls.append(sample)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return append(self, sample)
+
+    monkeypatch.setattr(Sequence, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.check_invariants()
+    (output,) = engine.step()
+    assert output.finished
+    assert [c.token_ids for c in output.outputs] == [[next_token(tokens(1, 8), i)] for i in range(3)]
 
 
 def test_abort_gives_the_blocks_back_at_once(make: MakeEngine) -> None:
