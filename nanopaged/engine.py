@@ -99,9 +99,8 @@ class LLMEngine:
             result = self.runner.execute(batch) if batch.sequences else StepResult([])
             advanced = self.scheduler.update(batch, result)
             outputs = [request.output() for request in advanced] if with_outputs else []
-            for request in advanced:
-                if request.finished:
-                    del self.requests[request.request_id]
+            for request in [request for request in advanced if request.finished]:
+                del self.requests[request.request_id]
         except BaseException:
             self.scheduler.start_over(self.requests.values())
             raise

@@ -218,10 +218,9 @@ class Request:
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     def start_over(self) -> None:
-        """A step failed: every unfinished sequence keeps its tokens and loses its K/V."""
+        """A step failed: every sequence keeps its tokens and loses its K/V; finished ones finish again."""
         for seq in self.sequences:
-            if not seq.finished:
-                seq.start_over()
+            seq.start_over()
         self.live = [seq for seq in self.sequences if not seq.finished]
 
     def output(self) -> RequestOutput:
