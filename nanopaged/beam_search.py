@@ -58,7 +58,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
 
     going_on = [candidate for candidate in candidates if candidate[2].token_id not in stop_token_ids][:width]
     next_beams: list[Sequence] = []
-    if not at_limit and not _is_over(request, hypotheses, best=going_on[0][0]):
+    if going_on and not at_limit and not _is_over(request, hypotheses, best=going_on[0][0]):
         for index, (_, beam, sample) in enumerate(going_on):
             next_beams.append(beam.fork(index))
             block_manager.fork(beam, next_beams[-1])

@@ -270,6 +270,15 @@ def test_beams_with_min_tokens_and_without_ends(qwen3: Oracle) -> None:
     assert min(map(len, texts(output))) >= 7
 
 
+def test_beams_that_all_end(qwen3: Oracle) -> None:
+    """Where every token of the vocabulary ends a text, the first ones are the hypotheses."""
+    llm = LLM(qwen3.folder, num_blocks=100)
+    params = BeamSearchParams(beam_width=3, max_tokens=5, stop_token_ids=range(VOCAB_SIZE))
+    (output,) = run(llm, [[1, 2, 3]], [params])
+    best = qwen3.logprobs([1, 2, 3])[-1].topk(3).indices.tolist()
+    assert texts(output) == [[token_id] for token_id in best]
+
+
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_one_beam_is_greedy(qwen3: Oracle, early_stopping: bool | str) -> None:
     prompts = random_prompts(8, seed=9, longest=8)
