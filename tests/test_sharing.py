@@ -411,6 +411,7 @@ def test_beam_search_text_and_types() -> None:
         ({"beam_width": 2, "early_stopping": "maybe"}, ValueError, "early_stopping is 'maybe'"),
         ({"beam_width": 2, "early_stopping": 1}, ValueError, "early_stopping is 1"),
         ({"beam_width": 2, "length_penalty": float("nan")}, ValueError, "length_penalty is nan"),
+        ({"beam_width": 2, "length_penalty": -300}, ValueError, "length_penalty is -300"),
         ({"beam_width": 2, "max_tokens": 0}, ValueError, "max_tokens is 0"),
         ({"beam_width": 2, "min_tokens": 20}, ValueError, "min_tokens is 20"),
         ({"beam_width": 2, "temperature": 1.0}, TypeError, "temperature"),
