@@ -43,7 +43,7 @@ class PromptProcessor:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids = frozenset(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self._seeds = random.Random(config.seed)
 
     def make_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> Request:
@@ -136,8 +136,9 @@ class PromptProcessor:
                 raise ValueError(
                     f"stop token id {token_id} is outside the vocabulary of {self.vocab_size} tokens"
                 )
-        if params.min_tokens > 0 and len(set(params.stop_token_ids)) == self.vocab_size:
+        eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+        if params.min_tokens > 0 and len(eos_token_ids.union(params.stop_token_ids)) == self.vocab_size:
             raise ValueError(
                 f"min_tokens is {params.min_tokens}, but stop_token_ids has all {self.vocab_size} tokens of "
-                "the vocabulary: leave out one that may be drawn before"
+                "the vocabulary (end-of-sequence included): leave out one that may be drawn before"
             )
