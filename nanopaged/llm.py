@@ -23,9 +23,9 @@ Message = dict[str, str]
 
 def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
     """One prompt, a text or token ids, becomes a list of one."""
-    if isinstance(prompts, str) or (hasattr(prompts, "tolist") and prompts.ndim == 1):
+    if isinstance(prompts, str) or (hasattr(prompts, "tolist") and prompts.ndim < 2):
         return [prompts]
-    if isinstance(prompts, dict) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, dict | bytes) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts are a str, a list of token ids, or a list of those, got {prompts!r}")
     prompts = list(prompts)
     return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
@@ -127,7 +127,7 @@ class LLM:
         The text grows from one to the next; a character spread over several tokens appears when it is
         whole. Leaving the loop early aborts the request.
         """
-        if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], str):
+        if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str):
             raise TypeError("stream takes one prompt: a str or a list of token ids")
         return self._stream(self.engine.prompts.make_request(self._new_id(), prompt, params))
 

@@ -78,6 +78,7 @@ class PromptProcessor:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this model has no tokenizer: give the prompt as a list of token ids")
+            prompt.encode()  # half of a surrogate pair, which no tokenizer takes, is a ValueError
             token_ids = self.tokenizer.encode(prompt)
         elif hasattr(prompt, "tolist"):  # an array or a tensor
             token_ids = prompt.tolist()

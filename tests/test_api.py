@@ -212,10 +212,19 @@ def test_wrong_kinds_of_arguments(llm: LLM, tiny: LLM) -> None:
         llm.generate({"prompt_token_ids": [1]}, use_tqdm=False)
     with pytest.raises(TypeError, match="prompts are a str"):
         llm.generate(None, use_tqdm=False)
+    with pytest.raises(TypeError, match="prompts are a str"):
+        llm.generate(b"bytes", use_tqdm=False)
+    with pytest.raises(TypeError, match="a prompt is a str or a list of token ids"):
+        llm.generate(np.array(5), use_tqdm=False)
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        tiny.generate("half a pair: \ud800", use_tqdm=False)
     with pytest.raises(TypeError, match="params are SamplingParams"):
         llm.generate([1], {"temperature": 0}, use_tqdm=False)
     with pytest.raises(TypeError, match="stream takes one prompt"):
         tiny.stream(["a", "b"])
+    for prompt in (None, 5, np.array(5)):
+        with pytest.raises(TypeError, match="a prompt is a str or a list of token ids"):
+            tiny.stream(prompt)
     with pytest.raises(TypeError, match="a conversation is a list"):
         tiny.chat("hello")
     with pytest.raises(ValueError, match="needs a 'role' and a 'content'"):
