@@ -20,18 +20,23 @@ from nanopaged.sequence import Request, Sequence
 from nanopaged.text.outputs import Sample
 
 
-def fork_samples(request: Request, block_manager: BlockManager) -> list[Sequence]:
-    """Fork the sequence that has computed the prompt, once for each further output.
+def fork_samples(request: Request, samples: list[Sample], block_manager: BlockManager) -> list[Sequence]:
+    """Fork the sequence that has computed the prompt, once for each of the `samples` drawn to follow it.
+
+    As in `advance_beams`, the request changes in one assignment at the end. So no fork is ever left without a
+    token of its own; after a failed step it would need a block of its own for the end of the prompt.
 
     Returns:
-        all sequences of the request, in order of index; the first is the one that was there.
+        the sequences of the request, in order of index.
     """
-    (seq,) = request.live
-    siblings = [seq]
-    for index in range(1, request.num_sequences):
-        siblings.append(seq.fork(index))
-        block_manager.fork(seq, siblings[-1])
-    request.sequences, request.live = siblings, list(siblings)
+    (parent,) = request.live
+    siblings: list[Sequence] = []
+    for index, sample in enumerate(samples):
+        siblings.append(parent.fork(index))
+        block_manager.fork(parent, siblings[-1])
+        siblings[-1].append(sample)
+    block_manager.free(parent)
+    request.sequences, request.live = siblings, siblings[:]
     return siblings
 
 
@@ -59,7 +64,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
 
     going_on = [candidate for candidate in candidates if candidate[2].token_id not in stop_token_ids][:width]
     next_beams: list[Sequence] = []
-    if not at_limit and not _is_over(request, hypotheses, best=going_on[0][0]):
+    if going_on and not at_limit and not _is_over(request, hypotheses, best=going_on[0][0]):
         for index, (_, beam, sample) in enumerate(going_on):
             next_beams.append(beam.fork(index))
             block_manager.fork(beam, next_beams[-1])

@@ -287,7 +287,7 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         _check_int(self, "beam_width", 1)
-        _check_number("length_penalty", self.length_penalty, -1e3, 1e3)
+        _check_number("length_penalty", self.length_penalty, -50, 50)  # 10⁶ ** 50 is still a float
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f"early_stopping is {self.early_stopping!r}, but must be True, False or 'never'")
         _check_lengths(self)

@@ -7,6 +7,8 @@ the batch, a `Runner` computes it, and `PromptProcessor` checks requests. `llm.p
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -95,19 +97,27 @@ class LLMEngine:
         """
         if not self.requests:
             return []
-        try:
+        with self._or_start_over():
             batch = self.scheduler.schedule()
             result = self.runner.execute(batch) if batch.sequences else StepResult([])
             advanced = self.scheduler.update(batch, result)
             outputs = [request.output() for request in advanced] if with_outputs else []
-            for request in advanced:
-                if request.finished:
-                    del self.requests[request.request_id]
-        except BaseException:
-            self.scheduler.start_over(self.requests.values())
-            raise
+            for request in [request for request in advanced if request.finished]:
+                del self.requests[request.request_id]
         self.num_steps += 1
         return outputs
+
+    @contextmanager
+    def _or_start_over(self) -> Iterator[None]:
+        """If the block fails anywhere, all requests wait again."""
+        try:
+            yield
+        except BaseException:
+            while True:
+                with suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave this half done
+                    self.scheduler.start_over(self.requests.values())
+                    break
+            raise
 
     def add_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> None:
         """Queue a prompt (text, or token ids) for generation.
@@ -123,8 +133,9 @@ class LLMEngine:
         if request.request_id in self.requests:
             raise ValueError(f"request_id {request.request_id!r} is taken by an unfinished request")
         request.arrival_time = time.monotonic()
-        self.requests[request.request_id] = request
-        self.scheduler.add(request)
+        with self._or_start_over():
+            self.requests[request.request_id] = request
+            self.scheduler.add(request)
 
     def abort_request(self, request_id: str) -> RequestOutput:
         """Stop a running or waiting request and free its blocks. Returns its output so far.
@@ -134,8 +145,9 @@ class LLMEngine:
         """
         if request_id not in self.requests:
             raise ValueError(f"no unfinished request has the id {request_id!r}")
-        request = self.requests.pop(request_id)
-        self.scheduler.abort(request)
+        with self._or_start_over():
+            request = self.requests.pop(request_id)
+            self.scheduler.abort(request)
         return request.output()
 
     def has_unfinished_requests(self) -> bool:

@@ -27,9 +27,9 @@ Message = dict[str, str]
 
 def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
     """The prompts as a list; a single prompt (a text, or token ids) becomes a list of one."""
-    if isinstance(prompts, str) or (hasattr(prompts, "tolist") and prompts.ndim == 1):
+    if isinstance(prompts, str) or (hasattr(prompts, "tolist") and prompts.ndim < 2):
         return [prompts]
-    if isinstance(prompts, dict) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, dict | bytes) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts are a str, a list of token ids, or a list of such prompts, got {prompts!r}")
     prompts = list(prompts)
     return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
@@ -136,7 +136,7 @@ class LLM:
 
         Raises: as `generate`, at the call, not at the first output.
         """
-        if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], str):
+        if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str):
             raise TypeError("stream takes one prompt: a str or a list of token ids")
         return self._stream(self.engine.prompts.make_request(self._new_id(), prompt, params))
 

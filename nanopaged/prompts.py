@@ -44,7 +44,7 @@ class PromptProcessor:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids = frozenset(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self._seeds = random.Random(config.seed)
 
     def make_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> Request:
@@ -78,6 +78,7 @@ class PromptProcessor:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this model has no tokenizer: give the prompt as a list of token ids")
+            prompt.encode()  # half of a surrogate pair, which no tokenizer takes, is a ValueError
             token_ids = self.tokenizer.encode(prompt)
         elif hasattr(prompt, "tolist"):  # an array or a tensor
             token_ids = prompt.tolist()
@@ -137,8 +138,9 @@ class PromptProcessor:
                 raise ValueError(
                     f"stop token id {token_id} is outside the vocabulary of {self.vocab_size} tokens"
                 )
-        if params.min_tokens > 0 and len(set(params.stop_token_ids)) == self.vocab_size:
+        eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+        if params.min_tokens > 0 and len(eos_token_ids.union(params.stop_token_ids)) == self.vocab_size:
             raise ValueError(
                 f"min_tokens is {params.min_tokens}, but stop_token_ids has all {self.vocab_size} tokens of "
-                "the vocabulary: leave out one that may be drawn before"
+                "the vocabulary (end-of-sequence included): leave out one that may be drawn before"
             )

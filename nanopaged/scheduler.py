@@ -215,8 +215,7 @@ class Scheduler:
                 advance_beams(request, self.block_manager)
                 num_generated += len(request.sequences)
             elif len(request.sequences) < request.num_sequences:  # the prompt is computed: fork
-                siblings = fork_samples(request, self.block_manager)
-                ended += [sib for sib, sample in zip(siblings, samples, strict=True) if sib.append(sample)]
+                ended += [sib for sib in fork_samples(request, samples, self.block_manager) if sib.finished]
                 num_generated += len(samples)
             else:
                 if seq.append(samples[0]):

@@ -220,10 +220,9 @@ class Request:
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     def start_over(self) -> None:
-        """After a failed step, every unfinished sequence keeps its tokens and loses its K/V."""
+        """After a failed step, every sequence keeps its tokens and loses its K/V; finished ones finish again."""
         for seq in self.sequences:
-            if not seq.finished:
-                seq.start_over()
+            seq.start_over()
         self.live = [seq for seq in self.sequences if not seq.finished]
 
     def output(self) -> RequestOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -211,10 +212,19 @@ def test_wrong_kinds_of_arguments(llm: LLM, tiny: LLM) -> None:
         llm.generate({"prompt_token_ids": [1]}, use_tqdm=False)
     with pytest.raises(TypeError, match="prompts are a str"):
         llm.generate(None, use_tqdm=False)
+    with pytest.raises(TypeError, match="prompts are a str"):
+        llm.generate(b"bytes", use_tqdm=False)
+    with pytest.raises(TypeError, match="a prompt is a str or a list of token ids"):
+        llm.generate(np.array(5), use_tqdm=False)
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        tiny.generate("half a pair: \ud800", use_tqdm=False)
     with pytest.raises(TypeError, match="params are SamplingParams"):
         llm.generate([1], {"temperature": 0}, use_tqdm=False)
     with pytest.raises(TypeError, match="stream takes one prompt"):
         tiny.stream(["a", "b"])
+    for prompt in (None, 5, np.array(5)):
+        with pytest.raises(TypeError, match="a prompt is a str or a list of token ids"):
+            tiny.stream(prompt)
     with pytest.raises(TypeError, match="a conversation is a list"):
         tiny.chat("hello")
     with pytest.raises(ValueError, match="needs a 'role' and a 'content'"):
@@ -226,9 +236,19 @@ def test_wrong_kinds_of_arguments(llm: LLM, tiny: LLM) -> None:
 
 
 def test_all_tokens_stop_but_none_may(llm: LLM) -> None:
-    everything = SamplingParams(stop_token_ids=range(llm.engine.vocab_size), min_tokens=2)
-    with pytest.raises(ValueError, match="min_tokens is 2, but stop_token_ids has all 97 tokens"):
-        llm.generate([[1]], everything, use_tqdm=False)
+    everything = range(llm.engine.vocab_size)
+    for stop_token_ids in (everything, set(everything) - llm.engine.prompts.eos_token_ids):
+        params = SamplingParams(stop_token_ids=stop_token_ids, min_tokens=2)
+        with pytest.raises(ValueError, match="min_tokens is 2, but stop_token_ids has all 97 tokens"):
+            llm.generate([[1]], params, use_tqdm=False)
+
+
+def test_an_end_of_sequence_outside_the_vocabulary_is_never_drawn(qwen3: Oracle, tmp_path: Path) -> None:
+    shutil.copytree(qwen3.folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [500]}')
+    params = SamplingParams(min_tokens=5, max_tokens=5)
+    (output,) = LLM(tmp_path, num_blocks=8).generate([1, 2], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 5
 
 
 def test_mismatched_lists(llm: LLM) -> None:

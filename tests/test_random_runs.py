@@ -65,14 +65,15 @@ class Workload:
     preemption: str  # as in EngineConfig, or "directed": see `forked`
     watermark: float
     max_num_seqs: int
-    faults: dict[int, int]  # step → 0: the runner fails; n: Ctrl-C at the n-th line that the step executes
+    # step → 0: the runner fails; n: Ctrl-C at the n-th line that the step executes; -n: both
+    faults: dict[int, int]
     requests: list[Asked] = field(repr=False)
 
 
 def draw_faults(rng: random.Random, num_steps: int) -> dict[int, int]:
     """A few steps that fail, in the runner or at any line of the bookkeeping."""
     steps = [rng.randint(0, num_steps) for _ in range(rng.randint(0, 4))]
-    return {step: rng.choice([0, int(rng.expovariate(1 / 80))]) for step in steps}
+    return {step: rng.choice([0, 1, 1, -3]) * int(rng.expovariate(1 / 80)) for step in steps}
 
 
 def general(seed: int) -> Workload:
@@ -241,14 +242,15 @@ class Run:
 
     def failing_step(self, fault: int) -> None:
         """The step raises, unless it ends before the fault, and takes no token away."""
-        self.runner.fail_next = fault == 0
+        self.runner.fail_next = fault <= 0
         sampled = [r for r in self.engine.requests.values() if not r.is_beam_search]
         before = {r: [list(seq.token_ids) for seq in r.sequences] for r in sampled}
         try:
-            with interrupt_at_line(fault or 10**9):
+            with interrupt_at_line(abs(fault) or 10**9):
                 self.note(self.engine.step())
         except (RuntimeError, KeyboardInterrupt):
             self.num_failed += 1
+        self.runner.fail_next = False
         for request, token_ids in before.items():
             for old, seq in zip(token_ids, request.sequences, strict=False):
                 assert seq.token_ids[: len(old)] == old, "a failed step took tokens away"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 
 import pytest
 from conftest import Oracle
 from fake_runner import FakeRunner, next_token
+from faults import interrupt_at_line
 
 from nanopaged import EngineConfig, LLMEngine, SamplingParams
-from nanopaged.sequence import ScheduledBatch, StepResult
+from nanopaged.sequence import ScheduledBatch, Sequence, StepResult
+from nanopaged.text.outputs import Sample
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -245,6 +248,51 @@ def test_a_failed_step_keeps_the_order_of_arrival(make: MakeEngine) -> None:
         engine.step()
     assert list(engine.scheduler.waiting) == ["0", "1", "2", "3"]
     assert list(run(engine)) == ["0", "1", "2", "3"]
+
+
+def test_an_interrupted_fork_still_fits(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three outputs of one token need the prompt's blocks only, in a pool that has no others.
+
+    Had the fork been made without its tokens, each output would compute the prompt's last block for itself.
+    """
+    engine = make(num_blocks=2)
+    engine.add_request("a", tokens(1, 8), SamplingParams(n=3, max_tokens=1, ignore_eos=True))
+    append, calls = Sequence.append, []
+
+    def interrupted(self: Sequence, sample: Sample) -> bool:
+        calls.append(sample)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return append(self, sample)
+
+    monkeypatch.setattr(Sequence, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.check_invariants()
+    (output,) = engine.step()
+    assert output.finished
+    assert [c.token_ids for c in output.outputs] == [[next_token(tokens(1, 8), i)] for i in range(3)]
+
+
+def test_an_interrupt_at_any_line_of_adding_and_aborting(make: MakeEngine) -> None:
+    engine = make()
+    for line in count(1):
+        engine.add_request("a", tokens(1, 10), params(3))
+        engine.step()
+        interrupted = False
+        try:
+            with interrupt_at_line(line):
+                engine.add_request("b", tokens(2, 10), params(3))
+                engine.abort_request("a")
+        except KeyboardInterrupt:
+            interrupted = True
+        engine.check_invariants()
+        for request_id in list(engine.requests):
+            engine.abort_request(request_id)
+        engine.check_invariants()
+        assert engine.stats().num_used_blocks == 0
+        if not interrupted:
+            break
 
 
 def test_abort_gives_the_blocks_back_at_once(make: MakeEngine) -> None:

@@ -270,6 +270,15 @@ def test_beams_with_min_tokens_and_without_ends(qwen3: Oracle) -> None:
     assert min(map(len, texts(output))) >= 7
 
 
+def test_beams_that_all_end(qwen3: Oracle) -> None:
+    """Where every token of the vocabulary ends a text, the first ones are the hypotheses."""
+    llm = LLM(qwen3.folder, num_blocks=100)
+    params = BeamSearchParams(beam_width=3, max_tokens=5, stop_token_ids=range(VOCAB_SIZE))
+    (output,) = run(llm, [[1, 2, 3]], [params])
+    best = qwen3.logprobs([1, 2, 3])[-1].topk(3).indices.tolist()
+    assert texts(output) == [[token_id] for token_id in best]
+
+
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_one_beam_is_greedy(qwen3: Oracle, early_stopping: bool | str) -> None:
     prompts = random_prompts(8, seed=9, longest=8)
@@ -402,6 +411,7 @@ def test_beam_search_text_and_types() -> None:
         ({"beam_width": 2, "early_stopping": "maybe"}, ValueError, "early_stopping is 'maybe'"),
         ({"beam_width": 2, "early_stopping": 1}, ValueError, "early_stopping is 1"),
         ({"beam_width": 2, "length_penalty": float("nan")}, ValueError, "length_penalty is nan"),
+        ({"beam_width": 2, "length_penalty": -300}, ValueError, "length_penalty is -300"),
         ({"beam_width": 2, "max_tokens": 0}, ValueError, "max_tokens is 0"),
         ({"beam_width": 2, "min_tokens": 20}, ValueError, "min_tokens is 20"),
         ({"beam_width": 2, "temperature": 1.0}, TypeError, "temperature"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from itertools import count
 
+import fake_runner
 import pytest
+from fake_runner import FakeRunner
+from faults import interrupt_at_line
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase
 
-from nanopaged import LLM, SamplingParams
+from nanopaged import LLM, EngineConfig, LLMEngine, SamplingParams
 from nanopaged.sequence import Request
 from nanopaged.text.detokenizer import Detokenizer
 from nanopaged.text.outputs import Sample
@@ -231,3 +235,27 @@ def test_leaving_a_stream_early_aborts_the_request(llm: LLM) -> None:
         break
     assert not llm.engine.has_unfinished_requests()
     assert llm.engine.stats().num_used_blocks == 0
+
+
+def test_an_interrupt_at_any_line_leaves_the_texts_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a step in which several texts end: each of them is still reported once, and whole."""
+    monkeypatch.setattr(fake_runner, "next_token", lambda token_ids, index=0: 300 + len(token_ids) + index)
+    engine = LLMEngine(EngineConfig(), FakeRunner(16, 16))
+    params = SamplingParams(n=2, max_tokens=3, ignore_eos=True)
+    expected = [engine.tokenizer.decode(range(302 + i, 305 + i)) for i in range(2)]
+    for line in count(1):
+        engine.add_request("a", [5, 6], params)
+        engine.add_request("b", [5, 6], params)
+        texts, interrupted = {}, False
+        for step in count():
+            if not engine.has_unfinished_requests():
+                break
+            try:
+                with interrupt_at_line(line if step == 2 else 10**9):
+                    outputs = engine.step()
+            except KeyboardInterrupt:
+                interrupted, outputs = True, []
+            texts |= {out.request_id: [c.text for c in out.outputs] for out in outputs if out.finished}
+        assert texts == {"a": expected, "b": expected}, f"after an interrupt at line {line} of the step"
+        if not interrupted:
+            break
