@@ -220,7 +220,7 @@ class Request:
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     def start_over(self) -> None:
-        """After a failed step, every sequence keeps its tokens and loses its K/V; finished ones finish again."""
+        """After a failed step, every sequence keeps its tokens and loses its K/V; some finish once more."""
         for seq in self.sequences:
             seq.start_over()
         self.live = [seq for seq in self.sequences if not seq.finished]
