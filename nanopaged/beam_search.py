@@ -16,8 +16,7 @@ This module knows no queues and no logits: candidates come from `sampler.py`.
 from __future__ import annotations
 
 from nanopaged.block_manager import BlockManager
-from nanopaged.sequence import Request, Sequence
-from nanopaged.text.outputs import Sample
+from nanopaged.sequence import Request, Sample, Sequence
 
 
 def fork_samples(request: Request, samples: list[Sample], block_manager: BlockManager) -> list[Sequence]:
@@ -32,8 +31,7 @@ def fork_samples(request: Request, samples: list[Sample], block_manager: BlockMa
     (parent,) = request.live
     siblings: list[Sequence] = []
     for index, sample in enumerate(samples):
-        siblings.append(parent.fork(index))
-        block_manager.fork(parent, siblings[-1])
+        siblings.append(block_manager.fork(parent, index))
         siblings[-1].append(sample)
     block_manager.free(parent)
     request.sequences, request.live = siblings, siblings[:]
@@ -66,8 +64,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     next_beams: list[Sequence] = []
     if going_on and not at_limit and not _is_over(request, hypotheses, best=going_on[0][0]):
         for index, (_, beam, sample) in enumerate(going_on):
-            next_beams.append(beam.fork(index))
-            block_manager.fork(beam, next_beams[-1])
+            next_beams.append(block_manager.fork(beam, index))
             next_beams[-1].append(sample)
     for beam in beams:  # the children have references of their own
         block_manager.free(beam)

@@ -142,7 +142,7 @@ class BlockManager:
         """
         size = self.block_size
         # The last block of each sequence is its own even if it is full: its last token is always computed.
-        keys = [self.block_keys(seq, (seq.num_tokens - 1) // size) for seq in sequences]
+        keys = [self.keys_of(seq, (seq.num_tokens - 1) // size) for seq in sequences]
         hits = [self.find_prefix(seq) if look_up else [] for seq in sequences]
         in_use = {block_id for hit in hits for block_id in hit if self.blocks[block_id].ref_count > 0}
         num_distinct = len({key for its_keys in keys for key in its_keys})
@@ -197,12 +197,14 @@ class BlockManager:
                 seq.block_table.append(self.take())
         return copies
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child`, which has the tokens of `parent`, share all its blocks. Takes no memory (§4.4)."""
+    def fork(self, parent: Sequence, index: int) -> Sequence:
+        """A copy of `parent` for output `index` that shares all its blocks. Takes no memory (§4.4)."""
+        child = parent.fork(index)
         for block_id in parent.block_table:
             self.share(block_id)
         child.block_table = list(parent.block_table)
         child.num_computed_tokens = parent.num_computed_tokens
+        return child
 
     def free(self, seq: Sequence) -> None:
         """Give the sequence's blocks back. Published blocks can be found until they are evicted.
@@ -216,7 +218,7 @@ class BlockManager:
 
     # ── the prefix cache ──────────────────────────────────────────────────────────────────────────
 
-    def block_keys(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+    def keys_of(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """The keys of the first `num_blocks` blocks of a sequence, which must be full. Each is computed once.
 
         K/V depends on the whole prefix, so a key identifies the whole prefix: it is the SHA-256 hash of the
@@ -244,7 +246,7 @@ class BlockManager:
         """
         prefix: list[int] = []
         if self.enable_prefix_caching:
-            for key in self.block_keys(seq, (seq.num_tokens - 1) // self.block_size):
+            for key in self.keys_of(seq, (seq.num_tokens - 1) // self.block_size):
                 if key not in self.index:
                     break
                 prefix.append(self.index[key].block_id)
@@ -263,7 +265,7 @@ class BlockManager:
             return
         first = seq.num_computed_tokens // self.block_size
         end = (seq.num_computed_tokens + seq.num_scheduled_tokens) // self.block_size
-        keys = self.block_keys(seq, end)
+        keys = self.keys_of(seq, end)
         for i in range(first, end):
             if keys[i] not in self.index:
                 block = self.blocks[seq.block_table[i]]
@@ -341,7 +343,7 @@ class BlockManager:
         assert len(set(seq.block_table)) == num_blocks, "a block stands twice in one table"
         assert seq.num_computed_tokens <= min(seq.num_tokens, num_blocks * size)
         assert num_blocks <= blocks_needed(seq.num_tokens, size)
-        keys = self.block_keys(seq, seq.num_tokens // size)
+        keys = self.keys_of(seq, seq.num_tokens // size)
         for i, block_id in enumerate(seq.block_table):
             key = self.blocks[block_id].key
             assert key is None or [key] == keys[i : i + 1], f"block {block_id} is found under other tokens"

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from nanopaged.config import SamplingParams
 from nanopaged.kv_cache import to_device
-from nanopaged.sequence import ScheduledBatch, Sequence
-from nanopaged.text.outputs import Logprob, Sample
+from nanopaged.sequence import Sample, ScheduledBatch, Sequence
+from nanopaged.text.outputs import Logprob
 
 VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
 

@@ -14,8 +14,17 @@ from dataclasses import dataclass, field
 
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.text.detokenizer import Detokenizer
-from nanopaged.text.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput, Sample
+from nanopaged.text.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 from nanopaged.text.stopping import StopRules
+
+
+@dataclass(slots=True)
+class Sample:
+    """A sampled token. Its log-probability is the model's own, before temperature and filters."""
+
+    token_id: int
+    logprob: float
+    logprobs: Logprobs | None = None  # with the most likely tokens, if wanted
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +54,7 @@ class Sequence:
 
     block_table: list[int] = field(default_factory=list)  # i-th logical block → physical block
     host_table: list[int] = field(default_factory=list)  # the same in host memory, while swapped out
-    block_keys: list[bytes] = field(default_factory=list)  # see `BlockManager.block_keys`
+    block_keys: list[bytes] = field(default_factory=list)  # see `BlockManager.keys_of`
 
     candidates: list[Sample] | None = None  # of a beam, until all beams of its request have theirs
     score: float | None = None  # of a beam search's hypothesis

@@ -98,7 +98,6 @@ class Oracle:
     def __init__(self, family: str, folder: Path) -> None:
         self.folder = folder
         self.model = make_checkpoint(family, folder)
-        self.eos = EOS
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], max_tokens: int, ignore_eos: bool = False) -> list[int]:

@@ -8,8 +8,7 @@ never written or a block shared too early is caught in the step in which it happ
 from __future__ import annotations
 
 from nanopaged.block_manager import BlockManager
-from nanopaged.sequence import ScheduledBatch, Sequence, StepResult
-from nanopaged.text.outputs import Sample
+from nanopaged.sequence import Sample, ScheduledBatch, Sequence, StepResult
 
 VOCAB_SIZE = 97
 GARBAGE = -1
@@ -136,5 +135,5 @@ class FakeRunner:
             token_ids = PREFIXES.tokens(max(numbers[-1], 0))
             assert token_ids, f"block {block.block_id} can be found, but its K/V was never computed"
             assert PREFIXES.numbers(token_ids)[-self.block_size :] == numbers, "a block of mixed contents"
-            keys = manager.block_keys(Sequence(None, token_ids), len(token_ids) // self.block_size)
+            keys = manager.keys_of(Sequence(None, token_ids), len(token_ids) // self.block_size)
             assert keys[-1] == key, f"block {block.block_id} can be found under other tokens"

@@ -14,8 +14,7 @@ import torch
 from conftest import MAX_MODEL_LEN, VOCAB_SIZE, Oracle
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from nanopaged.sequence import Sequence
-from nanopaged.text.outputs import Sample
+from nanopaged.sequence import Sample, Sequence
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 

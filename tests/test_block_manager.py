@@ -10,8 +10,7 @@ import xxhash
 from nanopaged.beam_search import advance_beams
 from nanopaged.block_manager import BlockManager, blocks_needed
 from nanopaged.config import BeamSearchParams, SamplingParams
-from nanopaged.sequence import Request, Sequence
-from nanopaged.text.outputs import Sample
+from nanopaged.sequence import Request, Sample, Sequence
 from nanopaged.text.stopping import StopRules
 
 
@@ -248,7 +247,7 @@ def test_reset_forgets_everything() -> None:
     manager.check_invariants([])
 
 
-def test_nothing_is_published_before_it_is_computed() -> None:
+def test_only_the_blocks_that_a_step_fills_are_published() -> None:
     manager = BlockManager(16, 2)
     first = admit(manager, 1, 2, 3, 4, 5, computed=False)
     compute(manager, first, 3)
@@ -284,12 +283,6 @@ def test_the_invariants_notice_a_wrong_reference_count() -> None:
 # ── forks and copy-on-write ───────────────────────────────────────────────────────────────────────
 
 
-def fork(manager: BlockManager, parent: Sequence, index: int = 1) -> Sequence:
-    child = parent.fork(index)
-    manager.fork(parent, child)
-    return child
-
-
 def refs(manager: BlockManager, *block_ids: int) -> list[int]:
     return [manager.blocks[block_id].ref_count for block_id in block_ids]
 
@@ -303,7 +296,7 @@ def test_a_fork_takes_no_memory() -> None:
     manager = BlockManager(8, 4)
     parent = admit(manager, 1, 2, 3, 4, 5, 6)
     free = manager.num_free_blocks
-    child = fork(manager, parent)
+    child = manager.fork(parent, 1)
     assert manager.num_free_blocks == free
     assert child.block_table == parent.block_table
     assert refs(manager, *parent.block_table) == [2, 2]
@@ -322,7 +315,7 @@ def test_parallel_sampling_as_in_figure_8_of_the_paper() -> None:
     manager.free_ids = [0, 2, 4, 5, 6, 8, 3, 1, 7]  # the last is taken first
     four, score, and_, seven, years, ago, our, fathers, mothers = range(9)
     a1 = admit(manager, four, score, and_, seven, years, ago, our)
-    a2 = fork(manager, a1)
+    a2 = manager.fork(a1, 1)
     assert a1.block_table == a2.block_table == [7, 1]
     assert refs(manager, 7, 1) == [2, 2]
     draw(a1, fathers)
@@ -376,7 +369,7 @@ def test_the_last_of_several_writers_writes_in_place() -> None:
     """Four siblings share a half-full block: three copies, and the fourth keeps the original."""
     manager = BlockManager(8, 4)
     siblings = [admit(manager, 1, 2, 3, 4, 5, 6)]
-    siblings += [fork(manager, siblings[0], i) for i in (1, 2, 3)]
+    siblings += [manager.fork(siblings[0], i) for i in (1, 2, 3)]
     siblings[0].request.live = siblings
     original = siblings[0].block_table[1]
     for i, seq in enumerate(siblings):
@@ -396,7 +389,7 @@ def test_a_full_last_block_is_not_copied() -> None:
     """No sequence writes into a full block, so siblings that fork at its end copy nothing."""
     manager = BlockManager(8, 4)
     parent = admit(manager, 1, 2, 3, 4)
-    child = fork(manager, parent)
+    child = manager.fork(parent, 1)
     for seq in (parent, child):
         draw(seq, 9)
     assert manager.append_slots([parent, child]) == []
@@ -407,7 +400,7 @@ def test_a_full_last_block_is_not_copied() -> None:
 def test_out_of_blocks_for_a_copy_changes_nothing() -> None:
     manager = BlockManager(2, 4)
     parent = admit(manager, 1, 2, 3, 4, 5, 6)
-    child = fork(manager, parent)
+    child = manager.fork(parent, 1)
     for seq in (parent, child):
         draw(seq, 7)
     assert manager.append_slots([parent, child]) is None

@@ -11,8 +11,7 @@ from fake_runner import FakeRunner, next_token
 from faults import interrupt_at_line
 
 from nanopaged import EngineConfig, LLMEngine, SamplingParams
-from nanopaged.sequence import ScheduledBatch, Sequence, StepResult
-from nanopaged.text.outputs import Sample
+from nanopaged.sequence import Sample, ScheduledBatch, Sequence, StepResult
 
 MakeEngine = Callable[..., LLMEngine]
 

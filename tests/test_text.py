@@ -13,9 +13,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase
 
 from nanopaged import LLM, EngineConfig, LLMEngine, SamplingParams
-from nanopaged.sequence import Request
+from nanopaged.sequence import Request, Sample
 from nanopaged.text.detokenizer import Detokenizer
-from nanopaged.text.outputs import Sample
 from nanopaged.text.stopping import StopRules
 
 

@@ -10,8 +10,7 @@ import random
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
-from nanopaged.text.outputs import Sample
+from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
 from nanopaged.text.stopping import StopRules
 
 # The paper's traces (its Fig. 11): mean tokens of input and output.

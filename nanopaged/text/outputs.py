@@ -24,15 +24,6 @@ Logprobs = dict[int, Logprob]
 
 
 @dataclass(slots=True)
-class Sample:
-    """A sampled token. Its log-probability is the model's own, before temperature and filters."""
-
-    token_id: int
-    logprob: float
-    logprobs: Logprobs | None = None  # with the most likely tokens, if wanted
-
-
-@dataclass(slots=True)
 class CompletionOutput:
     """One of the outputs of a request.
 
