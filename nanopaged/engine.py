@@ -30,9 +30,11 @@ class Runner(Protocol):
     num_blocks: int
     num_host_blocks: int
 
-    def execute(self, batch: ScheduledBatch) -> StepResult: ...
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """Move blocks, compute the scheduled tokens, sample."""
 
-    def cheaper_preemption(self) -> str: ...
+    def cheaper_preemption(self) -> str:
+        """ "swap" or "recompute"; called once, if the config leaves the choice open."""
 
 
 class LLMEngine:

@@ -397,7 +397,7 @@ def test_ids_of_the_front_end_and_of_the_user_do_not_collide(llm: LLM) -> None:
 
 
 def test_prompts_of_all_kinds(tiny: LLM) -> None:
-    """A text, ids, a list of either; results in the order of the prompts, also if they finish in another order."""
+    """A text, ids, a list of either; results come in the order of the prompts, not of their ends."""
     ids = tiny.engine.tokenizer.encode("ROMEO:\n")
     (from_text,) = tiny.generate("ROMEO:\n", GREEDY, use_tqdm=False)
     (from_ids,) = tiny.generate(ids, GREEDY, use_tqdm=False)

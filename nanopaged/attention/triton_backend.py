@@ -32,9 +32,11 @@ class TritonAttention(TorchAttention):
             self.num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def begin_store(self, metadata: AttentionMetadata) -> None:
+        """Send the slot mapping to the device."""
         self.slot_mapping = to_device(metadata.slot_mapping, self.device)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write k, v [num_tokens, num_kv_heads, head_dim] of the whole batch to their slots."""
         store_kv(k, v, *self.cache.layer(layer), self.slot_mapping)
 
     def begin_decodes(self, metadata: AttentionMetadata) -> None:
@@ -58,6 +60,7 @@ class TritonAttention(TorchAttention):
         self.num_splits = choose_num_splits(num_seqs, num_kv_heads, max_context_len, self.num_processors)
 
     def decode(self, layer: int, q: Tensor) -> Tensor:
+        """Queries [num_decodes, num_heads, head_dim] → their attention outputs, of the same shape."""
         k_cache, v_cache = self.cache.layer(layer)
         where = self.tables.data, self.table_rows, self.context_lens
         return paged_decode(q, k_cache, v_cache, *where, self.scale, self.num_splits)
