@@ -124,7 +124,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def cheaper_preemption(self) -> str:
-        """ "swap" or "recompute": the faster way to restore a block, measured now.
+        """The faster way ("swap" or "recompute") to restore a block, measured now.
 
         The time to copy a block out and in is compared with its share of a short prefill. Without host blocks
         it is "recompute", and nothing is measured.
