@@ -34,7 +34,7 @@ class Runner(Protocol):
         """Move blocks, compute the scheduled tokens, sample."""
 
     def cheaper_preemption(self) -> str:
-        """The faster way to preempt, "swap" or "recompute"; called once, if the config leaves the choice open."""
+        """The faster way to preempt, "swap" or "recompute"; called once for preemption="auto"."""
 
 
 class LLMEngine:
