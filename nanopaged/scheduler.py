@@ -214,7 +214,7 @@ class Scheduler:
                     continue
                 advance_beams(request, self.block_manager)
                 num_generated += len(request.sequences)
-            elif len(request.sequences) < request.num_sequences:  # the prompt is computed: fork
+            elif request.prompt_phase:  # the prompt is computed: fork
                 ended += [sib for sib in fork_samples(request, samples, self.block_manager) if sib.finished]
                 num_generated += len(samples)
             else:

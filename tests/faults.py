@@ -9,7 +9,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
+
 import nanopaged
+from nanopaged.sequence import Sample, Sequence
 
 PACKAGE = str(Path(nanopaged.__file__).parent)
 # Not in the lines that call `start_over`, and not in `step`: an interrupt after its `with` loses the outputs.
@@ -40,3 +43,16 @@ def interrupt_at_line(number: int) -> Iterator[None]:
         yield
     finally:
         sys.settrace(None)
+
+
+def interrupt_second_append(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise KeyboardInterrupt instead of the second `Sequence.append` from now on; the others go through."""
+    append, calls = Sequence.append, []
+
+    def interrupted(self: Sequence, sample: Sample) -> bool:
+        calls.append(sample)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return append(self, sample)
+
+    monkeypatch.setattr(Sequence, "append", interrupted)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import MAX_MODEL_LEN, VOCAB_SIZE, Oracle
+from faults import interrupt_second_append
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from nanopaged.sequence import Sample, Sequence
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -306,15 +306,7 @@ def test_an_interrupt_while_a_step_is_booked(tiny: LLM, monkeypatch: pytest.Monk
     for prompt in prompts:
         engine.add_request(prompt, prompt, params)
     engine.step()
-    append, calls = Sequence.append, []
-
-    def interrupted(self: Sequence, sample: Sample) -> bool:
-        calls.append(sample)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return append(self, sample)
-
-    monkeypatch.setattr(Sequence, "append", interrupted)
+    interrupt_second_append(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     engine.check_invariants()

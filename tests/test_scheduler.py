@@ -8,10 +8,10 @@ from itertools import count
 import pytest
 from conftest import Oracle
 from fake_runner import FakeRunner, next_token
-from faults import interrupt_at_line
+from faults import interrupt_at_line, interrupt_second_append
 
 from nanopaged import EngineConfig, LLMEngine, SamplingParams
-from nanopaged.sequence import Sample, ScheduledBatch, Sequence, StepResult
+from nanopaged.sequence import ScheduledBatch, StepResult
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -256,15 +256,7 @@ def test_an_interrupted_fork_still_fits(make: MakeEngine, monkeypatch: pytest.Mo
     """
     engine = make(num_blocks=2)
     engine.add_request("a", tokens(1, 8), SamplingParams(n=3, max_tokens=1, ignore_eos=True))
-    append, calls = Sequence.append, []
-
-    def interrupted(self: Sequence, sample: Sample) -> bool:
-        calls.append(sample)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return append(self, sample)
-
-    monkeypatch.setattr(Sequence, "append", interrupted)
+    interrupt_second_append(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     engine.check_invariants()
