@@ -132,3 +132,8 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 def random_prompts(num: int, seed: int, longest: int = 60) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest))] for _ in range(num)]
+
+
+def tokens(first: int, num: int) -> list[int]:
+    """A prompt that shares nothing with those of another `first`."""
+    return [first] + [(first + i) % 90 for i in range(1, num)]

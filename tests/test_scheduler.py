@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import count
 
 import pytest
-from conftest import Oracle
+from conftest import Oracle, tokens
 from fake_runner import FakeRunner, next_token
 from faults import interrupt_at_line, interrupt_second_append
 
@@ -40,11 +40,6 @@ def make(qwen3: Oracle) -> MakeEngine:
 
 def params(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-
-
-def tokens(first: int, num: int) -> list[int]:
-    """A prompt that shares nothing with those of another `first`."""
-    return [first] + [(first + i) % 90 for i in range(1, num)]
 
 
 def run(engine: LLMEngine) -> dict[str, list[int]]:

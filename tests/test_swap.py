@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import Oracle, random_prompts
+from conftest import Oracle, random_prompts, tokens
 from fake_runner import FakeRunner
 
 from nanopaged import LLM, EngineConfig, LLMEngine, RequestOutput, SamplingParams
@@ -26,11 +26,6 @@ def make(qwen3: Oracle) -> MakeEngine:
 
 def params(max_tokens: int, **extra: object) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **extra)
-
-
-def tokens(first: int, num: int) -> list[int]:
-    """A prompt that shares nothing with those of another `first`."""
-    return [first] + [(first + i) % 90 for i in range(1, num)]
 
 
 def step_until(engine: LLMEngine, condition: Callable[[], bool]) -> None:
