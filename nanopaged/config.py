@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch", "reference")
@@ -24,6 +25,21 @@ LOAD_FORMATS = ("auto", "dummy")
 PREEMPTIONS = ("auto", "swap", "recompute")
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+
+OUR_NAMES = {  # options of vLLM and transformers → ours
+    "gpu_memory_utilization": "memory_utilization",
+    "num_gpu_blocks_override": "num_blocks",
+    "kv_cache_memory_bytes": "num_blocks",
+    "swap_space": "num_host_blocks",
+    "best_of": "n",
+    "num_return_sequences": "n",
+    "do_sample": "temperature",
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids",
+    "num_beams": "beam_width",
+}
 
 
 def _require(condition: bool, message: str) -> None:
@@ -61,14 +77,30 @@ def _check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
+class _Options:
+    """The base of the classes below: the error for an unknown keyword says what may have been meant."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        names = [option.name for option in fields(cls)]
+        for name in options:
+            if name not in names:
+                meant = (
+                    [OUR_NAMES[name]] if OUR_NAMES.get(name) in names else get_close_matches(name, names, 1)
+                )
+                hint = f"did you mean {meant[0]!r}?" if meant else f"its options are {', '.join(names)}"
+                raise TypeError(f"{cls.__name__} has no option {name!r}: {hint}")
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(_Options):
     """The options of an engine.
 
     Fields:
         model: a folder with config.json, safetensors and a tokenizer, or a Hugging Face hub id.
             None is the tiny model in the box.
-        dtype: the type of weights, activations and K/V. "auto" takes the checkpoint's own.
+        dtype: the type of weights, activations and K/V: "float32", "bfloat16" or "float16", as a name or as
+            torch's own. "auto" takes the checkpoint's.
         device: "auto" (CUDA if there is one), or a name that torch knows: "cpu", "cuda", "cuda:1".
         block_size: token slots in a block, 1 or more; 16 is the paper's default (§7.2).
         num_blocks: blocks of the KV cache. None measures the free memory and uses what
@@ -129,6 +161,7 @@ class EngineConfig:
             raise TypeError(f"model must be a folder, a hub id or None, got {self.model!r}")
         if not isinstance(self.device, str):
             raise TypeError(f"device must be a name such as 'cpu' or 'cuda:0', got {self.device!r}")
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))  # torch.bfloat16
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _check_choice("preemption", self.preemption, PREEMPTIONS)
@@ -171,11 +204,13 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(_Options):
     """How one request's tokens are chosen, and when it stops.
 
-    The logits pass through temperature, top-k, top-p and min-p in this order (as in transformers),
-    then a token is drawn. Defaults are vLLM's.
+    The logits pass through the penalties, temperature, top-k, top-p and min-p in this order (as in vLLM and
+    transformers), then a token is drawn. Defaults are vLLM's. Left out, to stay small: logit_bias, bad_words,
+    structured output, skip_special_tokens (they are never in the text), detokenize (text is made when it is
+    read).
 
     Fields:
         n: outputs for the prompt (parallel sampling).
@@ -183,16 +218,21 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the most likely tokens that together reach this probability (nucleus sampling).
         min_p: drop tokens less likely than `min_p` times the most likely one.
+        repetition_penalty: divides the positive logits of all tokens of the prompt and the output, and
+            multiplies the negative ones. Above 1 discourages repetition (Keskar et al., CTRL, 2019).
+        frequency_penalty: subtracted from a token's logit once for each time that it was generated.
+        presence_penalty: subtracted once from the logit of each token that was generated.
         seed: makes the request repeatable, independent of the other requests in the batch. None draws one.
-        max_tokens: tokens to generate at most.
+        max_tokens: tokens to generate at most; None is as many as `max_model_len` allows. Blocks for all of
+            them must fit in the pool, or the request is refused.
         min_tokens: until this many tokens are generated, no end-of-sequence or stop token is drawn and
             stop strings do not end the output.
         stop: a string, or several; the output ends before the first one that appears.
         stop_token_ids: token ids that end the output, in addition to the model's end-of-sequence ids.
         ignore_eos: do not end at end-of-sequence; `stop` and `stop_token_ids` still end it.
         logprobs: at each generated position, return the log-probabilities of this many most likely tokens,
-            and of the chosen one. They belong to the model's own distribution, before temperature and
-            filters. None returns none.
+            and of the chosen one. They belong to the model's own distribution, before penalties,
+            temperature and filters. None returns none.
         prompt_logprobs: the same for the prompt's tokens.
 
     Raises:
@@ -204,8 +244,11 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     seed: int | None = None
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     stop: str | SequenceOf[str] = ()
     stop_token_ids: SequenceOf[int] = ()
@@ -220,6 +263,9 @@ class SamplingParams:
         _check_number("top_p", self.top_p, 0.0, 1.0)
         _require(self.top_p > 0, "top_p is 0, but must be above 0: 1 keeps all tokens")
         _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, ": 1 changes nothing")
+        for name in ("frequency_penalty", "presence_penalty"):
+            _check_number(name, getattr(self, name), -2.0, 2.0, ": 0 changes nothing")
         _check_optional_int(self, "seed", 0)
         _check_lengths(self)
         for name in ("logprobs", "prompt_logprobs"):
@@ -244,6 +290,12 @@ class SamplingParams:
         top_k = min(self.top_k, NO_TOP_K) if self.top_k > 0 else NO_TOP_K
         return max(self.temperature, 1e-6), top_k, self.top_p, self.min_p
 
+    @cached_property
+    def penalties(self) -> tuple[float, float, float] | None:
+        """(repetition, frequency, presence), or None if they change nothing."""
+        penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+        return penalties if penalties != (1, 0, 0) else None
+
     @property
     def num_sequences(self) -> int:
         """Sequences that the request will have."""
@@ -251,7 +303,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BeamSearchParams:
+class BeamSearchParams(_Options):
     """Beam search for one request: the same hypotheses and scores as transformers' `generate(num_beams=…)`.
 
     The request's outputs are the `beam_width` best texts, best first. A text's score is the sum of its
@@ -259,7 +311,7 @@ class BeamSearchParams:
 
     Fields:
         beam_width: beams (unfinished texts) kept at each step; 1 is greedy decoding.
-        max_tokens: tokens to generate at most.
+        max_tokens: tokens to generate at most; None is as many as `max_model_len` allows.
         min_tokens: until this many tokens are generated, no text ends.
         length_penalty: above 0 favours long texts, below 0 short ones.
         early_stopping: when to stop once `beam_width` texts have ended. True: at once. False: when the best
@@ -272,7 +324,7 @@ class BeamSearchParams:
     """
 
     beam_width: int
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     length_penalty: float = 1.0
     early_stopping: bool | str = False
@@ -300,10 +352,10 @@ class BeamSearchParams:
 
 def _check_lengths(params: SamplingParams | BeamSearchParams) -> None:
     """Check the options that end a text; `stop_token_ids` becomes a tuple, so that params are hashable."""
-    _check_int(params, "max_tokens", 1)
+    _check_optional_int(params, "max_tokens", 1, " (None is as many as max_model_len allows)")
     _check_int(params, "min_tokens", 0)
     _require(
-        params.min_tokens <= params.max_tokens,
+        params.max_tokens is None or params.min_tokens <= params.max_tokens,
         f"min_tokens is {params.min_tokens}, but max_tokens is only {params.max_tokens}",
     )
     _check_bool("ignore_eos", params.ignore_eos)

@@ -269,9 +269,14 @@ def largest_step(
     )
     positions = to_device(positions, device)
     hidden = model(positions * 0, positions, lambda layer, q, k, v: attention(0, q, k, v))
-    # Top-p sorts all probabilities. Banned tokens make a copy of them, and forks and beams another (`clone`).
-    params = SamplingParams(top_k=10), SamplingParams(top_p=0.9, min_p=0.1)
-    rows = [SampleRow(params[i % 2], 0, i, 0, [0]) for i in range(max(config.max_num_seqs, LOGITS_TILE))]
+    # Top-p sorts all probabilities. Penalties make a copy of the logits, so do banned tokens, and forks and
+    # beams (`clone`).
+    params = (
+        SamplingParams(top_k=10, presence_penalty=1),
+        SamplingParams(top_p=0.9, min_p=0.1, presence_penalty=1),
+    )
+    num_rows = max(config.max_num_seqs, LOGITS_TILE)
+    rows = [SampleRow(params[i % 2], 0, i, 0, [0], {0: 1}) for i in range(num_rows)]
     logits = model.logits(hidden[:1].expand(len(rows), -1))
     sample(logits.clone(), SamplingMetadata(rows, device))
 

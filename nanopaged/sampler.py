@@ -4,9 +4,9 @@ A sequence gets a token if the step computes its last known token. The hidden st
 to logits, one for each token of the vocabulary. One token is drawn from them; n tokens, if a request for n
 outputs has just finished its prompt; for a beam, the most likely tokens are proposed.
 
-Sampling applies temperature, top-k, top-p and min-p in transformers' order. The random number of a draw is a
-function of (seed, output index, position) alone, so it does not depend on the rest of the batch, on chunked
-prefill or on preemption. (These can change the logits by a rounding error.)
+Sampling applies penalties, temperature, top-k, top-p and min-p in transformers' order. The random number of a
+draw is a function of (seed, output index, position) alone, so it does not depend on the rest of the batch, on
+chunked prefill or on preemption. (These can change the logits by a rounding error.)
 
 This module knows no blocks and no KV cache. It changes no sequence: `Scheduler.update` appends the tokens.
 """
@@ -40,6 +40,7 @@ class SampleRow:
     index: int
     position: int
     banned_token_ids: Collection[int]
+    token_counts: dict[int, int] | None = None  # `Sequence.token_counts` if the params have penalties
 
 
 class SamplingMetadata:
@@ -50,15 +51,17 @@ class SamplingMetadata:
 
     def __init__(self, rows: list[SampleRow], device: torch.device) -> None:
         self.num_logprobs: list[int | None] = []
-        banned, columns, num_greedy = [], [], 0
+        banned, columns, num_greedy, has_penalties = [], [], 0, False
         for row in rows:
             params, is_greedy = row.params, row.params.temperature == 0
             self.num_logprobs.append(params.logprobs)
             banned.append(row.banned_token_ids)
+            has_penalties |= row.token_counts is not None
             num_greedy += is_greedy
             draw = 0.0 if is_greedy else uniform(row.seed, row.index, row.position)
             columns.append((*params.filters, draw, is_greedy))
         self.banned = send_banned(banned, device) if any(banned) else None
+        self.penalties = send_penalties(rows, device) if has_penalties else None
         self.all_greedy, self.any_greedy = num_greedy == len(rows), num_greedy > 0
         if self.all_greedy:
             return
@@ -77,6 +80,24 @@ def send_banned(token_ids: list[Collection[int]], device: torch.device) -> Tenso
     """
     pairs = [(row, token_id) for row, ids in enumerate(token_ids) for token_id in ids]
     return to_device(np.array(pairs).T, device)
+
+
+def send_penalties(rows: list[SampleRow], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The logits that penalties change, one for each token known so far to a row with penalties.
+
+    Returns:
+        [2 (row, token id), num], and for each of them [4 (times generated, repetition, frequency, presence
+        penalty), num] in float32.
+    """
+    where, numbers = [], []
+    for i, row in enumerate(rows):
+        if row.token_counts is not None:
+            ids, counts = np.array(list(row.token_counts.items())).T
+            where.append(np.stack((np.full_like(ids, i), ids)))
+            penalties = np.array(row.params.penalties)[:, None]
+            numbers.append(np.vstack((counts, np.broadcast_to(penalties, (3, len(ids))))))
+    numbers = np.hstack(numbers).astype(np.float32)
+    return to_device(np.hstack(where), device), to_device(numbers, device)
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -121,9 +142,9 @@ def sample_next_tokens(
         if request.is_beam_search:
             beams.append(row)
             continue
-        banned = seq.banned_token_ids
+        banned, counts = seq.banned_token_ids, seq.token_counts() if request.params.penalties else None
         for index in range(request.params.num_sequences) if request.prompt_phase else (seq.index,):
-            draws.append(SampleRow(request.params, request.seed, index, seq.num_tokens, banned))
+            draws.append(SampleRow(request.params, request.seed, index, seq.num_tokens, banned, counts))
             draw_rows.append(row)
     if not ready:
         return samples
@@ -175,8 +196,10 @@ def propose_for_beams(logits: Tensor, beams: list[Sequence]) -> list[list[Sample
 def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
     """One token for each row of `logits` [num_rows, vocab_size] (float32): the most likely one, or a draw."""
     logprobs = allowed = logits.log_softmax(-1)
+    if metadata.penalties is not None:
+        allowed = penalize(logits, *metadata.penalties)
     if metadata.banned is not None:
-        allowed = logprobs.index_put(tuple(metadata.banned), logprobs.new_full((), -math.inf))
+        allowed = allowed.index_put(tuple(metadata.banned), logprobs.new_full((), -math.inf))
     if metadata.all_greedy:
         token_ids = allowed.argmax(-1)
     else:
@@ -184,6 +207,23 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
         if metadata.any_greedy:
             token_ids = torch.where(metadata.is_greedy[:, 0] > 0, allowed.argmax(-1), token_ids)
     return gather_logprobs(logprobs, token_ids, metadata.num_logprobs)
+
+
+def penalize(logits: Tensor, where: Tensor, numbers: Tensor) -> Tensor:
+    """A copy of the logits with penalties applied, as vLLM defines them; see `SamplingParams`.
+
+        repetition 2, frequency 0.5, presence 1; logits 3 and -3 of a token generated 4 times:
+        3 / 2 - 4 · 0.5 - 1 = -1.5 and -3 · 2 - 4 · 0.5 - 1 = -9
+
+    Args:
+        logits: [num_rows, vocab_size].
+        where, numbers: see `send_penalties`.
+    """
+    count, repetition, frequency, presence = numbers
+    values = logits[tuple(where)]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= frequency * count + presence * (count > 0)
+    return logits.index_put(tuple(where), values)
 
 
 def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

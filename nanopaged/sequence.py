@@ -10,6 +10,7 @@ Blocks are ids here. Nothing in this module knows what a block contains or on wh
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from nanopaged.config import BeamSearchParams, SamplingParams
@@ -86,6 +87,11 @@ class Sequence:
         """Tokens that must not be drawn next: before min_tokens nothing may end the sequence."""
         rules = self.request.stop_rules
         return rules.token_ids if len(self.token_ids) < rules.min_length else frozenset()
+
+    def token_counts(self) -> dict[int, int]:
+        """Each known token → how often it was generated; 0 for a token that only the prompt has."""
+        end = self.request.num_prompt_tokens
+        return dict.fromkeys(self.token_ids[:end], 0) | Counter(self.token_ids[end:])
 
     @property
     def finished(self) -> bool:

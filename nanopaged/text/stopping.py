@@ -37,5 +37,5 @@ class StopRules:
             token_ids=eos | frozenset(params.stop_token_ids),
             eos_token_ids=eos - frozenset(params.stop_token_ids),
             min_length=num_prompt_tokens + params.min_tokens,
-            max_length=min(num_prompt_tokens + params.max_tokens, max_model_len),
+            max_length=min(num_prompt_tokens + (params.max_tokens or max_model_len), max_model_len),
         )
