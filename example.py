@@ -8,12 +8,13 @@ python example.py --model Qwen/Qwen3-0.6B     a real one: a folder or a hub id, 
 
 import argparse
 from textwrap import indent
+from typing import Any
 
 from tqdm import tqdm
 
 from nanopaged import LLM, BeamSearchParams, EngineStats, RequestOutput, SamplingParams
 
-Prompt = str | list[int]
+Prompt = str | dict[str, Any]
 
 # The tiny model continues plays. All prompts share the beginning, so its K/V is computed once.
 OPENING = """\
@@ -37,11 +38,14 @@ QUESTIONS = [
 
 
 def make_prompts(llm: LLM, is_tiny: bool) -> dict[str, Prompt]:
-    """Name → prompt: text for the tiny model, a conversation as token ids for a real one."""
+    """Name → prompt: text for the tiny model, a conversation for a real one (Qwen3 thinks if it may)."""
     if is_tiny:
         return {f"{speaker}:": f"{OPENING}{speaker}:\n" for speaker in SPEAKERS}
     system = {"role": "system", "content": SYSTEM}
-    return {q: llm.chat_prompt([system, {"role": "user", "content": q}]) for q in QUESTIONS}
+    return {
+        q: llm.chat_prompt([system, {"role": "user", "content": q}], {"enable_thinking": False})
+        for q in QUESTIONS
+    }
 
 
 def run(

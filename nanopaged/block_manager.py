@@ -273,6 +273,14 @@ class BlockManager:
                 block.key = keys[i]
                 self.index[block.key] = block
 
+    def reset_prefix_cache(self) -> None:
+        """Make all cached blocks free. Blocks in use can still be found."""
+        for block in self.cached.values():
+            del self.index[block.key]
+            block.key = None
+        self.free_ids += reversed(self.cached)
+        self.cached.clear()
+
     # ── statistics and checks ─────────────────────────────────────────────────────────────────────
 
     def num_shared_blocks(self, sequences: Iterable[Sequence]) -> int:

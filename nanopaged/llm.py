@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from itertools import count
 from numbers import Integral
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from nanopaged.config import BeamSearchParams, EngineConfig
 from nanopaged.engine import LLMEngine
@@ -22,17 +24,34 @@ from nanopaged.prompts import Params, Prompt
 from nanopaged.sequence import Request
 from nanopaged.text.outputs import RequestOutput
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
     """The prompts as a list; a single prompt (a text, or token ids) becomes a list of one."""
-    if isinstance(prompts, str) or (hasattr(prompts, "tolist") and prompts.ndim < 2):
+    if isinstance(prompts, str | dict) or (hasattr(prompts, "tolist") and prompts.ndim < 2):
         return [prompts]
-    if isinstance(prompts, dict | bytes) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts are a str, a list of token ids, or a list of such prompts, got {prompts!r}")
     prompts = list(prompts)
     return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
+
+
+def _text_of(message: Message) -> str:
+    """The text of a chat message, whose content is a text or a list of parts with a line of text each."""
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if "role" not in message or not isinstance(content, str | list | tuple):
+        raise ValueError(f"a message needs a 'role' and a 'content', got {message!r}")
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"the content of a message may have parts {{'type': 'text', 'text': …}} only, got {part!r}"
+            )
+    return "\n".join(part["text"] for part in content)
 
 
 class LLM:
@@ -41,43 +60,53 @@ class LLM:
     llm = LLM()                                    # the tiny model in the box
     llm = LLM("Qwen/Qwen3-0.6B", block_size=16)    # a folder or a hub id; keywords are EngineConfig's
 
+    Several threads may use it: their calls take turns, and so do the steps of streams. (`LLMEngine` is not
+    thread-safe.)
+
     Raises: as `EngineConfig` and `LLMEngine`.
     """
 
     def __init__(self, model: str | Path | None = None, **config: Any) -> None:
         self.engine = LLMEngine(EngineConfig(model=model, **config))
         self._count = count()
+        self._lock = RLock()
 
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
-        params: Params | SequenceOf[Params] | None = None,
+        sampling_params: Params | SequenceOf[Params] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many, with continuous batching; results in the order of the prompts.
 
         Args:
-            params: one for all prompts, or a list with one for each. None is `SamplingParams()`.
+            prompts: a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; or a list of
+                such prompts.
+            sampling_params: one for all prompts, or a list with one for each. None is `SamplingParams()`.
 
         Raises:
             TypeError, ValueError: a prompt or its params cannot be served; no request has been queued then.
         """
-        prompts = _as_list(prompts)
+        prompts, params = _as_list(prompts), sampling_params
         if params is None or isinstance(params, Params):
             params = [params] * len(prompts)
         if isinstance(params, dict) or not isinstance(params, Iterable):
-            raise TypeError(f"params are SamplingParams, or a list with one for each prompt, got {params!r}")
+            raise TypeError(
+                f"sampling_params are SamplingParams, or a list with one for each prompt, got {params!r}"
+            )
         params = list(params)
         if len(params) != len(prompts):
             raise ValueError(
-                f"there are {len(prompts)} prompts, but {len(params)} params: give one for all, or one each"
+                f"there are {len(prompts)} prompts, but {len(params)} sampling_params: give one for all, "
+                "or one each"
             )
-        requests = [
-            self.engine.prompts.make_request(self._new_id(), prompt, its_params)
-            for prompt, its_params in zip(prompts, params, strict=True)
-        ]
-        with self._serving(requests):
-            self._run(requests, use_tqdm)
+        with self._lock:
+            requests = [
+                self.engine.prompts.make_request(self._new_id(), prompt, its_params)
+                for prompt, its_params in zip(prompts, params, strict=True)
+            ]
+            with self._serving(requests):
+                self._run(requests, use_tqdm)
         return [request.output() for request in requests]
 
     def _new_id(self) -> str:
@@ -90,13 +119,15 @@ class LLM:
         However the block is left (error, Ctrl-C, a dropped generator), unfinished requests are aborted.
         """
         try:
-            for request in requests:
-                self.engine.queue(request)
+            with self._lock:
+                for request in requests:
+                    self.engine.queue(request)
             yield
         finally:
-            for request in requests:
-                if self.engine.requests.get(request.request_id) is request:
-                    self.engine.abort_request(request.request_id)
+            with self._lock:
+                for request in requests:
+                    if self.engine.requests.get(request.request_id) is request:
+                        self.engine.abort_request(request.request_id)
 
     def beam_search(
         self,
@@ -128,7 +159,7 @@ class LLM:
                 tokens = self.engine.scheduler.num_generated_tokens - tokens_before
                 bar.set_postfix_str(f"{tokens / max(seconds, 1e-6):.0f} tokens/s", refresh=False)
 
-    def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt, yielding its state after every step that gave it a token.
 
         The text grows from output to output; a character spread over several tokens appears when it is
@@ -138,30 +169,36 @@ class LLM:
         """
         if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str):
             raise TypeError("stream takes one prompt: a str or a list of token ids")
-        return self._stream(self.engine.prompts.make_request(self._new_id(), prompt, params))
+        with self._lock:
+            request = self.engine.prompts.make_request("not queued yet", prompt, sampling_params)
+        return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        request.request_id = self._new_id()
         with self._serving([request]):
-            num_shown, finished = 0, False
-            while not finished:
-                if not request.finished:  # a step of another stream may have finished it
-                    self.engine.step(with_outputs=False)
-                finished = request.finished
-                num_tokens = sum(seq.num_output_tokens for seq in request.sequences)
-                if num_tokens > num_shown or finished:
+            num_shown, output = 0, None
+            while output is None or not output.finished:
+                with self._lock:
+                    if not request.finished:  # a step of another stream may have finished it
+                        self.engine.step(with_outputs=False)
+                    output = request.output()
+                num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+                if num_tokens > num_shown or output.finished:
                     num_shown = num_tokens
-                    yield request.output()
+                    yield output
 
     def chat(
         self,
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
-        params: Params | SequenceOf[Params] | None = None,
+        sampling_params: Params | SequenceOf[Params] | None = None,
         use_tqdm: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, put into the model's own chat template.
 
         Args:
             messages: [{"role": "user", "content": "…"}, …], or a list of such lists.
+            chat_template_kwargs: options of the template, e.g. {"enable_thinking": False} for Qwen3.
 
         Raises:
             ValueError: the model has no chat template; or as `generate`.
@@ -170,11 +207,16 @@ class LLM:
             isinstance(messages, SequenceOf) and len(messages) > 0 and isinstance(messages[0], list | tuple)
         )
         conversations = messages if many else [messages]
-        prompts = [self.chat_prompt(conversation) for conversation in conversations]
-        return self.generate(prompts, params, use_tqdm)
+        prompts = [self.chat_prompt(conversation, chat_template_kwargs) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
 
-    def chat_prompt(self, messages: SequenceOf[Message]) -> list[int]:
-        """A conversation as token ids, up to where the model's answer begins.
+    def chat_prompt(
+        self, messages: SequenceOf[Message], chat_template_kwargs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """A conversation as a prompt for `generate` that ends where the model's answer begins.
+
+        Returns:
+            {"prompt": the text, "prompt_token_ids": its tokens}
 
         Raises:
             TypeError, ValueError: the conversation is malformed or empty, or the model has no chat template.
@@ -183,11 +225,20 @@ class LLM:
             raise TypeError(f"a conversation is a list of {{'role': …, 'content': …}}, got {messages!r}")
         if not messages:
             raise ValueError("the conversation is empty: it needs at least one message")
-        for message in messages:
-            if not {"role", "content"} <= message.keys():
-                raise ValueError(f"a message needs a 'role' and a 'content', got {message!r}")
         tokenizer = self.engine.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise ValueError("this model has no chat template: use generate")
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        return tokenizer.encode(text, add_special_tokens=False)
+        text = tokenizer.apply_chat_template(
+            [{**message, "content": _text_of(message)} for message in messages],
+            **{"add_generation_prompt": True, **(chat_template_kwargs or {}), "tokenize": False},
+        )
+        token_ids = self.engine.prompts.encode(text, add_special_tokens=False)  # they are in the template
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer (of transformers), None if it has none."""
+        return self.engine.tokenizer
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the K/V of finished requests: the next prompts are computed from their first token."""
+        self.engine.block_manager.reset_prefix_cache()

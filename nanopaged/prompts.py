@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as SequenceOf
 from numbers import Integral
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +19,7 @@ from nanopaged.sequence import Request
 from nanopaged.text.detokenizer import Detokenizer
 from nanopaged.text.stopping import StopRules
 
-Prompt = str | SequenceOf[int]
+Prompt = str | SequenceOf[int] | dict[str, Any]  # a dict has a "prompt" text or "prompt_token_ids"
 Params = SamplingParams | BeamSearchParams
 
 
@@ -59,12 +60,24 @@ class PromptProcessor:
             raise TypeError(f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}")
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {request_id!r}")
+        text = prompt if isinstance(prompt, str) else None
+        if isinstance(prompt, dict):
+            text = prompt.get("prompt")
+            if (
+                not prompt
+                or prompt.keys() - {"prompt", "prompt_token_ids"}
+                or not isinstance(text, str | None)
+            ):
+                raise ValueError(
+                    f"a prompt as a dict has a 'prompt' text or 'prompt_token_ids', got {prompt!r}"
+                )
+            prompt = prompt.get("prompt_token_ids", text)
         token_ids = self._tokenize(prompt)
         self._check_fits(len(token_ids), params)
         self._check_params(params)
         request = Request(
             request_id=request_id,
-            prompt=prompt if isinstance(prompt, str) else None,
+            prompt=text,
             prompt_token_ids=token_ids,
             params=params,
             stop_rules=StopRules.of(params, len(token_ids), self.eos_token_ids, self.max_model_len),
@@ -74,12 +87,16 @@ class PromptProcessor:
             request.sequences[0].detokenizer = Detokenizer(self.tokenizer.backend_tokenizer, params.stop)
         return request
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text. Raises ValueError if the model has no tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer: give the prompt as a list of token ids")
+        text.encode()  # half of a surrogate pair, which no tokenizer takes, is a ValueError
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("this model has no tokenizer: give the prompt as a list of token ids")
-            prompt.encode()  # half of a surrogate pair, which no tokenizer takes, is a ValueError
-            token_ids = self.tokenizer.encode(prompt)
+            token_ids = self.encode(prompt)
         elif hasattr(prompt, "tolist"):  # an array or a tensor
             token_ids = prompt.tolist()
         elif isinstance(prompt, SequenceOf) and not isinstance(prompt, bytes):
@@ -115,7 +132,10 @@ class PromptProcessor:
         # block_size = 4, prompt 9, max_tokens 12, 3 sequences: 20 slots are 5 blocks, of which 2 are shared.
         # Needed are 2 + 3 · (5 - 2) = 11 blocks.
         block_size = self.config.block_size
-        longest = min(num_prompt_tokens + params.max_tokens, self.max_model_len) - 1
+        max_length = (
+            self.max_model_len if params.max_tokens is None else num_prompt_tokens + params.max_tokens
+        )
+        longest = min(max_length, self.max_model_len) - 1
         shared = num_prompt_tokens // block_size if num_seqs > 1 else 0
         needed = shared + num_seqs * (-(-longest // block_size) - shared)
         if needed > self.num_blocks:

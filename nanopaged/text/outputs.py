@@ -71,7 +71,7 @@ class RequestOutput:
     """The state of a request after a step; the last one has `finished=True`.
 
     Fields:
-        prompt: the text, if the prompt came as text.
+        prompt: the text, if the prompt came as text or from `chat`.
         prompt_logprobs: one dict for each prompt token, None for the first, if wanted.
         outputs: one `CompletionOutput` for each sequence, in order of index. Of a request
             for several outputs there is one until its prompt is computed; of a beam search, the beams
@@ -85,6 +85,11 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache; see `RequestMetrics`."""
+        return self.metrics.num_cached_tokens
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,302 @@
+"""What users of vLLM and transformers write out of habit: keywords, prompts, messages, penalties."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import MAX_MODEL_LEN, Oracle, random_prompts
+from transformers import PreTrainedTokenizerBase
+
+from nanopaged import LLM, BeamSearchParams, EngineConfig, RequestOutput, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(num_blocks=200)
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+def test_keywords(llm: LLM) -> None:
+    expected = tokens_of(llm.generate(["ROMEO:\n"], GREEDY, use_tqdm=False))
+    assert tokens_of(llm.generate(prompts=["ROMEO:\n"], sampling_params=GREEDY, use_tqdm=False)) == expected
+    *_, last = llm.stream("ROMEO:\n", sampling_params=GREEDY)
+    assert tokens_of([last]) == expected
+    llm.chat([{"role": "user", "content": "Hi"}], sampling_params=GREEDY, use_tqdm=False)
+    llm.beam_search(
+        prompts=[{"prompt": "ROMEO:\n"}], params=BeamSearchParams(beam_width=2, max_tokens=3), use_tqdm=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "meant"),
+    [
+        (EngineConfig, "gpu_memory_utilization", "memory_utilization"),
+        (EngineConfig, "swap_space", "num_host_blocks"),
+        (EngineConfig, "blok_size", "block_size"),
+        (SamplingParams, "max_new_tokens", "max_tokens"),
+        (BeamSearchParams, "num_beams", "beam_width"),
+    ],
+)
+def test_an_unknown_keyword_says_what_was_meant(options: type, name: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"{options.__name__} has no option '{name}': did you mean '{meant}'"):
+        options(**{name: 1})
+
+
+def test_an_unknown_keyword_of_llm() -> None:
+    with pytest.raises(TypeError, match="EngineConfig has no option 'gpu_memory_utilization'"):
+        LLM(gpu_memory_utilization=0.5)
+    with pytest.raises(TypeError, match="has no option 'trust_remote_code': its options are model, dtype"):
+        LLM(trust_remote_code=True)
+
+
+def test_params_can_be_copied() -> None:
+    params = SamplingParams(temperature=0.5, stop="x")
+    for other in (copy.deepcopy(params), pickle.loads(pickle.dumps(params)), replace(params)):
+        assert other == params
+    assert replace(params, n=2).n == 2
+
+
+def test_prompts_as_dicts(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode("ROMEO:\n")
+    prompts = [
+        {"prompt": "ROMEO:\n"},
+        {"prompt_token_ids": ids},
+        {"prompt": "shown", "prompt_token_ids": ids},
+    ]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["ROMEO:\n", None, "shown"]
+    assert all(output.prompt_token_ids == ids for output in outputs)
+    (output,) = llm.generate(prompts[0], GREEDY, use_tqdm=False)
+    assert tokens_of([output]) * 3 == tokens_of(outputs)
+    llm.engine.add_request("a dict", prompts[0], GREEDY)
+    llm.engine.abort_request("a dict")
+
+
+def test_the_tokenizer(llm: LLM, qwen3: Oracle) -> None:
+    assert isinstance(llm.get_tokenizer(), PreTrainedTokenizerBase)
+    assert LLM(qwen3.folder, num_blocks=8).get_tokenizer() is None
+
+
+def test_max_tokens_none_is_as_many_as_the_model_allows(qwen3: Oracle) -> None:
+    llm = LLM(qwen3.folder)
+    for params in (
+        SamplingParams(max_tokens=None, ignore_eos=True),
+        BeamSearchParams(beam_width=2, max_tokens=None, min_tokens=155, ignore_eos=True),
+    ):
+        (output,) = llm.generate([1, 2, 3], params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == MAX_MODEL_LEN - 3
+        assert output.outputs[0].finish_reason == "length"
+
+
+def test_a_dtype_of_torch(qwen3: Oracle) -> None:
+    for dtype in (torch.bfloat16, "bfloat16"):
+        llm = LLM(qwen3.folder, num_blocks=8, dtype=dtype)
+        assert llm.engine.config.dtype == "bfloat16"
+    with pytest.raises(ValueError, match="dtype is 'int8', but must be one of auto, float32"):
+        EngineConfig(dtype=torch.int8)
+
+
+def test_tokens_found_in_the_cache_until_it_is_reset() -> None:
+    llm = LLM(num_blocks=100, block_size=16)
+    prompt, found = list(range(40)), []
+    for reset in (False, False, True, False):
+        if reset:
+            llm.reset_prefix_cache()
+        (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+        llm.engine.check_invariants()
+        found.append(output.num_cached_tokens)
+    assert found == [0, 32, 0, 32]
+    states = llm.stream(prompt, GREEDY)
+    next(states)
+    llm.reset_prefix_cache()  # blocks in use are still shared
+    llm.engine.check_invariants()
+    (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens == 32
+    *_, last = states
+    assert tokens_of([last]) == tokens_of([output])
+
+
+# ── conversations ─────────────────────────────────────────────────────────────────────────────────
+
+
+THINKING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}[{{ call.function.name }}]{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if not (enable_thinking | default(true)) %}<think></think>"
+    "{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture
+def thinker(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """A chat template that thinks by default, as Qwen3's does."""
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", THINKING)
+    return llm
+
+
+def test_the_prompt_of_a_chat_is_the_rendered_text(thinker: LLM) -> None:
+    (output,) = thinker.chat([{"role": "user", "content": "Hi"}], GREEDY, use_tqdm=False)
+    assert output.prompt == "<user>Hi;<assistant>"
+    assert thinker.get_tokenizer().decode(output.prompt_token_ids) == output.prompt
+
+
+def test_options_of_the_chat_template(thinker: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    (output,) = thinker.chat(
+        messages, GREEDY, use_tqdm=False, chat_template_kwargs={"enable_thinking": False}
+    )
+    assert output.prompt == "<user>Hi;<assistant><think></think>"
+    prompt = thinker.chat_prompt(messages, {"add_generation_prompt": False, "tokenize": True})
+    assert prompt["prompt"] == "<user>Hi;"
+    assert tokens_of(thinker.generate(thinker.chat_prompt(messages), GREEDY, use_tqdm=False))
+
+
+def test_content_parts_and_tool_calls(thinker: LLM) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "tool_calls": [call]},
+    ]
+    before = copy.deepcopy(messages)
+    (output,) = thinker.chat(messages, GREEDY, use_tqdm=False)
+    assert output.prompt == (
+        "<user>Hi\nthere;<assistant>[weather];<tool>rain;<assistant>[weather];<assistant>"
+    )
+    assert messages == before
+
+
+# ── penalties ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_repetition_penalty_is_transformers(oracle: Oracle) -> None:
+    llm = LLM(oracle.folder, num_blocks=200)
+    prompts = random_prompts(6, seed=3)
+    for penalty in (1.3, 0.7):
+        params = SamplingParams(temperature=0, repetition_penalty=penalty, max_tokens=30, ignore_eos=True)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            ids = torch.tensor([prompt])
+            expected = oracle.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=30,
+                do_sample=False,
+                eos_token_id=None,
+                repetition_penalty=penalty,
+            )
+            assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def greedy_with_penalties(oracle: Oracle, prompt: list[int], params: SamplingParams) -> list[int]:
+    """vLLM's definitions, one token after the other, over the logits of transformers."""
+    output: list[int] = []
+    for _ in range(params.max_tokens):
+        logits = oracle.model(torch.tensor([prompt + output])).logits[0, -1]
+        for token_id in set(prompt + output):
+            if logits[token_id] > 0:
+                logits[token_id] /= params.repetition_penalty
+            else:
+                logits[token_id] *= params.repetition_penalty
+        for token_id in set(output):
+            logits[token_id] -= params.frequency_penalty * output.count(token_id) + params.presence_penalty
+        output.append(int(logits.argmax()))
+    return output
+
+
+def test_penalties_follow_the_formula(qwen3: Oracle) -> None:
+    """Requests with different penalties in one batch, in a pool so small that some are preempted."""
+    every = [(1, 2, 0), (1, 0, 2), (1, 0.5, 1.5), (1, -0.3, 0), (1, 0, -2), (1.2, 0.5, 0.7), (1, 0, 0)]
+    prompts = random_prompts(len(every), seed=4, longest=20)
+    params = [
+        SamplingParams(
+            temperature=0,
+            repetition_penalty=repetition,
+            frequency_penalty=frequency,
+            presence_penalty=presence,
+            max_tokens=30,
+            ignore_eos=True,
+            logprobs=0,
+        )
+        for repetition, frequency, presence in every
+    ]
+    llm = LLM(qwen3.folder, num_blocks=16, block_size=4)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    stats = llm.engine.stats()
+    assert stats.num_preemptions_swap + stats.num_preemptions_recompute > 0
+    num_changed = 0
+    for prompt, its_params, output in zip(prompts, params, outputs, strict=True):
+        (completion,) = output.outputs
+        ids = completion.token_ids
+        assert ids == greedy_with_penalties(qwen3, prompt, its_params)
+        num_changed += ids != qwen3.greedy(prompt, 30, ignore_eos=True)
+        model = qwen3.logprobs(prompt + ids)[len(prompt) - 1 : -1]
+        expected = model.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        got = [logprobs[token_id] for token_id, logprobs in zip(ids, completion.logprobs, strict=True)]
+        torch.testing.assert_close(torch.tensor(got), expected, atol=1e-4, rtol=0)  # without penalties
+    assert num_changed >= 4
+
+
+def test_penalties_count_each_sample_alone(qwen3: Oracle) -> None:
+    """Samples of one prompt repeat no token: each counts its own output, and the prompt is free."""
+    llm = LLM(qwen3.folder, num_blocks=200)
+    params = SamplingParams(
+        n=3, seed=1, temperature=1.5, presence_penalty=2, frequency_penalty=2, logprobs=0, max_tokens=40
+    )
+    (with_penalty,) = llm.generate([1, 2, 3], params, use_tqdm=False)
+    (without,) = llm.generate(
+        [1, 2, 3], replace(params, presence_penalty=0, frequency_penalty=0), use_tqdm=False
+    )
+    firsts = [[c.token_ids[0] for c in output.outputs] for output in (with_penalty, without)]
+    assert firsts[0] == firsts[1]
+    repeated = [
+        sum(len(c.token_ids) - len(set(c.token_ids)) for c in output.outputs)
+        for output in (with_penalty, without)
+    ]
+    assert repeated[0] < repeated[1]
+
+
+def test_penalties_of_one_request_leave_the_others_alone(qwen3: Oracle) -> None:
+    llm = LLM(qwen3.folder, num_blocks=200)
+    prompts = random_prompts(4, seed=9)
+    plain = SamplingParams(seed=3, temperature=0.8, top_p=0.9, max_tokens=12, min_tokens=6)
+    penalised = replace(plain, repetition_penalty=1.5, presence_penalty=1.0)
+    alone = [tokens_of(llm.generate([p], plain, use_tqdm=False))[0] for p in prompts]
+    mixed = llm.generate(prompts + prompts, [plain] * 4 + [penalised] * 4, use_tqdm=False)
+    assert tokens_of(mixed)[:4] == alone
+    assert tokens_of(mixed)[4:] != alone
+
+
+# ── threads ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    prompts = [f"{name}:\n" for name in ("ROMEO", "JULIET", "HAMLET", "OPHELIA")]
+    params = SamplingParams(temperature=0, max_tokens=20)
+
+    def by_stream(prompt: str) -> list[int]:
+        *_, last = llm.stream(prompt, params)
+        return last.outputs[0].token_ids
+
+    def by_generate(prompt: str) -> list[int]:
+        return tokens_of(llm.generate(prompt, params, use_tqdm=False))[0]
+
+    expected = [by_generate(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            streamed, generated = pool.map(by_stream, prompts), pool.map(by_generate, prompts)
+            assert [*streamed] == expected
+            assert [*generated] == expected
+    assert llm.engine.stats().num_used_blocks == 0
