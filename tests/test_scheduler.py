@@ -214,6 +214,33 @@ def test_a_fully_cached_prompt_computes_its_last_block_again(make: MakeEngine) -
     run(engine)
 
 
+def test_a_prompt_with_logprobs_is_neither_looked_up_nor_counted(make: MakeEngine) -> None:
+    """Every token of it is computed, though the cache has its first block."""
+    engine = make()
+    engine.add_request("a", tokens(1, 8), params(3))
+    run(engine)
+    asked = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=0)
+    engine.add_request("b", tokens(1, 8), asked)
+    (output,) = engine.step()
+    assert engine.runner.steps[-1] == {"b": 8}
+    assert output.metrics.num_cached_tokens == 0
+    assert engine.stats().prefix_cache_queries == 8, "those of the first prompt"
+
+
+def test_without_chunks_a_prompt_waits_until_a_step_has_room_for_it(make: MakeEngine) -> None:
+    """Budget 40: beside a prompt of 30 tokens one of 20 must wait, and one of 10 fits. It takes no block."""
+    engine = make(max_model_len=40, max_num_batched_tokens=40, enable_chunked_prefill=False)
+    engine.add_request("a", tokens(1, 30), params(3))
+    engine.add_request("b", tokens(2, 20), params(3))
+    engine.step()
+    assert (engine.stats().num_running, engine.stats().num_used_blocks) == (1, 8)
+    engine.step()
+    engine.add_request("c", tokens(3, 30), params(3))
+    engine.add_request("d", tokens(4, 8), params(3))
+    engine.step()
+    assert engine.runner.steps == [{"a": 30}, {"a": 1, "b": 20}, {"a": 1, "b": 1, "c": 30, "d": 8}]
+
+
 def test_a_failed_step_loses_nothing(make: MakeEngine) -> None:
     """All requests wait again with their tokens, also one that shared blocks published in that step."""
     engine = make()
