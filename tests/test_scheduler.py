@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
+import fake_runner
 import pytest
 from conftest import Oracle, tokens
 from fake_runner import FakeRunner, next_token
@@ -149,6 +150,31 @@ def test_the_latest_is_preempted_and_says_the_same_in_the_end(make: MakeEngine) 
         for _ in range(20):
             expected.append(next_token(expected))
         assert outputs[request_id].outputs[0].token_ids == expected[8:]
+
+
+def test_a_sibling_waits_for_the_one_whose_blocks_it_shares(
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three outputs, of which the last two say the same, are recomputed without chunks.
+
+    Beside the first one (25 tokens) the budget has no room for the second (21 tokens). The last one would
+    have room, since it shares all blocks of the second but one; these blocks are not computed yet.
+    """
+    monkeypatch.setattr(fake_runner, "next_token", lambda token_ids, index: int(index > 0))
+    engine = make(
+        num_blocks=25,
+        max_model_len=34,
+        max_num_batched_tokens=34,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+    )
+    engine.add_request("early", tokens(1, 8), params(26))
+    engine.add_request("family", tokens(2, 4), SamplingParams(n=3, max_tokens=30, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        outputs = engine.step()  # the runner fails if a block is read that was not written
+        engine.check_invariants()
+    assert outputs[0].metrics.num_preemptions > 0
+    assert [c.token_ids for c in outputs[0].outputs] == [[0] * 30, [1] * 30, [1] * 30]
 
 
 def test_several_victims_resume_in_order_of_arrival(make: MakeEngine) -> None:
