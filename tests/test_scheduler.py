@@ -11,7 +11,7 @@ from conftest import Oracle, tokens
 from fake_runner import FakeRunner, next_token
 from faults import interrupt_at_line, interrupt_second_append
 
-from nanopaged import EngineConfig, LLMEngine, SamplingParams
+from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopaged.sequence import ScheduledBatch, StepResult
 
 MakeEngine = Callable[..., LLMEngine]
@@ -175,6 +175,22 @@ def test_a_sibling_waits_for_the_one_whose_blocks_it_shares(
         engine.check_invariants()
     assert outputs[0].metrics.num_preemptions > 0
     assert [c.token_ids for c in outputs[0].outputs] == [[0] * 30, [1] * 30, [1] * 30]
+
+
+def test_preempted_beams_propose_anew(make: MakeEngine) -> None:
+    """The nine outputs leave one token of the budget: one of two beams has proposed when both are preempted.
+
+    Later both come back in one step, and the other beam has a single token to compute. Single tokens come
+    first in a batch, so the search would advance before the first beam is computed.
+    """
+    engine = make(num_blocks=20, max_num_batched_tokens=10)
+    engine.add_request("early", tokens(1, 4), SamplingParams(n=9, max_tokens=6, ignore_eos=True))
+    engine.add_request("beams", tokens(2, 7), BeamSearchParams(beam_width=2, max_tokens=8, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        engine.check_invariants()
+    assert outputs[0].metrics.num_preemptions > 0
+    assert [len(completion.token_ids) for completion in outputs[0].outputs] == [8, 8]
 
 
 def test_several_victims_resume_in_order_of_arrival(make: MakeEngine) -> None:
