@@ -41,7 +41,7 @@ def edit_config(folder: Path, edit: Callable[[dict], object], name: str = "confi
     path.write_text(json.dumps(config))
 
 
-def greedy(folder: Path, prompt: list[int], **config: object) -> list[int]:
+def greedy(folder: Path | str, prompt: list[int], **config: object) -> list[int]:
     llm = LLM(folder, num_blocks=64, **config)
     return llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
@@ -262,6 +262,14 @@ def test_missing_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         LLM(tmp_path / "file")
 
 
+@pytest.mark.parametrize("model", ["/no/such", "./no-such", "../no-such", "~/no-such", "~nobody-here/model"])
+def test_a_path_is_not_a_hub_id(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanopaged.model.checkpoint.snapshot_download", lambda *_, **__: pytest.fail("asked"))
+    for name in (model, Path(model)):
+        with pytest.raises(FileNotFoundError, match="is not a folder: name the one that holds"):
+            LLM(name)
+
+
 def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> str:
         raise OSError("no network")
@@ -279,7 +287,7 @@ def test_a_hub_id_is_downloaded(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) 
         return str(qwen3.folder)
 
     monkeypatch.setattr("nanopaged.model.checkpoint.snapshot_download", download)
-    assert greedy(Path("somebody/model"), [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
+    assert greedy("somebody/model", [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
     assert "*.safetensors" in asked["somebody/model"]
 
 

@@ -7,6 +7,7 @@ and up: one large matrix product is faster than several small ones.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -33,17 +34,19 @@ def find_model(model: str | Path | None, with_weights: bool = True) -> Path:
     """
     if model is None:
         return TINY_MODEL
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))
     if folder.is_dir():
         return folder
     if folder.exists():
         raise FileNotFoundError(f"{folder} is a file: name the folder that holds config.json")
+    if isinstance(model, Path) or model.startswith(("/", ".", "~")):  # no hub id
+        raise FileNotFoundError(f"{folder} is not a folder: name the one that holds config.json, or a hub id")
     try:
         patterns = CONFIG_FILES + (["*.safetensors"] if with_weights else [])
-        return Path(snapshot_download(str(model), allow_patterns=patterns))
+        return Path(snapshot_download(model, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
-            f"{str(model)!r} is not a folder here, and downloading it as a hub id failed: {error}"
+            f"{model!r} is not a folder here, and downloading it as a hub id failed: {error}"
         ) from error
 
 
