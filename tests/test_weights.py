@@ -236,6 +236,79 @@ def test_redundant_weights_are_ignored(qwen3: Oracle, qwen3_folder: Path) -> Non
     assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
 
 
+# ── which file holds a weight ─────────────────────────────────────────────────────────────────────
+
+INDEX = "model.safetensors.index.json"
+
+
+def test_the_index_says_which_shard_holds_a_weight(oracle: Oracle, tmp_path: Path) -> None:
+    """A stale copy in another shard is not read, be that shard earlier or later."""
+    oracle.model.save_pretrained(tmp_path, max_shard_size="20KB")
+    name = "model.norm.weight"
+    home = json.loads((tmp_path / INDEX).read_text())["weight_map"][name]
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    for shard in (shards[0], shards[-1]):
+        if shard.name != home:
+            save_file(load_file(shard) | {name: torch.zeros(48)}, shard)
+    (prompt,) = random_prompts(1, seed=0)
+    assert greedy(tmp_path, prompt) == oracle.greedy(prompt, 10)
+
+
+def test_the_index_names_a_shard_without_the_weight(oracle: Oracle, tmp_path: Path) -> None:
+    oracle.model.save_pretrained(tmp_path, max_shard_size="20KB")
+    name = "model.norm.weight"
+    other = min(set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values()))
+    edit_config(tmp_path, lambda c: c["weight_map"].update({name: other}), INDEX)
+    with pytest.raises(ValueError, match=rf"{other} .*model\.norm\.weight"):
+        LLM(tmp_path, num_blocks=8)
+
+
+def test_a_weight_in_two_files_without_an_index(qwen3_folder: Path) -> None:
+    tensors = load_file(qwen3_folder / "model.safetensors")
+    (qwen3_folder / "model.safetensors").rename(qwen3_folder / "a.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, qwen3_folder / "b.safetensors")
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight is in both .*a\.safetensors and .*b\.safetensors"
+    ):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_the_index_names_a_file_outside(qwen3_folder: Path, absolute: bool) -> None:
+    outside = qwen3_folder.parent / "outside.safetensors"
+    tensors = load_file(qwen3_folder / "model.safetensors")
+    (qwen3_folder / "model.safetensors").rename(outside)
+    name = str(outside) if absolute else "../outside.safetensors"
+    (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+    with pytest.raises(ValueError, match=r"outside\.safetensors', but weights must lie in the folder itself"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+def test_links_to_elsewhere_as_in_the_hubs_cache(qwen3: Oracle, qwen3_folder: Path) -> None:
+    (qwen3_folder.parent / "blobs").mkdir()
+    for file in list(qwen3_folder.iterdir()):
+        file.rename(qwen3_folder.parent / "blobs" / file.name)
+        file.symlink_to(Path("..", "blobs", file.name))
+    assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
+    names = load_file(qwen3_folder / "model.safetensors")
+    (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
+
+
+@pytest.mark.parametrize("weight_map", [None, 1, [], {"model.norm.weight": 1}, {"a": None}, {"a": ["b"]}])
+def test_an_index_that_maps_no_names(qwen3_folder: Path, weight_map: object) -> None:
+    (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"index\.json needs a weight_map"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+def test_a_folder_in_place_of_the_weights(qwen3_folder: Path) -> None:
+    (qwen3_folder / "model.safetensors").unlink()
+    (qwen3_folder / "model.safetensors").mkdir()
+    with pytest.raises(ValueError, match=r"model\.safetensors is broken or cut short"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
 def test_truncated_weights(qwen3_folder: Path) -> None:
     path = qwen3_folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])

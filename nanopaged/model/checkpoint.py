@@ -8,6 +8,8 @@ and up: one large matrix product is faster than several small ones.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -89,25 +91,33 @@ def _draw_weights(model: Model, seed: int) -> None:
 
 
 def _read_weights(model: Model, folder: Path) -> None:
-    slots = _weight_slots(model)
-    missing, unexpected, tied = set(slots), [], model.config.tie_word_embeddings
-    for file in _weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    if name in slots:
-                        _copy_weight(name, tensors.get_tensor(name), slots[name])
-                        missing.discard(name)
-                    elif not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
-                        unexpected.append(name)  # these two are computed from other weights
-        except SafetensorError as error:
-            raise ValueError(f"{file} is broken or cut short: {error}") from error
+    slots, files, tied = _weight_slots(model), _weight_files(folder), model.config.tie_word_embeddings
+    missing = slots.keys() - files.keys()
+    unexpected = {
+        name
+        for name in files.keys() - slots.keys()  # except these two, which are computed from other weights
+        if not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq")
+    }
     if missing or unexpected:
         raise ValueError(
             f"the weights in {folder} do not match its config.json"
             + _name_some("missing", missing)
             + _name_some("unexpected", unexpected)
         )
+    for file in set(files.values()):
+        with _open_weights(file) as tensors:
+            for name, slot in slots.items():
+                if files[name] == file:
+                    _copy_weight(name, tensors.get_tensor(name), slot)
+
+
+@contextmanager
+def _open_weights(file: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is broken or cut short: {error}") from error
 
 
 def _weight_slots(model: Model) -> dict[str, Tensor]:
@@ -135,22 +145,34 @@ def _weight_slots(model: Model) -> dict[str, Tensor]:
     return slots
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = read_json(folder / "model.safetensors.index.json")
-    if index and not isinstance(index.get("weight_map"), dict):
-        raise ValueError(f"{folder}/model.safetensors.index.json has no weight_map")
-    names = set(index["weight_map"].values()) if index else {"model.safetensors"}
-    if not index and not (folder / "model.safetensors").is_file():
-        names = {file.name for file in folder.glob("*.safetensors")}
-        if not names:
-            raise FileNotFoundError(
-                f"no *.safetensors in {folder}: convert the weights, or use load_format='dummy'"
-            )
-    files = [folder / name for name in sorted(names)]
+def _weight_files(folder: Path) -> dict[str, Path]:
+    """The name of each weight in the checkpoint → its file, which the index says if there is one."""
+    index_file = folder / "model.safetensors.index.json"
+    if index_file.exists():
+        names = read_json(index_file).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ValueError(f"{index_file} needs a weight_map, from the names of weights to those of files")
+        for name in set(names.values()):
+            if Path(name).name != name:  # a link to elsewhere is fine: the hub's cache has nothing else
+                raise ValueError(f"{index_file} names {name!r}, but weights must lie in the folder itself")
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"{folder / name} is missing, though {index_file.name} names it")
+        return {weight: folder / name for weight, name in names.items()}
+    files = [folder / "model.safetensors"]
+    if not files[0].exists():
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(
+            f"no *.safetensors in {folder}: convert the weights, or use load_format='dummy'"
+        )
+    where: dict[str, Path] = {}
     for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} is missing, though model.safetensors.index.json names it")
-    return files
+        with _open_weights(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if name in where:
+                    raise ValueError(f"{name} is in both {where[name]} and {file}: remove one of them")
+                where[name] = file
+    return where
 
 
 def _copy_weight(name: str, tensor: Tensor, slot: Tensor) -> None:
@@ -162,7 +184,7 @@ def _copy_weight(name: str, tensor: Tensor, slot: Tensor) -> None:
     slot.copy_(tensor)
 
 
-def _name_some(what: str, names: set[str] | list[str], most: int = 8) -> str:
+def _name_some(what: str, names: set[str], most: int = 8) -> str:
     if not names:
         return ""
     names = sorted(names)
