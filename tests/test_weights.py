@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -234,6 +235,32 @@ def test_redundant_weights_are_ignored(qwen3: Oracle, qwen3_folder: Path) -> Non
     }
     edit_weights(qwen3_folder, lambda t: t.update(extra))
     assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
+def test_weights_that_are_no_floats(qwen3_folder: Path, dtype: torch.dtype) -> None:
+    """Quantised weights without a quantization_config would be read as numbers that they are not."""
+    edit_weights(qwen3_folder, lambda t: t.update({"model.norm.weight": torch.ones(48).to(dtype)}))
+    with pytest.raises(ValueError, match=rf"model\.norm\.weight is of {dtype}, but weights must be floats"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+def test_weights_of_64_bits(qwen3: Oracle, qwen3_folder: Path) -> None:
+    edit_weights(qwen3_folder, lambda t: t.update({name: weight.double() for name, weight in t.items()}))
+    assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(math.nan, "float32"), (-math.inf, "float32"), (1e5, "float16")]
+)
+def test_weights_that_are_not_finite(qwen3_folder: Path, value: float, dtype: str) -> None:
+    """Also if the number in the file is finite, and too large for the dtype."""
+    name = "model.layers.1.self_attn.k_proj.weight"
+    edit_weights(qwen3_folder, lambda t: t[name][5, 3].fill_(value))
+    with pytest.raises(ValueError, match=rf"{name} has weights that are not finite in torch\.{dtype}"):
+        LLM(qwen3_folder, num_blocks=8, dtype=dtype)
 
 
 # ── which file holds a weight ─────────────────────────────────────────────────────────────────────

@@ -181,7 +181,14 @@ def _copy_weight(name: str, tensor: Tensor, slot: Tensor) -> None:
             f"{name} has shape {list(tensor.shape)} in the checkpoint, but config.json asks for "
             f"{list(slot.shape)}"
         )
+    if not tensor.is_floating_point() or tensor.itemsize == 1:  # the floats of one byte are quantised
+        raise ValueError(f"{name} is of {tensor.dtype}, but weights must be floats of 16, 32 or 64 bits")
     slot.copy_(tensor)
+    if not torch.stack(slot.aminmax()).isfinite().all():
+        raise ValueError(
+            f"{name} has weights that are not finite in {slot.dtype}: the file is damaged, or needs a dtype "
+            "with a wider range"
+        )
 
 
 def _name_some(what: str, names: set[str], most: int = 8) -> str:
