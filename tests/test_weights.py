@@ -175,6 +175,13 @@ def test_eos_ids_come_from_generation_config_and_tokenizer(tmp_path: Path) -> No
     assert read_eos_token_ids(folder, None) == frozenset()
 
 
+@pytest.mark.parametrize("eos", ["7", ["7"], [7, None], -1, True, 7.0, {"a": 1}, [[7]]])
+def test_eos_ids_that_are_no_ids(qwen3_folder: Path, eos: object) -> None:
+    edit_config(qwen3_folder, lambda c: c.update(eos_token_id=eos), "generation_config.json")
+    with pytest.raises(ValueError, match=r"generation_config\.json has eos_token_id .*, but token ids are"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
 # ── what must be refused, by name ─────────────────────────────────────────────────────────────────
 
 
@@ -401,6 +408,18 @@ def test_broken_json(qwen3_folder: Path) -> None:
     (qwen3_folder / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="model_type None, which is not supported"):
         LLM(qwen3_folder, num_blocks=8)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"version": ', "{}", None])
+def test_a_broken_tokenizer(tmp_path: Path, text: str | None) -> None:
+    folder = Path(shutil.copytree(TINY_MODEL, tmp_path / "model"))
+    (folder / "tokenizer.json").unlink()
+    if text is None:
+        (folder / "tokenizer.json").mkdir()
+    else:
+        (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match="the tokenizer in .* cannot be read: "):
+        LLM(folder, num_blocks=8)
 
 
 def test_make_checkpoint_is_repeatable(tmp_path: Path) -> None:

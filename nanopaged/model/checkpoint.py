@@ -203,11 +203,14 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     """The folder's tokenizer. None if there is none; prompts must then be token ids.
 
     Raises:
-        ValueError: the tokenizer has no fast version.
+        ValueError: the tokenizer is broken, or has no fast version.
     """
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever transformers and the parser in Rust raise
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
     if not tokenizer.is_fast:
         raise ValueError(f"{folder} has only a slow tokenizer: save it again with a tokenizer.json")
     return tokenizer
@@ -217,12 +220,18 @@ def read_eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None) 
     """All end-of-sequence ids: those of generation_config.json (else config.json) and the tokenizer's.
 
     A chat model often has several, e.g. one that ends a turn and one that ends the document.
+
+    Raises:
+        ValueError: one of these files is broken, or has something else as an id.
     """
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         eos = read_json(folder / name).get("eos_token_id")
         if eos is not None:
-            ids |= {eos} if isinstance(eos, int) else set(eos)
+            eos = eos if isinstance(eos, list) else [eos]
+            if not all(type(token_id) is int and token_id >= 0 for token_id in eos):
+                raise ValueError(f"{folder / name} has eos_token_id {eos}, but token ids are ints from 0 on")
+            ids.update(eos)
             break
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
