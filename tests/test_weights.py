@@ -400,13 +400,24 @@ def test_a_hub_id_is_downloaded(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) 
 
 def test_broken_json(qwen3_folder: Path) -> None:
     (qwen3_folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
+        LLM(qwen3_folder, num_blocks=8)
+    (qwen3_folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
         LLM(qwen3_folder, num_blocks=8)
     (qwen3_folder / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"config\.json holds a list"):
         LLM(qwen3_folder, num_blocks=8)
     (qwen3_folder / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="model_type None, which is not supported"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_a_folder_in_place_of_a_file(qwen3_folder: Path, name: str) -> None:
+    (qwen3_folder / name).unlink(missing_ok=True)
+    (qwen3_folder / name).mkdir()
+    with pytest.raises(ValueError, match=rf"{name} cannot be read as JSON"):
         LLM(qwen3_folder, num_blocks=8)
 
 

@@ -58,12 +58,12 @@ class ModelConfig:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The contents of a JSON file, {} if there is none. Raises ValueError if it is broken."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    except (ValueError, OSError, RecursionError) as error:  # OSError: e.g. a folder of this name
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(contents, dict):
         raise ValueError(f"{path} holds a {type(contents).__name__}, but must hold a JSON object")
     return contents
