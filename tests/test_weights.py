@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from nanopaged import LLM, SamplingParams
 from nanopaged.model.checkpoint import TINY_MODEL, read_eos_token_ids
 from nanopaged.model.layers import rotary_frequencies
-from nanopaged.model.model_config import read_model_config
+from nanopaged.model.model_config import LIMITS, MAY_BE_NULL, read_model_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
@@ -198,16 +199,97 @@ def test_eos_ids_that_are_no_ids(qwen3_folder: Path, eos: object) -> None:
             {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "dynamic",
         ),
-        ({"use_sliding_window": True, "sliding_window": 8}, "sliding"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "one JSON object, for all layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
+            "sliding_attention",
+        ),
+        (
+            {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+            "sliding_attention",
+        ),
+        ({"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ({"is_causal": False}, "is_causal False"),
+        ({"per_layer_config": {"1": {"rms_norm_eps": 0.1}}}, "per_layer_config"),
+        ({"quantization_config": "awq"}, "quantised model .awq"),
+        ({"model_type": ["qwen3"]}, "model_type .'qwen3'., which is not supported"),
+        ({"model_type": "llama"}, "Qwen3ForCausalLM.* and model_type 'llama', which is not supported"),
+        ({"architectures": "MixtralForCausalLM"}, "architectures 'MixtralForCausalLM'"),
+        ({"architectures": [1]}, r"architectures \[1\]"),
         ({"dtype": "float64"}, "dtype 'float64'"),
         ({"dtype": "auto"}, "dtype 'auto'"),
-        ({"num_hidden_layers": "two"}, "cannot be used"),
+        ({"attention_bias": "yes"}, "config.json cannot be used: .*'attention_bias'"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(qwen3_folder: Path, edit: dict, message: str) -> None:
     edit_config(qwen3_folder, lambda c: c.update(edit))
     with pytest.raises(ValueError, match=message):
         LLM(qwen3_folder, num_blocks=8)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_numbers_out_of_range_are_named(qwen3_folder: Path, name: str) -> None:
+    """Every number that is read, with its value and its limit; never an error from inside torch."""
+    original = json.loads((qwen3_folder / "config.json").read_text()) | {"rope_parameters": LLAMA3_ROPE}
+    for value in (0, -1, 10**31, 10**400, math.nan, math.inf, True, None, "1", [1]):
+        if value is None and name in MAY_BE_NULL:
+            continue
+        config = copy.deepcopy(original)
+        (config["rope_parameters"] if name in LLAMA3_ROPE else config)[name] = value
+        (qwen3_folder / "config.json").write_text(json.dumps(config))
+        message = f"config.json has {name} {value!r}, but needs a "
+        with pytest.raises(ValueError, match=re.escape(message) + ".*number above 0, at most"):
+            read_model_config(qwen3_folder)
+
+
+def test_sizes_that_are_worked_out(tmp_path: Path) -> None:
+    """null: as many KV heads as query heads, which share the hidden size."""
+    make_checkpoint("llama", tmp_path)
+    edit_config(tmp_path, lambda c: c.update(num_key_value_heads=None, head_dim=None))
+    config = read_model_config(tmp_path)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (6, 6, 8)
+    edit_config(tmp_path, lambda c: c.update(hidden_size=6))
+    with pytest.raises(ValueError, match="head_dim 1, but"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"num_key_value_heads": 4}, "num_attention_heads 6, num_key_value_heads 4"),
+        ({"head_dim": 15}, "head_dim.*15"),
+        ({"hidden_size": 48.0}, "hidden_size 48.0, but needs a whole number"),
+        ({"vocab_size": 1 << 24, "hidden_size": 1 << 24}, "vocab_size=16777216, hidden_size=16777216"),
+        ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor must be below"),
+    ],
+)
+def test_sizes_that_do_not_go_together(qwen3_folder: Path, edit: dict, message: str) -> None:
+    edit_config(qwen3_folder, lambda c: c.update(edit))
+    with pytest.raises(ValueError, match=message):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+def test_names_of_labels_are_not_made(qwen3_folder: Path) -> None:
+    """transformers would make a dict of so many."""
+    edit_config(qwen3_folder, lambda c: c.update(num_labels=10**12))
+    assert read_model_config(qwen3_folder).vocab_size == 97
+
+
+def test_an_unused_window_is_accepted(qwen3: Oracle, qwen3_folder: Path) -> None:
+    """As in many checkpoints of Qwen2: the field is there, and no layer uses it."""
+    edit_config(
+        qwen3_folder, lambda c: c.update(sliding_window=4, use_sliding_window=False, layer_types=None)
+    )
+    assert greedy(qwen3_folder, [1, 2, 3] * 5) == qwen3.greedy([1, 2, 3] * 5, 10)
+
+
+def test_a_window_in_a_llama(tmp_path: Path) -> None:
+    """Its class knows no such field, but transformers' cache then drops what lies before the window."""
+    make_checkpoint("llama", tmp_path)
+    edit_config(tmp_path, lambda c: c.update(sliding_window=8))
+    with pytest.raises(ValueError, match="sliding_attention"):
+        LLM(tmp_path, num_blocks=8)
 
 
 def edit_weights(folder: Path, edit: Callable[[dict], object]) -> None:

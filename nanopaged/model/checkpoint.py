@@ -71,7 +71,13 @@ def load_model(
         FileNotFoundError: a weights file is missing.
         ValueError: the weights are broken, or do not fit `config`.
     """
-    model = Model(config, max_positions, dtype, device)
+    try:
+        model = Model(config, max_positions, dtype, device)
+    except (RuntimeError, OverflowError) as error:  # torch's out-of-memory errors are RuntimeErrors
+        raise ValueError(
+            f"a model of these sizes for {max_positions} positions cannot be allocated on {device}: lower "
+            f"max_model_len, or use a smaller model; {config}"
+        ) from error
     if load_format == "dummy":
         _draw_weights(model, seed)
     else:
