@@ -84,6 +84,29 @@ def test_rope_theta_is_read_from_any_format(qwen3_folder: Path, style: str) -> N
     assert read_model_config(qwen3_folder).rope_theta == 12345.0
 
 
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize("first", [True, False])
+def test_rope_scaling_counts_before_rope_parameters(qwen3_folder: Path, key: str, first: bool) -> None:
+    """As in transformers, which then forgets the theta of rope_parameters too."""
+    scaling = {key: "llama3"} | {name: LLAMA3_ROPE[name] for name in list(LLAMA3_ROPE)[2:]}
+
+    def edit(config: dict) -> None:
+        config["rope_parameters"]["rope_theta"] = 123.0
+        both = {"rope_scaling": scaling, "rope_parameters": config.pop("rope_parameters")}
+        config.update(both if first else dict(reversed(both.items())))
+
+    edit_config(qwen3_folder, edit)
+    prompt = [3, 1, 4, 1, 5] * 10
+    reference = AutoModelForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    (output,) = LLM(qwen3_folder, num_blocks=8).generate(prompt, params, use_tqdm=False)
+    for row, logprobs in zip(expected, output.prompt_logprobs[1:], strict=True):
+        for token_id, logprob in logprobs.items():
+            assert logprob == pytest.approx(row[token_id].item(), abs=1e-4)
+
+
 @pytest.mark.parametrize(("theta", "factor", "original"), [(500000.0, 32.0, 8192), (10000.0, 8.0, 32)])
 def test_llama3_frequencies(tmp_path: Path, theta: float, factor: float, original: int) -> None:
     """Llama-3.2-1B's own numbers, and small ones; to transformers' values."""
@@ -199,6 +222,8 @@ def test_eos_ids_that_are_no_ids(qwen3_folder: Path, eos: object) -> None:
             {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "dynamic",
         ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "one JSON object, for all layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (

@@ -175,9 +175,10 @@ def _read_rope(raw: dict[str, Any], file: Path) -> tuple[float, Llama3Scaling | 
     """(theta, scaling) of the rotary embedding, from a config of any version of transformers.
 
     transformers 5 writes everything under `rope_parameters`. Earlier versions have `rope_theta` at top level
-    and the rest under `rope_scaling`, whose `rope_type` was once called `type`.
+    and the rest under `rope_scaling`, whose `rope_type` was once called `type`. If a file has both, then
+    `rope_scaling` counts and `rope_parameters`, with its theta, does not (as in transformers).
     """
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"{file} has rope settings {rope!r}, but needs one JSON object, for all layers")
     rope = {
