@@ -436,6 +436,15 @@ def test_links_to_elsewhere_as_in_the_hubs_cache(qwen3: Oracle, qwen3_folder: Pa
     assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
 
 
+@pytest.mark.parametrize("name", ["", "..", "no\0name", "x" * 5000])
+def test_the_index_names_what_cannot_be_a_file(qwen3_folder: Path, name: str) -> None:
+    (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(
+        FileNotFoundError, match=r"is missing, though model\.safetensors\.index\.json names it"
+    ):
+        LLM(qwen3_folder, num_blocks=8)
+
+
 @pytest.mark.parametrize("weight_map", [None, 1, [], {"model.norm.weight": 1}, {"a": None}, {"a": ["b"]}])
 def test_an_index_that_maps_no_names(qwen3_folder: Path, weight_map: object) -> None:
     (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
@@ -474,6 +483,9 @@ def test_missing_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "file").write_text("")
     with pytest.raises(FileNotFoundError, match="is a file"):
         LLM(tmp_path / "file")
+    for name in ("x" * 5000, "no\0name"):
+        with pytest.raises(FileNotFoundError, match="is not a folder"):
+            LLM(name)
 
 
 @pytest.mark.parametrize("model", ["/no/such", "./no-such", "../no-such", "~/no-such", "~nobody-here/model"])

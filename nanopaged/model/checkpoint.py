@@ -37,9 +37,9 @@ def find_model(model: str | Path | None, with_weights: bool = True) -> Path:
     if model is None:
         return TINY_MODEL
     folder = Path(os.path.expanduser(model))
-    if folder.is_dir():
+    if os.path.isdir(folder):  # unlike Path's, False for a name that is too long
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise FileNotFoundError(f"{folder} is a file: name the folder that holds config.json")
     if isinstance(model, Path) or model.startswith(("/", ".", "~")):  # no hub id
         raise FileNotFoundError(f"{folder} is not a folder: name the one that holds config.json, or a hub id")
@@ -161,7 +161,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         for name in set(names.values()):
             if Path(name).name != name:  # a link to elsewhere is fine: the hub's cache has nothing else
                 raise ValueError(f"{index_file} names {name!r}, but weights must lie in the folder itself")
-            if not (folder / name).is_file():
+            if not os.path.isfile(folder / name):
                 raise FileNotFoundError(f"{folder / name} is missing, though {index_file.name} names it")
         return {weight: folder / name for weight, name in names.items()}
     files = [folder / "model.safetensors"]
