@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -266,6 +267,20 @@ def test_numbers_out_of_range_are_named(qwen3_folder: Path, name: str) -> None:
         message = f"config.json has {name} {value!r}, but needs a "
         with pytest.raises(ValueError, match=re.escape(message) + ".*number above 0, at most"):
             read_model_config(qwen3_folder)
+
+
+def test_no_field_ends_in_a_traceback(qwen3_folder: Path) -> None:
+    """Each field that config.json has or may have, with each hostile value: it is read, or a ValueError."""
+    path = qwen3_folder / "config.json"
+    config = json.loads(path.read_text())
+    names = {*config, "rope_scaling", "rope_theta", "quantization_config", "sliding_window", "num_labels"}
+    for value in (None, True, 0, -1, 0.5, 10**30, math.nan, "", "x", [], ["x"], [[]], {}, {"a": {}}):
+        spoilt = [config | {name: value} for name in names]
+        spoilt += [config | {"rope_scaling": LLAMA3_ROPE | {name: value}} for name in LLAMA3_ROPE]
+        for contents in spoilt:
+            path.write_text(json.dumps(contents))
+            with contextlib.suppress(ValueError):
+                read_model_config(qwen3_folder)
 
 
 def test_sizes_that_are_worked_out(tmp_path: Path) -> None:
