@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from numbers import Integral
 from pathlib import Path
@@ -125,9 +125,11 @@ class LLM:
             yield
         finally:
             with self._lock:
-                for request in requests:
-                    if self.engine.requests.get(request.request_id) is request:
-                        self.engine.abort_request(request.request_id)
+                mine = {request.request_id: request for request in requests}.items()
+                while left := mine & self.engine.requests.items():
+                    with suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave some of them queued
+                        for request_id, _ in left:
+                            self.engine.abort_request(request_id)
 
     def beam_search(
         self,

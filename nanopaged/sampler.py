@@ -175,7 +175,7 @@ def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:
 
 
 def propose_for_beams(logits: Tensor, beams: list[Sequence]) -> list[list[Sample]]:
-    """The most likely next tokens of each beam, in falling order.
+    """The most likely next tokens of each beam, in falling order, without the banned ones.
 
     Args:
         logits: [num_beams, vocab_size]; row i belongs to `beams[i]`.
@@ -188,8 +188,8 @@ def propose_for_beams(logits: Tensor, beams: list[Sequence]) -> list[list[Sample
     best = logprobs.topk(min(max(num), logits.shape[-1]))
     all_ids, all_values = torch.stack((best.indices.double(), best.values.double())).tolist()
     return [
-        list(map(Sample, map(int, ids[:n]), values[:n]))
-        for ids, values, n in zip(all_ids, all_values, num, strict=True)
+        [Sample(int(t), value) for t, value in zip(ids[:n], values[:n], strict=True) if t not in its_banned]
+        for ids, values, n, its_banned in zip(all_ids, all_values, num, banned, strict=True)
     ]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass, field
 
 from nanopaged.config import BeamSearchParams, SamplingParams
@@ -106,7 +107,7 @@ class Sequence:
             index=index,
             token_logprobs=list(self.token_logprobs),
             logprobs=list(self.logprobs),
-            detokenizer=self._new_detokenizer(),
+            detokenizer=copy(self.detokenizer),
             block_keys=list(self.block_keys),
         )
 
@@ -140,15 +141,12 @@ class Sequence:
         """Rebuild all state from the tokens: a step failed, perhaps while it was changing this sequence."""
         num_output_tokens = self.num_output_tokens
         del self.token_logprobs[num_output_tokens:], self.logprobs[num_output_tokens:]
-        self.detokenizer = self._new_detokenizer()
+        if self.detokenizer is not None:
+            self.detokenizer = Detokenizer(self.detokenizer.tokenizer, self.detokenizer.stop)
         self.block_table, self.host_table, self.block_keys, self.candidates = [], [], [], None
         self.num_computed_tokens = 0
         if num_output_tokens > 0:
             self.check_stop()
-
-    def _new_detokenizer(self) -> Detokenizer | None:
-        old = self.detokenizer
-        return Detokenizer(old.tokenizer, old.stop) if old is not None else None
 
     def output(self) -> CompletionOutput:
         """The output so far. Its lists are copies: the user may change them."""

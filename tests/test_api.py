@@ -385,6 +385,23 @@ def test_generate_ends_though_others_take_the_place_of_its_requests(
         llm.engine.step()
 
 
+def test_a_second_interrupt_leaves_nothing_queued(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    abort, num_interrupts = llm.engine.abort_request, []
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        if len(num_interrupts) < 3:
+            num_interrupts.append(1)
+            raise KeyboardInterrupt
+        return abort(*args)
+
+    monkeypatch.setattr(llm.engine, "abort_request", interrupted)
+    monkeypatch.setattr(llm.engine.runner, "execute", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1], [2], [3]], GREEDY, use_tqdm=False)
+    assert len(num_interrupts) == 3
+    assert not llm.engine.has_unfinished_requests()
+
+
 def test_ids_of_the_front_end_and_of_the_user_do_not_collide(llm: LLM) -> None:
     for i in range(1000):
         llm.engine.add_request(f"llm-{i}", [1], GREEDY)

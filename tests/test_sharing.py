@@ -280,6 +280,23 @@ def test_beams_that_all_end(qwen3: Oracle) -> None:
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_a_beam_proposes_no_token_that_may_not_come_yet(qwen3: Oracle, early_stopping: bool | str) -> None:
+    """Only token 5 may come before min_tokens: until then there are fewer beams than the width."""
+    llm = LLM(qwen3.folder, num_blocks=100)
+    stop = [token_id for token_id in range(VOCAB_SIZE) if token_id != 5]
+    params = BeamSearchParams(
+        beam_width=3, max_tokens=6, min_tokens=3, early_stopping=early_stopping, stop_token_ids=stop
+    )
+    (output,) = run(llm, [[1, 2, 3]], [params])
+    assert len(output.outputs) == 3
+    for completion in output.outputs:
+        assert completion.token_ids[:3] == [5, 5, 5]
+        logprobs = qwen3.logprobs([1, 2, 3, *completion.token_ids])[2:-1]
+        expected = sum(float(row[t]) for row, t in zip(logprobs, completion.token_ids, strict=True))
+        assert completion.cumulative_logprob == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_one_beam_is_greedy(qwen3: Oracle, early_stopping: bool | str) -> None:
     prompts = random_prompts(8, seed=9, longest=8)
     llm = LLM(qwen3.folder, dtype="float32", num_blocks=200)

@@ -62,6 +62,48 @@ def test_text_is_what_the_tokenizer_decodes(tokenizer: PreTrainedTokenizerBase) 
         assert set(whole[len(shown) :]) <= {"\ufffd"}
 
 
+def test_special_tokens_and_invalid_bytes_between_characters(tokenizer: PreTrainedTokenizerBase) -> None:
+    special, accent, face = tokenizer.all_special_ids[0], tokenizer.encode("é"), tokenizer.encode("🙂")
+    assert (len(accent), len(face)) == (2, 4)
+    pieces = [
+        [special],
+        [special] * 20,
+        accent,
+        accent[:1],
+        accent[:1] * 9,
+        face,
+        face[:3],
+        tokenizer.encode(" a"),
+    ]
+    rng = random.Random(0)
+    for _ in range(500):
+        token_ids = [token_id for _ in range(rng.randint(1, 9)) for token_id in rng.choice(pieces)]
+        whole = tokenizer.decode(token_ids, skip_special_tokens=True)
+        shown = feed(tokenizer, token_ids)
+        assert all(whole.startswith(text) for text in shown)
+        assert set(whole[len(shown[-1]) :]) <= {"\ufffd"}
+        assert len(whole) - len(shown[-1]) <= 3
+
+
+def test_no_token_is_decoded_again_and_again(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Past bug: in a run of tokens without text, each was decoded together with all before it."""
+
+    class CountingTokenizer:
+        num_decoded = 0
+        get_added_tokens_decoder = tokenizer.backend_tokenizer.get_added_tokens_decoder
+
+        def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+            self.num_decoded += len(token_ids)
+            return tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    for token_id in (tokenizer.all_special_ids[0], tokenizer.encode("é")[0], tokenizer.encode("a")[0]):
+        counting = CountingTokenizer()
+        detokenizer = Detokenizer(counting, ("zzz",))
+        for n in range(1, 1001):
+            detokenizer.find_stop([token_id] * n)
+        assert counting.num_decoded < 100_000
+
+
 def byte_fallback_tokenizer() -> Tokenizer:
     """Like Llama 2's: what is not in the vocabulary is spelt in bytes, each a token."""
     names = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "▁the", "é"]

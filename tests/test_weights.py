@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from nanopaged import LLM, SamplingParams
 from nanopaged.model.checkpoint import TINY_MODEL, read_eos_token_ids
 from nanopaged.model.layers import rotary_frequencies
-from nanopaged.model.model_config import read_model_config
+from nanopaged.model.model_config import LIMITS, MAY_BE_NULL, read_model_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
@@ -41,7 +44,7 @@ def edit_config(folder: Path, edit: Callable[[dict], object], name: str = "confi
     path.write_text(json.dumps(config))
 
 
-def greedy(folder: Path, prompt: list[int], **config: object) -> list[int]:
+def greedy(folder: Path | str, prompt: list[int], **config: object) -> list[int]:
     llm = LLM(folder, num_blocks=64, **config)
     return llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
@@ -80,6 +83,29 @@ def test_rope_theta_is_read_from_any_format(qwen3_folder: Path, style: str) -> N
     if style == "old":
         edit_config(qwen3_folder, old_style)
     assert read_model_config(qwen3_folder).rope_theta == 12345.0
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize("first", [True, False])
+def test_rope_scaling_counts_before_rope_parameters(qwen3_folder: Path, key: str, first: bool) -> None:
+    """As in transformers, which then forgets the theta of rope_parameters too."""
+    scaling = {key: "llama3"} | {name: LLAMA3_ROPE[name] for name in list(LLAMA3_ROPE)[2:]}
+
+    def edit(config: dict) -> None:
+        config["rope_parameters"]["rope_theta"] = 123.0
+        both = {"rope_scaling": scaling, "rope_parameters": config.pop("rope_parameters")}
+        config.update(both if first else dict(reversed(both.items())))
+
+    edit_config(qwen3_folder, edit)
+    prompt = [3, 1, 4, 1, 5] * 10
+    reference = AutoModelForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    (output,) = LLM(qwen3_folder, num_blocks=8).generate(prompt, params, use_tqdm=False)
+    for row, logprobs in zip(expected, output.prompt_logprobs[1:], strict=True):
+        for token_id, logprob in logprobs.items():
+            assert logprob == pytest.approx(row[token_id].item(), abs=1e-4)
 
 
 @pytest.mark.parametrize(("theta", "factor", "original"), [(500000.0, 32.0, 8192), (10000.0, 8.0, 32)])
@@ -174,6 +200,13 @@ def test_eos_ids_come_from_generation_config_and_tokenizer(tmp_path: Path) -> No
     assert read_eos_token_ids(folder, None) == frozenset()
 
 
+@pytest.mark.parametrize("eos", ["7", ["7"], [7, None], -1, True, 7.0, {"a": 1}, [[7]]])
+def test_eos_ids_that_are_no_ids(qwen3_folder: Path, eos: object) -> None:
+    edit_config(qwen3_folder, lambda c: c.update(eos_token_id=eos), "generation_config.json")
+    with pytest.raises(ValueError, match=r"generation_config\.json has eos_token_id .*, but token ids are"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
 # ── what must be refused, by name ─────────────────────────────────────────────────────────────────
 
 
@@ -190,16 +223,113 @@ def test_eos_ids_come_from_generation_config_and_tokenizer(tmp_path: Path) -> No
             {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "dynamic",
         ),
-        ({"use_sliding_window": True, "sliding_window": 8}, "sliding"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "one JSON object, for all layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
+            "sliding_attention",
+        ),
+        (
+            {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+            "sliding_attention",
+        ),
+        ({"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ({"is_causal": False}, "is_causal False"),
+        ({"per_layer_config": {"1": {"rms_norm_eps": 0.1}}}, "per_layer_config"),
+        ({"quantization_config": "awq"}, "quantised model .awq"),
+        ({"model_type": ["qwen3"]}, "model_type .'qwen3'., which is not supported"),
+        ({"model_type": "llama"}, "Qwen3ForCausalLM.* and model_type 'llama', which is not supported"),
+        ({"architectures": "MixtralForCausalLM"}, "architectures 'MixtralForCausalLM'"),
+        ({"architectures": [1]}, r"architectures \[1\]"),
         ({"dtype": "float64"}, "dtype 'float64'"),
         ({"dtype": "auto"}, "dtype 'auto'"),
-        ({"num_hidden_layers": "two"}, "cannot be used"),
+        ({"attention_bias": "yes"}, "config.json cannot be used: .*'attention_bias'"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(qwen3_folder: Path, edit: dict, message: str) -> None:
     edit_config(qwen3_folder, lambda c: c.update(edit))
     with pytest.raises(ValueError, match=message):
         LLM(qwen3_folder, num_blocks=8)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_numbers_out_of_range_are_named(qwen3_folder: Path, name: str) -> None:
+    """Every number that is read, with its value and its limit; never an error from inside torch."""
+    original = json.loads((qwen3_folder / "config.json").read_text()) | {"rope_parameters": LLAMA3_ROPE}
+    for value in (0, -1, 10**31, 10**400, math.nan, math.inf, True, None, "1", [1]):
+        if value is None and name in MAY_BE_NULL:
+            continue
+        config = copy.deepcopy(original)
+        (config["rope_parameters"] if name in LLAMA3_ROPE else config)[name] = value
+        (qwen3_folder / "config.json").write_text(json.dumps(config))
+        message = f"config.json has {name} {value!r}, but needs a "
+        with pytest.raises(ValueError, match=re.escape(message) + ".*number above 0, at most"):
+            read_model_config(qwen3_folder)
+
+
+def test_no_field_ends_in_a_traceback(qwen3_folder: Path) -> None:
+    """Each field that config.json has or may have, with each hostile value: it is read, or a ValueError."""
+    path = qwen3_folder / "config.json"
+    config = json.loads(path.read_text())
+    names = {*config, "rope_scaling", "rope_theta", "quantization_config", "sliding_window", "num_labels"}
+    for value in (None, True, 0, -1, 0.5, 10**30, math.nan, "", "x", [], ["x"], [[]], {}, {"a": {}}):
+        spoilt = [config | {name: value} for name in names]
+        spoilt += [config | {"rope_scaling": LLAMA3_ROPE | {name: value}} for name in LLAMA3_ROPE]
+        for contents in spoilt:
+            path.write_text(json.dumps(contents))
+            with contextlib.suppress(ValueError):
+                read_model_config(qwen3_folder)
+
+
+def test_sizes_that_are_worked_out(tmp_path: Path) -> None:
+    """null: as many KV heads as query heads, which share the hidden size."""
+    make_checkpoint("llama", tmp_path)
+    edit_config(tmp_path, lambda c: c.update(num_key_value_heads=None, head_dim=None))
+    config = read_model_config(tmp_path)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (6, 6, 8)
+    edit_config(tmp_path, lambda c: c.update(hidden_size=6))
+    with pytest.raises(ValueError, match="head_dim 1, but"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"num_key_value_heads": 4}, "num_attention_heads 6, num_key_value_heads 4"),
+        ({"head_dim": 15}, "head_dim.*15"),
+        ({"hidden_size": 48.0}, "hidden_size 48.0, but needs a whole number"),
+        ({"vocab_size": 1 << 24, "hidden_size": 1 << 24}, "vocab_size=16777216, hidden_size=16777216"),
+        ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor must be below"),
+    ],
+)
+def test_sizes_that_do_not_go_together(qwen3_folder: Path, edit: dict, message: str) -> None:
+    edit_config(qwen3_folder, lambda c: c.update(edit))
+    with pytest.raises(ValueError, match=message):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+def test_names_of_labels_are_not_made(qwen3_folder: Path) -> None:
+    """transformers would make a dict of so many."""
+    edit_config(qwen3_folder, lambda c: c.update(num_labels=10**12))
+    assert read_model_config(qwen3_folder).vocab_size == 97
+
+
+def test_an_unused_window_is_accepted(qwen3: Oracle, qwen3_folder: Path) -> None:
+    """As in many checkpoints of Qwen2: the field is there, and no layer uses it."""
+    edit_config(
+        qwen3_folder, lambda c: c.update(sliding_window=4, use_sliding_window=False, layer_types=None)
+    )
+    assert greedy(qwen3_folder, [1, 2, 3] * 5) == qwen3.greedy([1, 2, 3] * 5, 10)
+
+
+def test_a_window_in_a_llama(tmp_path: Path) -> None:
+    """Its class knows no such field, but transformers' cache then drops what lies before the window."""
+    make_checkpoint("llama", tmp_path)
+    edit_config(tmp_path, lambda c: c.update(sliding_window=8))
+    with pytest.raises(ValueError, match="sliding_attention"):
+        LLM(tmp_path, num_blocks=8)
 
 
 def edit_weights(folder: Path, edit: Callable[[dict], object]) -> None:
@@ -236,6 +366,114 @@ def test_redundant_weights_are_ignored(qwen3: Oracle, qwen3_folder: Path) -> Non
     assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
+def test_weights_that_are_no_floats(qwen3_folder: Path, dtype: torch.dtype) -> None:
+    """Quantised weights without a quantization_config would be read as numbers that they are not."""
+    edit_weights(qwen3_folder, lambda t: t.update({"model.norm.weight": torch.ones(48).to(dtype)}))
+    with pytest.raises(ValueError, match=rf"model\.norm\.weight is of {dtype}, but weights must be floats"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+def test_weights_of_64_bits(qwen3: Oracle, qwen3_folder: Path) -> None:
+    edit_weights(qwen3_folder, lambda t: t.update({name: weight.double() for name, weight in t.items()}))
+    assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(math.nan, "float32"), (-math.inf, "float32"), (1e5, "float16")]
+)
+def test_weights_that_are_not_finite(qwen3_folder: Path, value: float, dtype: str) -> None:
+    """Also if the number in the file is finite, and too large for the dtype."""
+    name = "model.layers.1.self_attn.k_proj.weight"
+    edit_weights(qwen3_folder, lambda t: t[name][5, 3].fill_(value))
+    with pytest.raises(ValueError, match=rf"{name} has weights that are not finite in torch\.{dtype}"):
+        LLM(qwen3_folder, num_blocks=8, dtype=dtype)
+
+
+# ── which file holds a weight ─────────────────────────────────────────────────────────────────────
+
+INDEX = "model.safetensors.index.json"
+
+
+def test_the_index_says_which_shard_holds_a_weight(oracle: Oracle, tmp_path: Path) -> None:
+    """A stale copy in another shard is not read, be that shard earlier or later."""
+    oracle.model.save_pretrained(tmp_path, max_shard_size="20KB")
+    name = "model.norm.weight"
+    home = json.loads((tmp_path / INDEX).read_text())["weight_map"][name]
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    for shard in (shards[0], shards[-1]):
+        if shard.name != home:
+            save_file(load_file(shard) | {name: torch.zeros(48)}, shard)
+    (prompt,) = random_prompts(1, seed=0)
+    assert greedy(tmp_path, prompt) == oracle.greedy(prompt, 10)
+
+
+def test_the_index_names_a_shard_without_the_weight(oracle: Oracle, tmp_path: Path) -> None:
+    oracle.model.save_pretrained(tmp_path, max_shard_size="20KB")
+    name = "model.norm.weight"
+    other = min(set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values()))
+    edit_config(tmp_path, lambda c: c["weight_map"].update({name: other}), INDEX)
+    with pytest.raises(ValueError, match=rf"{other} .*model\.norm\.weight"):
+        LLM(tmp_path, num_blocks=8)
+
+
+def test_a_weight_in_two_files_without_an_index(qwen3_folder: Path) -> None:
+    tensors = load_file(qwen3_folder / "model.safetensors")
+    (qwen3_folder / "model.safetensors").rename(qwen3_folder / "a.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, qwen3_folder / "b.safetensors")
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight is in both .*a\.safetensors and .*b\.safetensors"
+    ):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_the_index_names_a_file_outside(qwen3_folder: Path, absolute: bool) -> None:
+    outside = qwen3_folder.parent / "outside.safetensors"
+    tensors = load_file(qwen3_folder / "model.safetensors")
+    (qwen3_folder / "model.safetensors").rename(outside)
+    name = str(outside) if absolute else "../outside.safetensors"
+    (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+    with pytest.raises(ValueError, match=r"outside\.safetensors', but weights must lie in the folder itself"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+def test_links_to_elsewhere_as_in_the_hubs_cache(qwen3: Oracle, qwen3_folder: Path) -> None:
+    (qwen3_folder.parent / "blobs").mkdir()
+    for file in list(qwen3_folder.iterdir()):
+        file.rename(qwen3_folder.parent / "blobs" / file.name)
+        file.symlink_to(Path("..", "blobs", file.name))
+    assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
+    names = load_file(qwen3_folder / "model.safetensors")
+    (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
+
+
+@pytest.mark.parametrize("name", ["", "..", "no\0name", "x" * 5000])
+def test_the_index_names_what_cannot_be_a_file(qwen3_folder: Path, name: str) -> None:
+    (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(
+        FileNotFoundError, match=r"is missing, though model\.safetensors\.index\.json names it"
+    ):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+@pytest.mark.parametrize("weight_map", [None, 1, [], {"model.norm.weight": 1}, {"a": None}, {"a": ["b"]}])
+def test_an_index_that_maps_no_names(qwen3_folder: Path, weight_map: object) -> None:
+    (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"index\.json needs a weight_map"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+def test_a_folder_in_place_of_the_weights(qwen3_folder: Path) -> None:
+    (qwen3_folder / "model.safetensors").unlink()
+    (qwen3_folder / "model.safetensors").mkdir()
+    with pytest.raises(ValueError, match=r"model\.safetensors is broken or cut short"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
 def test_truncated_weights(qwen3_folder: Path) -> None:
     path = qwen3_folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -260,6 +498,17 @@ def test_missing_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "file").write_text("")
     with pytest.raises(FileNotFoundError, match="is a file"):
         LLM(tmp_path / "file")
+    for name in ("x" * 5000, "no\0name"):
+        with pytest.raises(FileNotFoundError, match="is not a folder"):
+            LLM(name)
+
+
+@pytest.mark.parametrize("model", ["/no/such", "./no-such", "../no-such", "~/no-such", "~nobody-here/model"])
+def test_a_path_is_not_a_hub_id(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanopaged.model.checkpoint.snapshot_download", lambda *_, **__: pytest.fail("asked"))
+    for name in (model, Path(model)):
+        with pytest.raises(FileNotFoundError, match="is not a folder: name the one that holds"):
+            LLM(name)
 
 
 def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,13 +528,16 @@ def test_a_hub_id_is_downloaded(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) 
         return str(qwen3.folder)
 
     monkeypatch.setattr("nanopaged.model.checkpoint.snapshot_download", download)
-    assert greedy(Path("somebody/model"), [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
+    assert greedy("somebody/model", [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
     assert "*.safetensors" in asked["somebody/model"]
 
 
 def test_broken_json(qwen3_folder: Path) -> None:
     (qwen3_folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
+        LLM(qwen3_folder, num_blocks=8)
+    (qwen3_folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
         LLM(qwen3_folder, num_blocks=8)
     (qwen3_folder / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"config\.json holds a list"):
@@ -293,6 +545,26 @@ def test_broken_json(qwen3_folder: Path) -> None:
     (qwen3_folder / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="model_type None, which is not supported"):
         LLM(qwen3_folder, num_blocks=8)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_a_folder_in_place_of_a_file(qwen3_folder: Path, name: str) -> None:
+    (qwen3_folder / name).unlink(missing_ok=True)
+    (qwen3_folder / name).mkdir()
+    with pytest.raises(ValueError, match=rf"{name} cannot be read as JSON"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"version": ', "{}", None])
+def test_a_broken_tokenizer(tmp_path: Path, text: str | None) -> None:
+    folder = Path(shutil.copytree(TINY_MODEL, tmp_path / "model"))
+    (folder / "tokenizer.json").unlink()
+    if text is None:
+        (folder / "tokenizer.json").mkdir()
+    else:
+        (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match="the tokenizer in .* cannot be read: "):
+        LLM(folder, num_blocks=8)
 
 
 def test_make_checkpoint_is_repeatable(tmp_path: Path) -> None:

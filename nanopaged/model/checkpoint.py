@@ -7,6 +7,9 @@ and up: one large matrix product is faster than several small ones.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -33,17 +36,19 @@ def find_model(model: str | Path | None, with_weights: bool = True) -> Path:
     """
     if model is None:
         return TINY_MODEL
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(model))
+    if os.path.isdir(folder):  # unlike Path's, False for a name that is too long
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise FileNotFoundError(f"{folder} is a file: name the folder that holds config.json")
+    if isinstance(model, Path) or model.startswith(("/", ".", "~")):  # no hub id
+        raise FileNotFoundError(f"{folder} is not a folder: name the one that holds config.json, or a hub id")
     try:
         patterns = CONFIG_FILES + (["*.safetensors"] if with_weights else [])
-        return Path(snapshot_download(str(model), allow_patterns=patterns))
+        return Path(snapshot_download(model, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
-            f"{str(model)!r} is not a folder here, and downloading it as a hub id failed: {error}"
+            f"{model!r} is not a folder here, and downloading it as a hub id failed: {error}"
         ) from error
 
 
@@ -66,7 +71,13 @@ def load_model(
         FileNotFoundError: a weights file is missing.
         ValueError: the weights are broken, or do not fit `config`.
     """
-    model = Model(config, max_positions, dtype, device)
+    try:
+        model = Model(config, max_positions, dtype, device)
+    except (RuntimeError, OverflowError) as error:  # torch's out-of-memory errors are RuntimeErrors
+        raise ValueError(
+            f"a model of these sizes for {max_positions} positions cannot be allocated on {device}: lower "
+            f"max_model_len, or use a smaller model; {config}"
+        ) from error
     if load_format == "dummy":
         _draw_weights(model, seed)
     else:
@@ -86,25 +97,33 @@ def _draw_weights(model: Model, seed: int) -> None:
 
 
 def _read_weights(model: Model, folder: Path) -> None:
-    slots = _weight_slots(model)
-    missing, unexpected, tied = set(slots), [], model.config.tie_word_embeddings
-    for file in _weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    if name in slots:
-                        _copy_weight(name, tensors.get_tensor(name), slots[name])
-                        missing.discard(name)
-                    elif not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
-                        unexpected.append(name)  # these two are computed from other weights
-        except SafetensorError as error:
-            raise ValueError(f"{file} is broken or cut short: {error}") from error
+    slots, files, tied = _weight_slots(model), _weight_files(folder), model.config.tie_word_embeddings
+    missing = slots.keys() - files.keys()
+    unexpected = {
+        name
+        for name in files.keys() - slots.keys()  # except these two, which are computed from other weights
+        if not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq")
+    }
     if missing or unexpected:
         raise ValueError(
             f"the weights in {folder} do not match its config.json"
             + _name_some("missing", missing)
             + _name_some("unexpected", unexpected)
         )
+    for file in set(files.values()):
+        with _open_weights(file) as tensors:
+            for name, slot in slots.items():
+                if files[name] == file:
+                    _copy_weight(name, tensors.get_tensor(name), slot)
+
+
+@contextmanager
+def _open_weights(file: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is broken or cut short: {error}") from error
 
 
 def _weight_slots(model: Model) -> dict[str, Tensor]:
@@ -132,22 +151,34 @@ def _weight_slots(model: Model) -> dict[str, Tensor]:
     return slots
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = read_json(folder / "model.safetensors.index.json")
-    if index and not isinstance(index.get("weight_map"), dict):
-        raise ValueError(f"{folder}/model.safetensors.index.json has no weight_map")
-    names = set(index["weight_map"].values()) if index else {"model.safetensors"}
-    if not index and not (folder / "model.safetensors").is_file():
-        names = {file.name for file in folder.glob("*.safetensors")}
-        if not names:
-            raise FileNotFoundError(
-                f"no *.safetensors in {folder}: convert the weights, or use load_format='dummy'"
-            )
-    files = [folder / name for name in sorted(names)]
+def _weight_files(folder: Path) -> dict[str, Path]:
+    """The name of each weight in the checkpoint → its file, which the index says if there is one."""
+    index_file = folder / "model.safetensors.index.json"
+    if index_file.exists():
+        names = read_json(index_file).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ValueError(f"{index_file} needs a weight_map, from the names of weights to those of files")
+        for name in set(names.values()):
+            if Path(name).name != name:  # a link to elsewhere is fine: the hub's cache has nothing else
+                raise ValueError(f"{index_file} names {name!r}, but weights must lie in the folder itself")
+            if not os.path.isfile(folder / name):
+                raise FileNotFoundError(f"{folder / name} is missing, though {index_file.name} names it")
+        return {weight: folder / name for weight, name in names.items()}
+    files = [folder / "model.safetensors"]
+    if not files[0].exists():
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(
+            f"no *.safetensors in {folder}: convert the weights, or use load_format='dummy'"
+        )
+    where: dict[str, Path] = {}
     for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} is missing, though model.safetensors.index.json names it")
-    return files
+        with _open_weights(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if name in where:
+                    raise ValueError(f"{name} is in both {where[name]} and {file}: remove one of them")
+                where[name] = file
+    return where
 
 
 def _copy_weight(name: str, tensor: Tensor, slot: Tensor) -> None:
@@ -156,10 +187,17 @@ def _copy_weight(name: str, tensor: Tensor, slot: Tensor) -> None:
             f"{name} has shape {list(tensor.shape)} in the checkpoint, but config.json asks for "
             f"{list(slot.shape)}"
         )
+    if not tensor.is_floating_point() or tensor.itemsize == 1:  # the floats of one byte are quantised
+        raise ValueError(f"{name} is of {tensor.dtype}, but weights must be floats of 16, 32 or 64 bits")
     slot.copy_(tensor)
+    if not torch.stack(slot.aminmax()).isfinite().all():
+        raise ValueError(
+            f"{name} has weights that are not finite in {slot.dtype}: the file is damaged, or needs a dtype "
+            "with a wider range"
+        )
 
 
-def _name_some(what: str, names: set[str] | list[str], most: int = 8) -> str:
+def _name_some(what: str, names: set[str], most: int = 8) -> str:
     if not names:
         return ""
     names = sorted(names)
@@ -171,11 +209,14 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     """The folder's tokenizer. None if there is none; prompts must then be token ids.
 
     Raises:
-        ValueError: the tokenizer has no fast version.
+        ValueError: the tokenizer is broken, or has no fast version.
     """
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever transformers and the parser in Rust raise
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
     if not tokenizer.is_fast:
         raise ValueError(f"{folder} has only a slow tokenizer: save it again with a tokenizer.json")
     return tokenizer
@@ -185,12 +226,18 @@ def read_eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None) 
     """All end-of-sequence ids: those of generation_config.json (else config.json) and the tokenizer's.
 
     A chat model often has several, e.g. one that ends a turn and one that ends the document.
+
+    Raises:
+        ValueError: one of these files is broken, or has something else as an id.
     """
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         eos = read_json(folder / name).get("eos_token_id")
         if eos is not None:
-            ids |= {eos} if isinstance(eos, int) else set(eos)
+            eos = eos if isinstance(eos, list) else [eos]
+            if not all(type(token_id) is int and token_id >= 0 for token_id in eos):
+                raise ValueError(f"{folder / name} has eos_token_id {eos}, but token ids are ints from 0 on")
+            ids.update(eos)
             break
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)

@@ -22,6 +22,26 @@ FAMILIES = {  # model_type → its architecture that generates text
     "qwen3": "Qwen3ForCausalLM",
 }
 
+# Numbers are above 0 and at most this, and whole if the limit is. Token ids and positions pass through
+# float32, which is exact up to 2**24.
+LIMITS: dict[str, int | float] = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 1 << 24),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 1 << 16),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"), 1e30),
+    "original_max_position_embeddings": 1 << 24,
+    "num_hidden_layers": 1 << 12,
+}
+MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # worked out from the others then
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "dtype": (*DTYPES[1:], None),
+    "torch_dtype": (*DTYPES[1:], None),  # its name in transformers 4
+    "hidden_act": ("silu", "swish"),
+    "is_causal": (True,),
+    "per_layer_config": (None, {}),
+    "rope_type": ("default", "llama3"),
+    "partial_rotary_factor": (1.0, None),
+}
+
 
 @dataclass(frozen=True)
 class Llama3Scaling:
@@ -58,12 +78,12 @@ class ModelConfig:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The contents of a JSON file, {} if there is none. Raises ValueError if it is broken."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    except (ValueError, OSError, RecursionError) as error:  # OSError: e.g. a folder of this name
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(contents, dict):
         raise ValueError(f"{path} holds a {type(contents).__name__}, but must hold a JSON object")
     return contents
@@ -76,26 +96,39 @@ def read_model_config(folder: Path) -> ModelConfig:
         FileNotFoundError: there is none.
         ValueError: it describes something that this engine cannot run; the message names it.
     """
-    raw = read_json(folder / "config.json")
-    if not (folder / "config.json").is_file():
+    file = folder / "config.json"
+    raw = read_json(file)
+    if not file.exists():
         raise FileNotFoundError(f"no config.json in {folder}: is it a Hugging Face model folder?")
-    _refuse_unsupported(raw, folder)
-    dtype = _read_dtype(raw)
+    _refuse_unsupported(raw, file)
+    _check_settings(raw, file)
+    rope_theta, rope_scaling = _read_rope(raw, file)
+    raw.pop("num_labels", None)  # transformers would make a dict of so many names
     try:
-        hf = AutoConfig.from_pretrained(folder, local_files_only=True)
+        hf = AutoConfig.for_model(**raw)
     except Exception as error:  # the message of transformers says what is wrong
-        raise ValueError(f"the config.json in {folder} cannot be used: {error}") from error
-    family = hf.model_type
+        raise ValueError(f"{file} cannot be used: {error}") from error
+    family, num_heads = hf.model_type, hf.num_attention_heads
+    num_kv_heads = hf.num_key_value_heads or num_heads
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // num_heads
+    if num_heads % num_kv_heads or head_dim % 2 or head_dim == 0:
+        raise ValueError(
+            f"{file} has num_attention_heads {num_heads}, num_key_value_heads {num_kv_heads} and head_dim "
+            f"{head_dim}, but the first must be a multiple of the second, and head_dim even"
+        )
+    windowed = getattr(hf, "sliding_window", None) is not None  # in all layers, if there are no layer_types
+    types = getattr(hf, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"]
+    if others := set(types) - {"full_attention"}:
+        raise ValueError(f"{file} has layers of type {others}, but only 'full_attention' is supported")
     attention_bias = bool(getattr(hf, "attention_bias", False))
-    rope_theta, rope_scaling = _read_rope(hf.to_dict(), raw)
     return ModelConfig(
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         intermediate_size=hf.intermediate_size,
         num_layers=hf.num_hidden_layers,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads or hf.num_attention_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         rms_norm_eps=hf.rms_norm_eps,
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
@@ -105,54 +138,58 @@ def read_model_config(folder: Path) -> ModelConfig:
         mlp_bias=bool(getattr(hf, "mlp_bias", False)),
         qk_norm=family == "qwen3",
         tie_word_embeddings=bool(hf.tie_word_embeddings),
-        dtype=dtype,
+        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
     )
 
 
-def _read_dtype(raw: dict[str, Any]) -> str:
-    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in DTYPES[1:]:
-        raise ValueError(f"config.json has dtype {dtype!r}, which is not one of {', '.join(DTYPES[1:])}")
-    return dtype
-
-
-def _refuse_unsupported(raw: dict[str, Any], folder: Path) -> None:
-    model_type = raw.get("model_type")
-    supported = ", ".join(FAMILIES.values())
-    name = ", ".join(raw.get("architectures") or []) or f"model_type {model_type!r}"
-    if model_type not in FAMILIES or name not in (FAMILIES[model_type], f"model_type {model_type!r}"):
-        raise ValueError(f"{folder} holds {name}, which is not supported; supported are {supported}")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "an unnamed method")
+def _refuse_unsupported(raw: dict[str, Any], file: Path) -> None:
+    model_type, architectures = raw.get("model_type"), raw.get("architectures")
+    supported = FAMILIES.get(str(model_type))
+    if supported is None or architectures not in (None, [], supported, [supported]):
         raise ValueError(
-            f"{folder} is quantised ({method}), which is not supported: use the float checkpoint"
+            f"{file} has architectures {architectures!r} and model_type {model_type!r}, which is not "
+            f"supported; supported are {', '.join(FAMILIES.values())}, each with its own model_type"
         )
-    activation = raw.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ValueError(f"activation {activation!r} is not supported, only 'silu'")
-    if raw.get("use_sliding_window"):
-        raise ValueError("use_sliding_window is set, but sliding-window attention is not supported")
+    quantised = raw.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", quantised) if isinstance(quantised, dict) else quantised
+        raise ValueError(
+            f"{file} is of a quantised model ({method}), which is not supported: use the float one"
+        )
 
 
-def _read_rope(parsed: dict[str, Any], raw: dict[str, Any]) -> tuple[float, Llama3Scaling | None]:
+def _check_settings(settings: dict[str, Any], file: Path) -> None:
+    """Raise ValueError unless all of `settings` that are in `LIMITS` or `CHOICES` keep to them."""
+    for name, value in settings.items():
+        most = LIMITS.get(name)
+        if most is not None and not (value is None and name in MAY_BE_NULL):
+            number, types = ("whole number", int) if isinstance(most, int) else ("number", (int, float))
+            if not isinstance(value, types) or isinstance(value, bool) or not 0 < value <= most:
+                raise ValueError(f"{file} has {name} {value!r}, but needs a {number} above 0, at most {most}")
+        if value not in CHOICES.get(name, (value,)):
+            choices = " or ".join(map(repr, CHOICES[name]))
+            raise ValueError(f"{file} has {name} {value!r}, but only {choices} is supported")
+
+
+def _read_rope(raw: dict[str, Any], file: Path) -> tuple[float, Llama3Scaling | None]:
     """(theta, scaling) of the rotary embedding, from a config of any version of transformers.
 
     transformers 5 writes everything under `rope_parameters`. Earlier versions have `rope_theta` at top level
-    and the rest under `rope_scaling`, whose `rope_type` was once called `type`. The values of the file itself
-    override the parsed ones, since an older transformers ignores what a newer one wrote.
+    and the rest under `rope_scaling`, whose `rope_type` was once called `type`. If a file has both, then
+    `rope_scaling` counts and `rope_parameters`, with its theta, does not (as in transformers).
     """
-    rope: dict[str, Any] = {}
-    for config in (parsed, raw):
-        if config.get("rope_theta") is not None:
-            rope["rope_theta"] = config["rope_theta"]
-        rope |= config.get("rope_scaling") or {}
-        rope |= config.get("rope_parameters") or {}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type not in ("default", "llama3"):
-        raise ValueError(f"rope type {rope_type!r} is not supported, only 'default' and 'llama3'")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported, only 1.0")
-    if rope_type == "default":
-        return float(rope["rope_theta"]), None
-    scaling = {field.name: rope[field.name] for field in fields(Llama3Scaling)}
-    return float(rope["rope_theta"]), Llama3Scaling(**scaling)
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"{file} has rope settings {rope!r}, but needs one JSON object, for all layers")
+    rope = {
+        "rope_theta": raw.get("rope_theta", 10000.0),
+        "rope_type": rope.get("type", "default"),
+        "original_max_position_embeddings": raw.get("max_position_embeddings"),
+    } | rope
+    llama3 = [field.name for field in fields(Llama3Scaling)] if rope["rope_type"] == "llama3" else []
+    names = ("rope_type", "rope_theta", "partial_rotary_factor", *llama3)
+    _check_settings({name: rope.get(name) for name in names}, file)
+    scaling = Llama3Scaling(**{name: rope[name] for name in llama3}) if llama3 else None
+    if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise ValueError(f"{file} has {scaling}, but low_freq_factor must be below high_freq_factor")
+    return float(rope["rope_theta"]), scaling

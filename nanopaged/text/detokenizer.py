@@ -11,20 +11,29 @@ how many of them it has decoded. It knows no sequences and no requests.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+
+HALF = "\ufffd"  # what bytes that are no character, or not yet, are decoded to
+
+
+@lru_cache(maxsize=4)
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that give no text, such as end-of-sequence."""
+    return frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
 
 class Detokenizer:
-    """The text of one sequence's output, without special tokens."""
+    """The text of one sequence's output, without special tokens. Copies share no state."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
         self.stop = stop
         self.text = ""  # complete characters only; cut before a stop string that was found
         self._num_read = 0  # output tokens decoded so far
-        self._pending: list[int] = []  # decoded tokens that are not in `text` yet: part of a character
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._shown: tuple[int, ...] = ()  # the last tokens whose text is in `text`: context for the next
+        self._pending: tuple[int, ...] = ()  # decoded tokens that are not in `text` yet: part of a character
 
     def find_stop(self, token_ids: list[int], look_for_stop: bool = True) -> str | None:
         """Decode the output so far; return the stop string that its last token completed, or None.
@@ -57,7 +66,7 @@ class Detokenizer:
         """
         if finished and self._num_read == 0:  # decode everything at once, unless it ends in half a character
             text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-            if not text.endswith("\ufffd"):
+            if not text.endswith(HALF):
                 self.text, self._num_read = text, len(token_ids)
         self._read(token_ids[self._num_read :])
         if finished or not self.stop:
@@ -69,18 +78,38 @@ class Detokenizer:
         return self.text
 
     def _read(self, token_ids: list[int]) -> None:
-        """Decode the next tokens, and add the complete characters to `text`."""
-        for token_id in token_ids:
-            self._pending.append(token_id)
-            try:
-                piece = self._stream.step(self.tokenizer, token_id)
-            except Exception:
-                # A stream fails if invalid bytes would change the text that it has returned. (Llama 2: the
-                # bytes of "€" and then the first of them again decode to four replacement characters.) Text
-                # already returned is never changed; decoding restarts after it.
-                self._stream = DecodeStream(skip_special_tokens=True)
-                piece = "".join(self._stream.step(self.tokenizer, pending) or "" for pending in self._pending)
-            if piece:
-                self.text += piece
-                self._pending = []
+        """Decode the next tokens, and add the complete characters to `text`.
+
+        Some decoders drop the space before a first word, so tokens are decoded after the ones before them:
+
+            shown "▁To" is "To", shown + pending "▁To" "▁be" is "To be": the text grows by " be"
+        """
         self._num_read += len(token_ids)
+        for token_id in token_ids:
+            if token_id in special_ids(self.tokenizer):
+                continue
+            self._pending += (token_id,)
+            text, num_complete = self._piece(self._pending), len(self._pending)
+            if text.endswith(HALF) and num_complete < 4:
+                continue
+            if text.endswith(HALF):
+                # A character has at most 4 bytes, so these tokens begin with bytes that are none. They are
+                # shown as such, up to where they can be told from the rest.
+                first, rest = self._pending[:1], self._pending[1:]
+                while len(rest) > 1 and self._piece(first) + self._decode(rest) != text:
+                    first, rest = first + rest[:1], rest[1:]
+                num_complete, text = len(first), self._piece(first)
+            self.text += text
+            self._shown, self._pending = self._pending[:num_complete], self._pending[num_complete:]
+
+    def _piece(self, token_ids: tuple[int, ...]) -> str:
+        """The text of tokens that follow the shown ones."""
+        before, whole = self._decode(self._shown), self._decode(self._shown + token_ids)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        # Invalid bytes change what some decoders make of the bytes before them. (Llama 2: the bytes of "€"
+        # and then the first of them again are four replacement characters.) Text is not changed once shown.
+        return self._decode(token_ids)
+
+    def _decode(self, token_ids: tuple[int, ...]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
