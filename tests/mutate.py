@@ -36,10 +36,10 @@ TESTS = {  # file → its tests, the fastest first
     "nanopaged/scheduler.py": BOOKKEEPING,
     "nanopaged/swap.py": ["swap", *BOOKKEEPING],
     "nanopaged/beam_search.py": ["beam_search", "random_runs", "sharing"],
-    "nanopaged/sampler.py": ["sampler", "api"],
-    "nanopaged/prompts.py": ["api", "text"],
+    "nanopaged/sampler.py": ["sampler", "habits", "api"],
+    "nanopaged/prompts.py": ["api", "habits", "text"],
     "nanopaged/text/detokenizer.py": ["text"],
-    "nanopaged/text/stopping.py": ["text", "api"],
+    "nanopaged/text/stopping.py": ["text", "habits", "api"],
 }
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
