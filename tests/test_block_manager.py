@@ -247,6 +247,19 @@ def test_reset_forgets_everything() -> None:
     manager.check_invariants([])
 
 
+def test_an_emptied_prefix_cache_keeps_what_is_in_use() -> None:
+    manager = BlockManager(4, 2)
+    manager.free(admit(manager, 1, 2, 3))
+    holder = admit(manager, 7, 8, 9)
+    manager.reset_prefix_cache()
+    manager.check_invariants([holder])
+    assert len(manager.cached) == 0
+    assert not manager.find_prefix(sequence(1, 2, 3))
+    assert len(manager.find_prefix(sequence(7, 8, 9))) == 1
+    again = admit(manager, 1, 2, 3)
+    manager.check_invariants([holder, again])
+
+
 def test_only_the_blocks_that_a_step_fills_are_published() -> None:
     manager = BlockManager(16, 2)
     first = admit(manager, 1, 2, 3, 4, 5, computed=False)
