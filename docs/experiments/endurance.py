@@ -52,7 +52,7 @@ def main() -> None:
         num_blocks=NUM_BLOCKS,
         num_host_blocks=NUM_HOST_BLOCKS,
         max_num_seqs=32,
-        max_num_batched_tokens=256,
+        max_num_batched_tokens=48,
         preemption="swap",
     )
     print(f"{NUM_BLOCKS} blocks of {BLOCK_SIZE}, {NUM_HOST_BLOCKS} on the host; {machine()}")
