@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import transformers  # noqa: F401  imported once, before the first fork
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM  # noqa: F401  see `os.fork`
 
 ROOT = Path(__file__).parents[1]
 CPU_SECONDS = 60  # for one test: a mutant that loops for ever is killed, too
@@ -37,7 +37,7 @@ TESTS = {  # file → its tests, the fastest first
     "nanopaged/swap.py": ["swap", *BOOKKEEPING],
     "nanopaged/beam_search.py": ["beam_search", "random_runs", "sharing"],
     "nanopaged/sampler.py": ["sampler", "habits", "api"],
-    "nanopaged/prompts.py": ["api", "habits", "text"],
+    "nanopaged/prompts.py": ["api", "habits", "text", "sharing"],
     "nanopaged/text/detokenizer.py": ["text"],
     "nanopaged/text/stopping.py": ["text", "habits", "api"],
 }
@@ -139,7 +139,7 @@ def failing_test(folder: Path, mutant: Mutant | None, names: list[str]) -> str |
         (folder / mutant.file).write_text(mutant.source)
     last_test = folder / "last_test"
     last_test.write_text("none: the tests cannot be imported")
-    child = os.fork()  # torch and transformers, which take seconds to import, are there already
+    child = os.fork()  # with torch and transformers' models, which take seconds to import
     if child == 0:
         os.chdir(folder)
         sys.path.insert(0, str(folder))
