@@ -210,6 +210,17 @@ def test_banned_tokens_are_never_drawn_but_logprobs_stay_the_models_own(temperat
         assert drawn.logprobs[4] == pytest.approx(expected[4].item(), abs=1e-5)
 
 
+@pytest.mark.parametrize(("seen", "unseen"), [(3.0, 2.0), (-1.0, -1.5)])
+def test_a_repetition_penalty_lowers_logits_of_either_sign(seen: float, unseen: float) -> None:
+    """A penalty of 2 makes 3 and -1 less than 2 and -1.5; one of 1.3 does not."""
+    logits = torch.full((1, VOCAB), -50.0)
+    logits[0, 3], logits[0, 4] = seen, unseen
+    for penalty, best in ((1.3, 3), (2.0, 4)):
+        params = SamplingParams(temperature=0, repetition_penalty=penalty)
+        rows = rows_of(params, 1, token_counts={3: 0})
+        assert choose(logits, SamplingMetadata(rows, CPU)).tolist() == [best]
+
+
 # ── seeds, through the whole engine ───────────────────────────────────────────────────────────────
 
 
