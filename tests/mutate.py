@@ -33,7 +33,7 @@ RANDOM_RUNS = "100"  # of each kind
 BOOKKEEPING = ["scheduler", "swap", "random_runs"]
 TESTS = {  # file → its tests, the fastest first
     "nanopaged/block_manager.py": ["block_manager", *BOOKKEEPING],
-    "nanopaged/scheduler.py": BOOKKEEPING,
+    "nanopaged/scheduler.py": [*BOOKKEEPING, "api"],
     "nanopaged/swap.py": ["swap", *BOOKKEEPING],
     "nanopaged/beam_search.py": ["beam_search", "random_runs", "sharing"],
     "nanopaged/sampler.py": ["sampler", "habits", "api"],

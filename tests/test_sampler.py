@@ -180,9 +180,10 @@ def test_a_nearly_impossible_draw_stays_in_the_distribution(
     "vocab_size", [1, 2, VOCAB_CHUNK - 1, VOCAB_CHUNK, VOCAB_CHUNK + 1, 3 * VOCAB_CHUNK, 5 * VOCAB_CHUNK + 7]
 )
 def test_a_draw_inverts_the_distribution(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For vocabularies of whole chunks and not; half the tokens have probability 0."""
+    """For vocabularies of whole chunks and not; half the tokens have probability 0, the last are likely."""
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(300, vocab_size, generator=generator) * 3
+    logits[:, -7:] += 6.0
     logits[torch.rand(logits.shape, generator=generator) < 0.5] = -math.inf
     logits[:, vocab_size // 2] = 0.0
     numbers = [0.0, (2**24 - 1) / 2**24, *torch.rand(298, generator=generator).tolist()]
@@ -208,6 +209,7 @@ def test_banned_tokens_are_never_drawn_but_logprobs_stay_the_models_own(temperat
         expected = logits.log_softmax(-1)[0]
         assert drawn.logprob == pytest.approx(expected[drawn.token_id].item(), abs=1e-5)
         assert drawn.logprobs[4] == pytest.approx(expected[4].item(), abs=1e-5)
+        assert (drawn.logprobs[4].rank, drawn.logprobs[drawn.token_id].rank) == (1, 2)
 
 
 @pytest.mark.parametrize(("seen", "unseen"), [(3.0, 2.0), (-1.0, -1.5)])
