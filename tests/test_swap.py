@@ -98,6 +98,27 @@ def test_a_full_host_pool_falls_back_to_recompute(make: MakeEngine, missing: int
     assert (stats.num_preemptions_swap, stats.num_preemptions_recompute) == (1 - missing, missing)
 
 
+def test_a_victim_of_one_block_is_moved_as_well(make: MakeEngine) -> None:
+    engine = make(num_blocks=3)
+    engine.add_request("early", tokens(1, 4), params(8))
+    engine.add_request("late", tokens(2, 2), params(6))
+    finish(engine)
+    stats = engine.stats()
+    assert (stats.num_preemptions_swap, stats.num_blocks_swapped_out) == (1, 1)
+
+
+def test_a_victim_that_needs_every_block_comes_back(make: MakeEngine) -> None:
+    """Three blocks are on the host, and the newest token needs a fourth, of four."""
+    engine = make(num_blocks=4)
+    engine.add_request("early", tokens(1, 1), params(4))
+    engine.add_request("late", tokens(2, 11), params(5))
+    step_until(engine, lambda: engine.stats().num_swapped == 1)
+    assert engine.stats().num_blocks_swapped_out == 3
+    step_until(engine, lambda: engine.stats().num_swapped == 0)
+    assert engine.stats().num_used_blocks == 4
+    finish(engine)
+
+
 def test_shared_blocks_move_once_and_stay_shared(make: MakeEngine) -> None:
     """Three samples share five full blocks of their prompt: five blocks are moved out, and five back."""
     engine = make(num_blocks=17)
