@@ -48,6 +48,7 @@ def run(engine: LLMEngine) -> dict[str, list[int]]:
     done = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
+            assert (output.metrics.finish_time is not None) == output.finished
             if output.finished:
                 done[output.request_id] = output.outputs[0].token_ids
         engine.check_invariants()
