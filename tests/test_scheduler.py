@@ -229,7 +229,7 @@ def test_twins_arriving_in_the_same_step_share_their_prompt(make: MakeEngine) ->
     engine.step()
     assert engine.runner.steps[0] == {"a": 10, "b": 2, "c": 2}
     assert engine.stats().num_used_blocks == 2 + 3
-    assert engine.stats().prefix_cache_hits == 16
+    assert (engine.stats().prefix_cache_hits, engine.stats().num_prompt_tokens) == (16, 30)
     outputs = run(engine)
     assert outputs["a"] == outputs["b"] == outputs["c"]
 
