@@ -84,9 +84,9 @@ class _Options:
         names = [option.name for option in fields(cls)]
         for name in options:
             if name not in names:
-                meant = (
-                    [OUR_NAMES[name]] if OUR_NAMES.get(name) in names else get_close_matches(name, names, 1)
-                )
+                meant = get_close_matches(name, names, 1, 0.8)  # at 0.7, allowed_token_ids is stop_token_ids
+                if OUR_NAMES.get(name) in names:
+                    meant = [OUR_NAMES[name]]
                 hint = f"did you mean {meant[0]!r}?" if meant else f"its options are {', '.join(names)}"
                 raise TypeError(f"{cls.__name__} has no option {name!r}: {hint}")
         return super().__new__(cls)
