@@ -26,11 +26,11 @@ PREEMPTIONS = ("auto", "swap", "recompute")
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
-OUR_NAMES = {  # options of vLLM and transformers → ours
+OUR_NAMES = {  # options of vLLM, nano-vllm and transformers, with the same meaning → ours
     "gpu_memory_utilization": "memory_utilization",
     "num_gpu_blocks_override": "num_blocks",
-    "kv_cache_memory_bytes": "num_blocks",
-    "swap_space": "num_host_blocks",
+    "num_kvcache_blocks": "num_blocks",
+    "kvcache_block_size": "block_size",
     "best_of": "n",
     "num_return_sequences": "n",
     "do_sample": "temperature",
@@ -210,7 +210,7 @@ class SamplingParams(_Options):
     The logits pass through the penalties, temperature, top-k, top-p and min-p in this order (as in vLLM and
     transformers), then a token is drawn. Defaults are vLLM's. Left out, to stay small: logit_bias, bad_words,
     structured output, skip_special_tokens (they are never in the text), detokenize (text is made when it is
-    read).
+    read). Params cannot be changed: `dataclasses.replace(params, n=2)` makes a changed copy.
 
     Fields:
         n: outputs for the prompt (parallel sampling).

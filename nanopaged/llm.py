@@ -200,7 +200,8 @@ class LLM:
 
         Args:
             messages: [{"role": "user", "content": "…"}, …], or a list of such lists.
-            chat_template_kwargs: options of the template, e.g. {"enable_thinking": False} for Qwen3.
+            chat_template_kwargs: options of transformers' `apply_chat_template`, such as tools, or of the
+                template itself: {"enable_thinking": False} for Qwen3.
 
         Raises:
             ValueError: the model has no chat template; or as `generate`.

@@ -41,7 +41,7 @@ def test_keywords(llm: LLM) -> None:
     ("options", "name", "meant"),
     [
         (EngineConfig, "gpu_memory_utilization", "memory_utilization"),
-        (EngineConfig, "swap_space", "num_host_blocks"),
+        (EngineConfig, "num_gpu_blocks_override", "num_blocks"),
         (EngineConfig, "blok_size", "block_size"),
         (SamplingParams, "max_new_tokens", "max_tokens"),
         (BeamSearchParams, "num_beams", "beam_width"),
