@@ -80,7 +80,7 @@ class Workload:
     requests: list[Asked]
 
 
-STAGES = {
+STAGE_LINES = {
     "schedule": 60,
     "swap": 4,
     "copy": 3,
@@ -98,8 +98,8 @@ def draw_faults(rng: random.Random, num_steps: int) -> list[Fault]:
     """Up to four. The stage is drawn first, so that short stages fail as often as long ones."""
     faults = []
     for _ in range(rng.randint(0, 4)):
-        stage, step = rng.choice(list(STAGES)), rng.randint(0, num_steps)
-        line = 1 + int(rng.expovariate(1 / STAGES[stage]))
+        stage, step = rng.choice(list(STAGE_LINES)), rng.randint(0, num_steps)
+        line = 1 + int(rng.expovariate(1 / STAGE_LINES[stage]))
         error = rng.choice(["RuntimeError", "MemoryError", "KeyboardInterrupt"])
         faults.append(Fault(step, stage, line, error, rng.choice([None, None, rng.randint(1, 60)])))
     return sorted(faults, key=lambda fault: fault.step)

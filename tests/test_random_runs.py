@@ -326,8 +326,9 @@ MIXED_EVENTS = ["abort while ended", "stop by token", "stop by end-of-sequence",
 
 
 def say_how_to_repeat(workload: Workload, make_workload: Callable[[int], Workload]) -> str:
-    return f"""Again: python -m pytest tests/{Path(__file__).name} -k {make_workload.__name__} \
-    --random-runs 1 --first-seed {workload.seed}
+    name = make_workload.__name__
+    return f"""Again:
+python -m pytest tests/{Path(__file__).name} -k {name} --random-runs 1 --first-seed {workload.seed}
 or, in the folder of the tests:
 
 from random_workloads import *
