@@ -360,6 +360,19 @@ def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
         assert not missing, f"the workloads no longer cover everything: {missing}"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_close_calls_are_told_from_wrong_tokens(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another token is wrong, unless all counts as a rounding error: then the random number is 0 or 1."""
+    asked = Asked([5, 6, 7], SamplingParams(n=2, temperature=temperature, seed=1, max_tokens=6), 0)
+    run = Run(Workload(0, "tiny", 16, 8, 0, 64, True, True, "recompute", 0.0, 4, [], [asked]))
+    whole = run.alone[0].outputs[1]
+    wrong = replace(whole, token_ids=[*whole.token_ids[:3], 0])
+    assert not run.is_close_call(asked, whole, whole)
+    assert not run.is_close_call(asked, wrong, whole)
+    monkeypatch.setitem(TOLERANCE, "tiny", 1.0 if temperature else 1e3)
+    assert run.is_close_call(asked, wrong, whole)
+
+
 def test_a_failing_workload_prints_code_that_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a planted bug: the host blocks of swapped requests are not given back."""
     monkeypatch.setattr(Swapper, "release", lambda self, request: None)
