@@ -17,6 +17,7 @@ import argparse
 import gc
 import inspect
 import json
+import logging
 import platform
 import random
 import statistics
@@ -353,6 +354,8 @@ def main() -> None:
     args = read_arguments()
     import torch
 
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("nanopaged").setLevel(logging.INFO)  # shows the size of the KV cache, among others
     config = make_config(args)
     requests = draw_requests(config.vocab_size, args)
     num_prompt, num_output = sum(len(prompt) for prompt, _ in requests), sum(n for _, n in requests)

@@ -69,6 +69,12 @@ def test_example_with_another_model() -> None:
     assert "prompt tokens reused" in printed
 
 
+def test_the_size_of_the_cache_is_shown() -> None:
+    script = str(ROOT / "example.py")
+    done = subprocess.run([sys.executable, script, "--max-tokens", "1"], capture_output=True, text=True)
+    assert re.search(r"KV cache: [\d,]+ blocks of 16 tokens \([\d,]+ MiB\)", done.stderr)
+
+
 # ── bench.py ──────────────────────────────────────────────────────────────────────────────────────
 
 
