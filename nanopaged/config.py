@@ -105,11 +105,13 @@ class EngineConfig(_Options):
         block_size: token slots in a block, 1 or more; 16 is the paper's default (§7.2).
         num_blocks: blocks of the KV cache. None measures the free memory and uses what
             `memory_utilization` allows, but no more than `max_num_seqs` sequences of full length could fill.
+            The logger "nanopaged" tells the choice, at level INFO.
         num_host_blocks: blocks in host memory for swapped requests. None is as many as the KV cache has, but
             at most 4 GiB; 0 disables swapping.
         memory_utilization: on a GPU, the share of its memory that weights, activations and KV cache may take
             together (None: 0.9). On a CPU, the share of the memory that is free now that the KV cache may
-            take (None: 0.5); several engines each take their share of what is free when they start.
+            take. There None is a half, but at most 4 GiB unless a single sequence of full length needs more.
+            The memory is used little by little, so a second engine still counts it as free.
         max_num_seqs: sequences running at once.
         max_num_batched_tokens: tokens computed in one step (the token budget). None is 2048, or
             `max_model_len` if that is more and chunked prefill is off.
