@@ -137,7 +137,7 @@ class PromptProcessor:
             self.max_model_len if params.max_tokens is None else num_prompt_tokens + params.max_tokens
         )
         longest = min(max_length, self.max_model_len) - 1
-        shared = num_prompt_tokens // block_size if num_seqs > 1 else 0
+        shared = num_prompt_tokens // block_size
         needed = shared + num_seqs * (-(-longest // block_size) - shared)
         if needed > self.num_blocks:
             what = f"a prompt of {num_prompt_tokens} tokens with max_tokens={params.max_tokens}"

@@ -78,6 +78,18 @@ def test_a_block_is_taken_only_when_a_token_needs_it() -> None:
     manager.check_invariants([seq])
 
 
+def test_slots_of_a_prompt_count_as_filled_when_they_are_computed() -> None:
+    """Two blocks of 4; a fork shares both, and they count once."""
+    manager = BlockManager(8, 4)
+    seq = admit(manager, 1, 2, 3, 4, 5, 6, computed=False)
+    assert manager.slot_utilization([seq]) == 0
+    compute(manager, seq, 2)
+    assert manager.slot_utilization([seq]) == 2 / 8
+    compute(manager, seq)
+    assert manager.slot_utilization([seq, manager.fork(seq, 1)]) == 6 / 8
+    assert manager.slot_utilization([]) == 0
+
+
 def test_a_prefix_is_shared_up_to_the_first_block_that_differs() -> None:
     manager = BlockManager(16, 2)
     first = admit(manager, 1, 2, 3, 4, 5, 6, 7)
@@ -245,6 +257,19 @@ def test_reset_forgets_everything() -> None:
     assert manager.num_free_blocks == 4
     assert not manager.find_prefix(sequence(1, 2, 3))
     manager.check_invariants([])
+
+
+def test_an_emptied_prefix_cache_keeps_what_is_in_use() -> None:
+    manager = BlockManager(4, 2)
+    manager.free(admit(manager, 1, 2, 3))
+    holder = admit(manager, 7, 8, 9)
+    manager.reset_prefix_cache()
+    manager.check_invariants([holder])
+    assert len(manager.cached) == 0
+    assert not manager.find_prefix(sequence(1, 2, 3))
+    assert len(manager.find_prefix(sequence(7, 8, 9))) == 1
+    again = admit(manager, 1, 2, 3)
+    manager.check_invariants([holder, again])
 
 
 def test_only_the_blocks_that_a_step_fills_are_published() -> None:

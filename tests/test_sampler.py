@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from conftest import Oracle, random_prompts
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import (
     MinPLogitsWarper,
@@ -47,6 +47,7 @@ sampling = st.builds(
 
 @settings(max_examples=100, deadline=None)
 @given(params=st.lists(sampling, min_size=1, max_size=6), seed=st.integers(0, 1000))
+@example(params=[SamplingParams(top_k=2, top_p=0.9), SamplingParams()], seed=0)
 def test_filters_equal_transformers_row_by_row(params: list[SamplingParams], seed: int) -> None:
     """Rows with different settings in one batch, each as transformers would have it alone."""
     logits = torch.randn(len(params), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
@@ -90,6 +91,16 @@ def test_equals_are_kept_or_dropped_together(params: SamplingParams, kept: list[
     logits = torch.tensor([[0.4, 0.19, 0.19, 0.19, 0.03]]).log()
     probs = filtered_probs(logits, metadata_of([params]))
     assert (probs[0] > 0).nonzero()[:, 0].tolist() == kept
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.75])
+def test_the_edge_of_top_p_is_that_of_transformers(top_p: float) -> None:
+    """Powers of two, so that sums of probabilities equal 1 - top_p exactly: that much is dropped."""
+    logits = torch.tensor([[1 / 2, 1 / 4, 1 / 8, 1 / 8]]).log()
+    assert logits.softmax(-1).tolist() == [[1 / 2, 1 / 4, 1 / 8, 1 / 8]]
+    params = SamplingParams(top_p=top_p)
+    ours = filtered_probs(logits, metadata_of([params])) > 0
+    assert torch.equal(ours, transformers_distribution(logits, params) > 0)
 
 
 def rows_of(params: SamplingParams, num: int, **fields: object) -> list[SampleRow]:
@@ -152,14 +163,17 @@ def test_tiny_temperatures_are_greedy_and_not_nan(temperature: float) -> None:
     assert drawn.tolist() == logits.argmax(-1).tolist()
 
 
-def test_a_nearly_impossible_draw_stays_in_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest number that `uniform` can give must not fall off the end of the distribution."""
+@pytest.mark.parametrize("first", [0, 3, VOCAB_CHUNK + 3])
+def test_a_nearly_impossible_draw_stays_in_the_distribution(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest number that `uniform` can give, and 0, must not fall off an end of the distribution."""
     monkeypatch.setattr("nanopaged.sampler.uniform", lambda *_: (2**24 - 1) / 2**24)
-    logits = torch.full((1, VOCAB), -math.inf)
-    logits[0, [3, 20]] = 0.0
-    assert choose(logits, SamplingMetadata(rows_of(SamplingParams(), 1), CPU)).tolist() == [20]
+    logits = torch.full((1, 3 * VOCAB_CHUNK), -math.inf)
+    logits[0, [first, first + 20]] = 0.0
+    assert choose(logits, SamplingMetadata(rows_of(SamplingParams(), 1), CPU)).tolist() == [first + 20]
     monkeypatch.setattr("nanopaged.sampler.uniform", lambda *_: 0.0)
-    assert choose(logits, SamplingMetadata(rows_of(SamplingParams(), 1), CPU)).tolist() == [3]
+    assert choose(logits, SamplingMetadata(rows_of(SamplingParams(), 1), CPU)).tolist() == [first]
 
 
 @pytest.mark.parametrize(
@@ -194,6 +208,17 @@ def test_banned_tokens_are_never_drawn_but_logprobs_stay_the_models_own(temperat
         expected = logits.log_softmax(-1)[0]
         assert drawn.logprob == pytest.approx(expected[drawn.token_id].item(), abs=1e-5)
         assert drawn.logprobs[4] == pytest.approx(expected[4].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("seen", "unseen"), [(3.0, 2.0), (-1.0, -1.5)])
+def test_a_repetition_penalty_lowers_logits_of_either_sign(seen: float, unseen: float) -> None:
+    """A penalty of 2 makes 3 and -1 less than 2 and -1.5; one of 1.3 does not."""
+    logits = torch.full((1, VOCAB), -50.0)
+    logits[0, 3], logits[0, 4] = seen, unseen
+    for penalty, best in ((1.3, 3), (2.0, 4)):
+        params = SamplingParams(temperature=0, repetition_penalty=penalty)
+        rows = rows_of(params, 1, token_counts={3: 0})
+        assert choose(logits, SamplingMetadata(rows, CPU)).tolist() == [best]
 
 
 # ── seeds, through the whole engine ───────────────────────────────────────────────────────────────

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
+import fake_runner
 import pytest
 from conftest import Oracle, tokens
 from fake_runner import FakeRunner, next_token
 from faults import interrupt_at_line, interrupt_second_append
 
-from nanopaged import EngineConfig, LLMEngine, SamplingParams
+from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopaged.sequence import ScheduledBatch, StepResult
 
 MakeEngine = Callable[..., LLMEngine]
@@ -151,6 +152,47 @@ def test_the_latest_is_preempted_and_says_the_same_in_the_end(make: MakeEngine) 
         assert outputs[request_id].outputs[0].token_ids == expected[8:]
 
 
+def test_a_sibling_waits_for_the_one_whose_blocks_it_shares(
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three outputs, of which the last two say the same, are recomputed without chunks.
+
+    Beside the first one (25 tokens) the budget has no room for the second (21 tokens). The last one would
+    have room, since it shares all blocks of the second but one; these blocks are not computed yet.
+    """
+    monkeypatch.setattr(fake_runner, "next_token", lambda token_ids, index: int(index > 0))
+    engine = make(
+        num_blocks=25,
+        max_model_len=34,
+        max_num_batched_tokens=34,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+    )
+    engine.add_request("early", tokens(1, 8), params(26))
+    engine.add_request("family", tokens(2, 4), SamplingParams(n=3, max_tokens=30, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        outputs = engine.step()  # the runner fails if a block is read that was not written
+        engine.check_invariants()
+    assert outputs[0].metrics.num_preemptions > 0
+    assert [c.token_ids for c in outputs[0].outputs] == [[0] * 30, [1] * 30, [1] * 30]
+
+
+def test_preempted_beams_propose_anew(make: MakeEngine) -> None:
+    """The nine outputs leave one token of the budget: one of two beams has proposed when both are preempted.
+
+    Later both come back in one step, and the other beam has a single token to compute. Single tokens come
+    first in a batch, so the search would advance before the first beam is computed.
+    """
+    engine = make(num_blocks=20, max_num_batched_tokens=10)
+    engine.add_request("early", tokens(1, 4), SamplingParams(n=9, max_tokens=6, ignore_eos=True))
+    engine.add_request("beams", tokens(2, 7), BeamSearchParams(beam_width=2, max_tokens=8, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        engine.check_invariants()
+    assert outputs[0].metrics.num_preemptions > 0
+    assert [len(completion.token_ids) for completion in outputs[0].outputs] == [8, 8]
+
+
 def test_several_victims_resume_in_order_of_arrival(make: MakeEngine) -> None:
     engine = make(num_blocks=12, block_size=2, enable_prefix_caching=False)
     for i in range(4):
@@ -212,6 +254,33 @@ def test_a_fully_cached_prompt_computes_its_last_block_again(make: MakeEngine) -
     assert output.metrics.num_cached_tokens == 4
     assert engine.stats().num_used_blocks == 2, "one shared block, and a private one that is computed again"
     run(engine)
+
+
+def test_a_prompt_with_logprobs_is_neither_looked_up_nor_counted(make: MakeEngine) -> None:
+    """Every token of it is computed, though the cache has its first block."""
+    engine = make()
+    engine.add_request("a", tokens(1, 8), params(3))
+    run(engine)
+    asked = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=0)
+    engine.add_request("b", tokens(1, 8), asked)
+    (output,) = engine.step()
+    assert engine.runner.steps[-1] == {"b": 8}
+    assert output.metrics.num_cached_tokens == 0
+    assert engine.stats().prefix_cache_queries == 8, "those of the first prompt"
+
+
+def test_without_chunks_a_prompt_waits_until_a_step_has_room_for_it(make: MakeEngine) -> None:
+    """Budget 40: beside a prompt of 30 tokens one of 20 must wait, and one of 10 fits. It takes no block."""
+    engine = make(max_model_len=40, max_num_batched_tokens=40, enable_chunked_prefill=False)
+    engine.add_request("a", tokens(1, 30), params(3))
+    engine.add_request("b", tokens(2, 20), params(3))
+    engine.step()
+    assert (engine.stats().num_running, engine.stats().num_used_blocks) == (1, 8)
+    engine.step()
+    engine.add_request("c", tokens(3, 30), params(3))
+    engine.add_request("d", tokens(4, 8), params(3))
+    engine.step()
+    assert engine.runner.steps == [{"a": 30}, {"a": 1, "b": 20}, {"a": 1, "b": 1, "c": 30, "d": 8}]
 
 
 def test_a_failed_step_loses_nothing(make: MakeEngine) -> None:

@@ -252,6 +252,18 @@ def test_chunked(tmp_path: Path) -> None:
     assert "<svg" in picture.read_text()
 
 
+def test_endurance() -> None:
+    """Requests are aborted, swapped and recomputed, and afterwards no block is in use."""
+    printed = experiment("endurance", "--requests", "3000", "--model-requests", "50")
+    rows = re.findall(
+        r"^ +([\d,]+) +(\d+) +(\d+) +(\d+)(?: +[\d.]+){3} +[\d,]+ +(\d+)$", printed, re.MULTILINE
+    )
+    assert [row[0] for row in rows[9:11]] == ["3,000", "5"]
+    assert len(rows) == 20
+    assert min(map(int, rows[9][1:4])) > 0
+    assert {row[4] for row in rows} == {"0"}
+
+
 def test_sampling() -> None:
     """A row for each setting, number of rows and vocabulary."""
     printed = experiment("sampling", "--rows", "1", "3", "--vocab", "300", "--repeat", "1")

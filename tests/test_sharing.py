@@ -416,6 +416,13 @@ def test_beam_search_text_and_types() -> None:
         tokens = completion.token_ids
         assert completion.text == llm.engine.tokenizer.decode(tokens, skip_special_tokens=True)
     assert llm.generate("ROMEO:\n", params, use_tqdm=False)[0].outputs == output.outputs
+    stop_id = output.outputs[0].token_ids[6]
+    stopping = BeamSearchParams(beam_width=3, max_tokens=20, stop_token_ids=[stop_id])
+    (stopped,) = llm.beam_search("ROMEO:\n", stopping, use_tqdm=False)
+    ended = [completion for completion in stopped.outputs if completion.stop_reason == stop_id]
+    assert ended
+    for completion in ended:
+        assert completion.text == llm.engine.tokenizer.decode(completion.token_ids[:-1])
     with pytest.raises(TypeError, match="must be BeamSearchParams, got SamplingParams"):
         llm.beam_search("A", SamplingParams())
 

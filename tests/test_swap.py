@@ -9,7 +9,7 @@ import torch
 from conftest import Oracle, random_prompts, tokens
 from fake_runner import FakeRunner
 
-from nanopaged import LLM, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from nanopaged import LLM, EngineConfig, EngineStats, LLMEngine, RequestOutput, SamplingParams
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -83,16 +83,19 @@ def test_no_new_request_is_admitted_while_a_swapped_one_waits(make: MakeEngine) 
     finish(engine)
 
 
-def test_a_full_host_pool_falls_back_to_recompute(make: MakeEngine) -> None:
-    """The victim has 3 or more blocks, and there are 2 host blocks."""
-    engine = make(num_host_blocks=2)
-    engine.add_request("early", tokens(1, 8), params(20))
-    engine.add_request("late", tokens(2, 8), params(20))
-    done = finish(engine)
-    stats = engine.stats()
-    assert stats.num_preemptions_swap == 0
-    assert stats.num_preemptions_recompute > 0
-    assert len(done) == 2
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_full_host_pool_falls_back_to_recompute(make: MakeEngine, missing: int) -> None:
+    """As many host blocks as the victim needs suffice; with one less it is recomputed."""
+
+    def preempted(num_host_blocks: int) -> EngineStats:
+        engine = make(num_host_blocks=num_host_blocks)
+        engine.add_request("early", tokens(1, 8), params(20))
+        engine.add_request("late", tokens(2, 8), params(20))
+        assert len(finish(engine)) == 2
+        return engine.stats()
+
+    stats = preempted(preempted(40).num_blocks_swapped_out - missing)
+    assert (stats.num_preemptions_swap, stats.num_preemptions_recompute) == (1 - missing, missing)
 
 
 def test_shared_blocks_move_once_and_stay_shared(make: MakeEngine) -> None:

@@ -156,6 +156,15 @@ def test_the_first_of_several_stop_strings_wins(tokenizer: PreTrainedTokenizerBa
     assert shown[-1] == "one "
 
 
+def test_of_two_stop_strings_in_one_token_the_first_in_the_text_wins(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    (token_id,) = tokenizer.encode(" the")
+    detokenizer = Detokenizer(tokenizer.backend_tokenizer, ("he", "th"))
+    assert detokenizer.find_stop([token_id]) == "th"
+    assert detokenizer.visible([token_id], finished=True) == " "
+
+
 def test_an_unfinished_stop_string_is_held_back_and_then_released(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:

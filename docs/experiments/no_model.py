@@ -20,8 +20,9 @@ TRACES = {"Alpaca-like": (19, 58), "ShareGPT-like": (161, 338)}
 class NoModel:
     """A runner that returns random tokens: what remains of a step is scheduling and bookkeeping."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, vocab_size: int = 32000) -> None:
         self.rng = random.Random(seed)
+        self.vocab_size = vocab_size
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         return StepResult([self._samples(seq) if seq.needs_sample else [] for seq in batch.sequences])
@@ -30,10 +31,10 @@ class NoModel:
         request = seq.request
         if not request.is_beam_search:
             num = request.params.num_sequences if request.prompt_phase else 1
-            return [Sample(self.rng.randrange(32000), -1.0) for _ in range(num)]
+            return [Sample(self.rng.randrange(self.vocab_size), -1.0) for _ in range(num)]
         # Beams propose tokens whose probabilities fall off as in text: a few likely ones, a long tail.
         draws = [-self.rng.expovariate(0.5) for _ in range(request.num_candidates)]
-        return [Sample(self.rng.randrange(32000), logprob) for logprob in draws]
+        return [Sample(self.rng.randrange(self.vocab_size), logprob) for logprob in draws]
 
 
 def make_scheduler(
