@@ -17,6 +17,7 @@ import argparse
 import gc
 import inspect
 import json
+import logging
 import platform
 import random
 import statistics
@@ -351,8 +352,11 @@ def machine() -> str:
 
 def main() -> None:
     args = read_arguments()
+    import nanopaged  # noqa: F401, I001 (before torch: it says how OpenMP's threads wait)
     import torch
 
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("nanopaged").setLevel(logging.INFO)  # shows the size of the KV cache, among others
     config = make_config(args)
     requests = draw_requests(config.vocab_size, args)
     num_prompt, num_output = sum(len(prompt) for prompt, _ in requests), sum(n for _, n in requests)

@@ -7,6 +7,7 @@ python example.py --model Qwen/Qwen3-0.6B     a real one: a folder or a hub id, 
 """
 
 import argparse
+import logging
 from textwrap import indent
 from typing import Any
 
@@ -130,6 +131,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("nanopaged").setLevel(logging.INFO)  # shows the size of the KV cache, among others
     is_tiny = args.model is None
     llm = LLM(args.model, seed=args.seed)
     params = SamplingParams(

@@ -1,5 +1,6 @@
 """nanopaged: PagedAttention that you can read in an evening and run with or without a GPU."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,10 @@ from nanopaged.text.outputs import CompletionOutput, EngineStats, Logprob, Reque
 if TYPE_CHECKING:
     from nanopaged.engine import LLMEngine
     from nanopaged.llm import LLM
+
+# OpenMP reads it when torch is imported: on a CPU, a thread that waits for another one sleeps. By default it
+# spins, and on a busy machine it may spin for one that has no core ("A busy machine" in docs/benchmarks.md).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __all__ = [
     "LLM",

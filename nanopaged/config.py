@@ -26,11 +26,11 @@ PREEMPTIONS = ("auto", "swap", "recompute")
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
-OUR_NAMES = {  # options of vLLM and transformers → ours
+OUR_NAMES = {  # options of vLLM, nano-vllm and transformers, with the same meaning → ours
     "gpu_memory_utilization": "memory_utilization",
     "num_gpu_blocks_override": "num_blocks",
-    "kv_cache_memory_bytes": "num_blocks",
-    "swap_space": "num_host_blocks",
+    "num_kvcache_blocks": "num_blocks",
+    "kvcache_block_size": "block_size",
     "best_of": "n",
     "num_return_sequences": "n",
     "do_sample": "temperature",
@@ -84,9 +84,9 @@ class _Options:
         names = [option.name for option in fields(cls)]
         for name in options:
             if name not in names:
-                meant = (
-                    [OUR_NAMES[name]] if OUR_NAMES.get(name) in names else get_close_matches(name, names, 1)
-                )
+                meant = get_close_matches(name, names, 1, 0.8)  # at 0.7, allowed_token_ids is stop_token_ids
+                if OUR_NAMES.get(name) in names:
+                    meant = [OUR_NAMES[name]]
                 hint = f"did you mean {meant[0]!r}?" if meant else f"its options are {', '.join(names)}"
                 raise TypeError(f"{cls.__name__} has no option {name!r}: {hint}")
         return super().__new__(cls)
@@ -105,11 +105,13 @@ class EngineConfig(_Options):
         block_size: token slots in a block, 1 or more; 16 is the paper's default (§7.2).
         num_blocks: blocks of the KV cache. None measures the free memory and uses what
             `memory_utilization` allows, but no more than `max_num_seqs` sequences of full length could fill.
+            The logger "nanopaged" tells the choice, at level INFO.
         num_host_blocks: blocks in host memory for swapped requests. None is as many as the KV cache has, but
             at most 4 GiB; 0 disables swapping.
         memory_utilization: on a GPU, the share of its memory that weights, activations and KV cache may take
             together (None: 0.9). On a CPU, the share of the memory that is free now that the KV cache may
-            take (None: 0.5); several engines each take their share of what is free when they start.
+            take. There None is a half, but at most 4 GiB unless a single sequence of full length needs more.
+            The memory is used little by little, so a second engine still counts it as free.
         max_num_seqs: sequences running at once.
         max_num_batched_tokens: tokens computed in one step (the token budget). None is 2048, or
             `max_model_len` if that is more and chunked prefill is off.
@@ -210,7 +212,7 @@ class SamplingParams(_Options):
     The logits pass through the penalties, temperature, top-k, top-p and min-p in this order (as in vLLM and
     transformers), then a token is drawn. Defaults are vLLM's. Left out, to stay small: logit_bias, bad_words,
     structured output, skip_special_tokens (they are never in the text), detokenize (text is made when it is
-    read).
+    read). Params cannot be changed: `dataclasses.replace(params, n=2)` makes a changed copy.
 
     Fields:
         n: outputs for the prompt (parallel sampling).

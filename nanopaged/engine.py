@@ -50,6 +50,8 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
+        if not isinstance(config, EngineConfig):
+            raise TypeError(f"config must be an EngineConfig, got {config!r}")
         self.config = config
         folder = find_model(config.model, with_weights=config.load_format == "auto")
         model_config = read_model_config(folder)
@@ -145,7 +147,7 @@ class LLMEngine:
         Raises:
             ValueError: no unfinished request has this id.
         """
-        if request_id not in self.requests:
+        if not isinstance(request_id, str) or request_id not in self.requests:
             raise ValueError(f"no unfinished request has the id {request_id!r}")
         with self._or_start_over():
             request = self.requests.pop(request_id)

@@ -6,7 +6,7 @@ blocks and no tensors. A server would use `LLMEngine` directly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -29,7 +29,7 @@ Message = dict[str, Any]
 
 def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
     """The prompts as a list; a single prompt (a text, or token ids) becomes a list of one."""
-    if isinstance(prompts, str | dict) or (hasattr(prompts, "tolist") and prompts.ndim < 2):
+    if isinstance(prompts, str | Mapping) or (hasattr(prompts, "tolist") and prompts.ndim < 2):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts are a str, a list of token ids, or a list of such prompts, got {prompts!r}")
@@ -200,7 +200,8 @@ class LLM:
 
         Args:
             messages: [{"role": "user", "content": "…"}, …], or a list of such lists.
-            chat_template_kwargs: options of the template, e.g. {"enable_thinking": False} for Qwen3.
+            chat_template_kwargs: options of transformers' `apply_chat_template`, such as tools, or of the
+                template itself: {"enable_thinking": False} for Qwen3.
 
         Raises:
             ValueError: the model has no chat template; or as `generate`.

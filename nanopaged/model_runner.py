@@ -27,7 +27,8 @@ from nanopaged.sampler import SampleRow, SamplingMetadata, gather_logprobs, samp
 from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 from nanopaged.text.outputs import Logprobs
 
-HOST_BYTES = 4 << 30  # most host memory for swapped requests if `num_host_blocks` is None
+# The most host memory for a KV cache on a CPU, and for swapped requests, unless it is configured.
+HOST_BYTES = 4 << 30
 LOGITS_TILE = 256  # prompt positions whose logits are computed at once: [256, vocab_size] in float32
 
 logger = logging.getLogger("nanopaged")
@@ -66,6 +67,9 @@ class ModelRunner:
             most = HOST_BYTES // shape.block_bytes(config.block_size)
             self.num_host_blocks = 0 if config.preemption == "recompute" else min(self.num_blocks, most)
         self.kv_cache = KVCache(shape, self.num_blocks, config.block_size, self.device, self.num_host_blocks)
+        mebibytes = self.num_blocks * shape.block_bytes(config.block_size) >> 20
+        size = f"{self.num_blocks:,} blocks of {config.block_size} tokens ({mebibytes:,} MiB)"
+        logger.info("KV cache: %s, and %s blocks for swapped requests", size, f"{self.num_host_blocks:,}")
         self.attention = make_attention(config.attention_backend, self.kv_cache, model_config.head_dim**-0.5)
         self.graphs = None
         if self.device.type == "cuda" and self.attention.supports_cuda_graphs and not config.enforce_eager:
@@ -203,6 +207,9 @@ def measure_num_blocks(
 
     CUDA graphs, captured later, use the memory left over: 10 % of the GPU's by default.
 
+    On a CPU, where other programs need the memory too, they take at most `HOST_BYTES`, unless a share is
+    configured or a single sequence needs more.
+
     Raises:
         ValueError: not even one sequence of `max_model_len` tokens fits.
     """
@@ -222,7 +229,10 @@ def measure_num_blocks(
             f"K/V, but only {fit} fit in the {num_bytes:,} bytes left for them: lower max_model_len, "
             "raise memory_utilization, or set num_blocks yourself"
         )
-    return min(fit, needed * config.max_num_seqs)
+    useful = needed * config.max_num_seqs
+    if device.type == "cpu" and config.memory_utilization is None:
+        useful = min(useful, max(needed, HOST_BYTES // block_bytes))
+    return min(fit, useful)
 
 
 def peak_memory(work: Callable[[], None], device: torch.device) -> int:

@@ -8,6 +8,7 @@ knows the number of blocks, but no block and no queue.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from numbers import Integral
 from typing import Any
@@ -61,7 +62,7 @@ class PromptProcessor:
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {request_id!r}")
         text = prompt if isinstance(prompt, str) else None
-        if isinstance(prompt, dict):
+        if isinstance(prompt, Mapping):
             text = prompt.get("prompt")
             if (
                 not prompt

@@ -32,7 +32,7 @@ torch.set_num_threads(1)  # the models are so small that a second thread only wa
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long the random workloads run: see tests/test_random_runs.py."""
-    parser.addoption("--random-runs", type=int, default=800, help="random workloads of each kind")
+    parser.addoption("--random-runs", type=int, default=500, help="random workloads of each kind")
     parser.addoption("--first-seed", type=int, default=0, help="the seed of the first of them")
 
 

@@ -7,8 +7,11 @@ never written or a block shared too early is caught in the step in which it happ
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from nanopaged.block_manager import BlockManager
-from nanopaged.sequence import Sample, ScheduledBatch, Sequence, StepResult
+from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
+from nanopaged.text.outputs import Logprob, Logprobs
 
 VOCAB_SIZE = 97
 GARBAGE = -1
@@ -47,18 +50,23 @@ class Prefixes:
         return token_ids[::-1]
 
 
-PREFIXES = Prefixes()
-
-
-def next_token(token_ids: list[int], index: int = 0) -> int:
+def next_token(token_ids: list[int], noise: int = 0, banned: Collection[int] = ()) -> int:
     """The next token after `token_ids`, one of only three, so that texts coincide and share blocks."""
-    return hash((*token_ids, index)) % 3
+    allowed = [token_id for token_id in range(3) if token_id not in banned]
+    return allowed[hash((*token_ids, noise)) % len(allowed)]
 
 
-def proposals(token_ids: list[int], k: int) -> list[Sample]:
-    """The k most likely tokens after `token_ids`, by made-up log-probabilities."""
-    scored = [Sample(t, -1.0 - hash((*token_ids, t)) % 1000 / 500) for t in range(VOCAB_SIZE)]
-    return sorted(scored, key=lambda sample: sample.logprob, reverse=True)[:k]
+def logprobs_after(token_ids: list[int], of: Collection[int]) -> list[float]:
+    """Made-up log-probabilities of the tokens `of`, which depend on all `token_ids` before them."""
+    before = hash(tuple(token_ids))
+    return [-1.0 - hash((before, token_id)) % 1000 / 500 for token_id in of]
+
+
+def proposals(token_ids: list[int], k: int, banned: Collection[int] = ()) -> list[Sample]:
+    """The k most likely tokens after `token_ids`, without the banned ones."""
+    scored = map(Sample, range(VOCAB_SIZE), logprobs_after(token_ids, range(VOCAB_SIZE)))
+    allowed = [sample for sample in scored if sample.token_id not in banned]
+    return sorted(allowed, key=lambda sample: sample.logprob, reverse=True)[:k]
 
 
 class FakeRunner:
@@ -70,6 +78,9 @@ class FakeRunner:
         self.block_size = block_size
         self.slots: dict[tuple[int, int], int] = {}  # (block, offset) → number of the prefix stored there
         self.host_slots: dict[tuple[int, int], int] = {}
+        self.prefixes = Prefixes()
+        self.numbers: dict[Sequence, list[int]] = {}
+        self.full_blocks: dict[int, tuple[list[int], bytes]] = {}  # prefix → its last block
         self.fail_next = False
         self.most_tokens = 0  # seen in one step
 
@@ -84,25 +95,39 @@ class FakeRunner:
         if self.fail_next:
             self.fail_next = False
             for seq in batch.sequences:
-                self._store(seq, [GARBAGE] * seq.num_tokens)
+                self.store(seq, [GARBAGE] * seq.num_tokens)
             raise RuntimeError("the device is on fire")
-        self._move(batch)
+        if batch.swap_out or batch.swap_in:
+            self.swap(batch)
+        if batch.copies:
+            self.copy_on_write(batch)
         for seq in batch.sequences:  # every layer stores the whole batch, …
-            self._store(seq, PREFIXES.numbers(seq.token_ids))
-        return StepResult([self._read(seq) for seq in batch.sequences])  # … and then reads
+            self.store(seq, self._numbers(seq))
+        for seq in batch.sequences:  # … and then reads
+            self._read(seq)
+        samples = [self.sample(seq) for seq in batch.sequences]
+        scored = {seq.request: self._score_prompt(seq) for seq in batch.sequences}
+        return StepResult(samples, {r: logprobs for r, logprobs in scored.items() if logprobs is not None})
 
-    def _move(self, batch: ScheduledBatch) -> None:
-        """Blocks go out, then in, then copies are made, as the batch's docstring says."""
+    def forget(self) -> None:
+        """Lose all K/V: a failed step may leave anything in the cache."""
+        self.slots, self.host_slots = {}, {}
+        self.prefixes, self.numbers, self.full_blocks = Prefixes(), {}, {}
+
+    def swap(self, batch: ScheduledBatch) -> None:
+        """Blocks go out, then in, as the batch's docstring says."""
         for device_block, host_block in batch.swap_out:
             self._copy(self.slots, device_block, self.host_slots, host_block)
         for host_block, device_block in batch.swap_in:
             self._copy(self.host_slots, host_block, self.slots, device_block)
-        copies = batch.copies
-        for src, dst in copies:
+
+    def copy_on_write(self, batch: ScheduledBatch) -> None:
+        """The copies come after the swaps, in any order."""
+        for src, dst in batch.copies:
             self._copy(self.slots, src, self.slots, dst)
-        destinations = [dst for _, dst in copies]
+        destinations = [dst for _, dst in batch.copies]
         assert len(set(destinations)) == len(destinations), "a block is copied to twice"
-        assert not set(destinations) & {src for src, _ in copies}, "a copy of a copy"
+        assert not set(destinations) & {src for src, _ in batch.copies}, "a copy of a copy"
 
     def _copy(self, from_slots: dict, src: int, to_slots: dict, dst: int) -> None:
         for offset in range(self.block_size):
@@ -111,29 +136,66 @@ class FakeRunner:
     def _slot(self, seq: Sequence, position: int) -> tuple[int, int]:
         return seq.block_table[position // self.block_size], position % self.block_size
 
-    def _store(self, seq: Sequence, values: list[int]) -> None:
+    def store(self, seq: Sequence, values: list[int]) -> None:
+        """Write the slots of the scheduled tokens."""
         for position in range(seq.num_computed_tokens, seq.num_computed_tokens + seq.num_scheduled_tokens):
             self.slots[self._slot(seq, position)] = values[position]
 
-    def _read(self, seq: Sequence) -> list[Sample]:
+    def _numbers(self, seq: Sequence) -> list[int]:
+        """`Prefixes.numbers` of its tokens, remembered from step to step: tokens are only appended."""
+        numbers = self.numbers.setdefault(seq, [])
+        prefix = numbers[-1] if numbers else 0
+        for token_id in seq.token_ids[len(numbers) :]:
+            prefix = self.prefixes.extend(prefix, token_id)
+            numbers.append(prefix)
+        return numbers
+
+    def _read(self, seq: Sequence) -> None:
+        """Attention reads all slots up to the last scheduled token."""
         end = seq.num_computed_tokens + seq.num_scheduled_tokens
-        for position, expected in enumerate(PREFIXES.numbers(seq.token_ids)[:end]):
-            slot = self._slot(seq, position)
-            assert self.slots.get(slot) == expected, f"position {position} reads a wrong slot {slot}"
-        request = seq.request
+        found = [self.slots.get((b, i), GARBAGE) for b in seq.block_table for i in range(self.block_size)]
+        if found[:end] != self._numbers(seq)[:end]:
+            position = next(i for i, number in enumerate(self._numbers(seq)) if found[i] != number)
+            raise AssertionError(f"position {position} reads a wrong slot {self._slot(seq, position)}")
+
+    def sample(self, seq: Sequence) -> list[Sample]:
+        """As the sampler: greedy outputs are all the same, others depend on the seed and on their index."""
+        request, token_ids, banned = seq.request, seq.token_ids, seq.banned_token_ids
         if not seq.needs_sample:
             return []
         if request.is_beam_search:
-            return proposals(seq.token_ids, request.num_candidates)
-        indices = range(request.params.n) if request.prompt_phase else (seq.index,)
-        return [Sample(next_token(seq.token_ids, i), -1.0) for i in indices]
+            return proposals(token_ids, request.num_candidates, banned)
+        samples = []
+        for index in range(request.params.n) if request.prompt_phase else (seq.index,):
+            noise = 0 if request.params.is_greedy else index + 100 * (request.params.seed or 0)
+            token_id = next_token(token_ids, noise, banned)
+            (logprob,) = logprobs_after(token_ids, [token_id])
+            wanted = request.params.logprobs is not None
+            samples.append(Sample(token_id, logprob, {token_id: Logprob(logprob, 1)} if wanted else None))
+        return samples
+
+    def _score_prompt(self, seq: Sequence) -> list[Logprobs] | None:
+        """As `ModelRunner`: of the scheduled prompt tokens, if wanted, except those that have theirs."""
+        request: Request = seq.request
+        if not request.wants_prompt_logprobs:
+            return None
+        first = max(seq.num_computed_tokens + 1, len(request.prompt_logprobs))
+        end = min(seq.num_computed_tokens + seq.num_scheduled_tokens + 1, request.num_prompt_tokens)
+        prompt = seq.token_ids
+        return [
+            {prompt[i]: Logprob(*logprobs_after(prompt[:i], prompt[i : i + 1]))} for i in range(first, end)
+        ]
 
     def check_findable_blocks(self, manager: BlockManager) -> None:
         """Every findable block holds the K/V of exactly the tokens that its key stands for."""
         for key, block in manager.index.items():
             numbers = [self.slots.get((block.block_id, i), GARBAGE) for i in range(self.block_size)]
-            token_ids = PREFIXES.tokens(max(numbers[-1], 0))
-            assert token_ids, f"block {block.block_id} can be found, but its K/V was never computed"
-            assert PREFIXES.numbers(token_ids)[-self.block_size :] == numbers, "a block of mixed contents"
-            keys = manager.keys_of(Sequence(None, token_ids), len(token_ids) // self.block_size)
-            assert keys[-1] == key, f"block {block.block_id} can be found under other tokens"
+            prefix = max(numbers[-1], 0)
+            assert prefix > 0, f"block {block.block_id} can be found, but its K/V was never computed"
+            if prefix not in self.full_blocks:
+                token_ids = self.prefixes.tokens(prefix)
+                keys = manager.keys_of(Sequence(None, token_ids), len(token_ids) // self.block_size)
+                self.full_blocks[prefix] = self.prefixes.numbers(token_ids)[-self.block_size :], keys[-1]
+            right_numbers, right_key = self.full_blocks[prefix]
+            assert right_numbers == numbers, "a block of mixed contents"
+            assert right_key == key, f"block {block.block_id} can be found under other tokens"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import fake_runner
 import pytest
 from conftest import EOS, Oracle
@@ -19,9 +21,10 @@ def search(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> object:
     """Beams over a script. Where it says nothing, token 5 is certain to follow; all others are unlikely."""
 
     def run(script: Script, **params: object) -> tuple[RequestOutput, int]:
-        def proposals(token_ids: list[int], k: int) -> list[Sample]:
+        def proposals(token_ids: list[int], k: int, banned: Collection[int]) -> list[Sample]:
             likely = script.get(tuple(token_ids[len(PROMPT) :]), {5: 0.0})
             unlikely = {token_id: -50.0 - token_id for token_id in range(40, 40 + k)}
+            assert not banned
             return [Sample(token_id, logprob) for token_id, logprob in (likely | unlikely).items()][:k]
 
         monkeypatch.setattr(fake_runner, "proposals", proposals)

@@ -12,7 +12,7 @@ import torch
 from conftest import MAX_MODEL_LEN, Oracle, random_prompts
 from transformers import PreTrainedTokenizerBase
 
-from nanopaged import LLM, BeamSearchParams, EngineConfig, RequestOutput, SamplingParams
+from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -41,7 +41,7 @@ def test_keywords(llm: LLM) -> None:
     ("options", "name", "meant"),
     [
         (EngineConfig, "gpu_memory_utilization", "memory_utilization"),
-        (EngineConfig, "swap_space", "num_host_blocks"),
+        (EngineConfig, "num_gpu_blocks_override", "num_blocks"),
         (EngineConfig, "blok_size", "block_size"),
         (SamplingParams, "max_new_tokens", "max_tokens"),
         (BeamSearchParams, "num_beams", "beam_width"),
@@ -50,6 +50,16 @@ def test_keywords(llm: LLM) -> None:
 def test_an_unknown_keyword_says_what_was_meant(options: type, name: str, meant: str) -> None:
     with pytest.raises(TypeError, match=f"{options.__name__} has no option '{name}': did you mean '{meant}'"):
         options(**{name: 1})
+
+
+def test_an_unknown_keyword_is_taken_for_no_other_option() -> None:
+    for options, name in (
+        (SamplingParams, "allowed_token_ids"),  # the opposite of stop_token_ids
+        (SamplingParams, "length_penalty"),
+        (EngineConfig, "quantization"),
+    ):
+        with pytest.raises(TypeError, match=f"{options.__name__} has no option '{name}': its options are"):
+            options(**{name: 1})
 
 
 def test_an_unknown_keyword_of_llm() -> None:
@@ -80,6 +90,24 @@ def test_prompts_as_dicts(llm: LLM) -> None:
     assert tokens_of([output]) * 3 == tokens_of(outputs)
     llm.engine.add_request("a dict", prompts[0], GREEDY)
     llm.engine.abort_request("a dict")
+
+
+def test_the_output_of_a_tokenizer_is_no_prompt(llm: LLM) -> None:
+    """transformers' BatchEncoding is a mapping, but not a dict; a loop over it gives its keys."""
+    tokenizer = llm.get_tokenizer()
+    encoding = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], return_dict=True)
+    for prompts in (encoding, [encoding], tokenizer(["ROMEO:", "JULIET:"])):
+        with pytest.raises(ValueError, match="a 'prompt' text or 'prompt_token_ids', got {'input_ids': "):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+    outputs = llm.generate(encoding["input_ids"], GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [encoding["input_ids"]]
+
+
+def test_engine_arguments_of_other_engines(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="config must be an EngineConfig, got 'some/model'"):
+        LLMEngine("some/model")
+    with pytest.raises(ValueError, match=r"no unfinished request has the id \['a', 'b'\]"):
+        llm.engine.abort_request(["a", "b"])
 
 
 def test_the_tokenizer(llm: LLM, qwen3: Oracle) -> None:

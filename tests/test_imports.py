@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -93,3 +96,12 @@ def test_there_is_no_circle() -> None:
     """Not between files either, and not by imports that only type checkers see."""
     graph = {module: own_imports(file) - {module} for module, file in modules().items()}
     assert len(list(TopologicalSorter(graph).static_order())) == len(graph)
+
+
+@pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_sleep_while_they_wait(given: dict[str, str], policy: str) -> None:
+    """The environment is set before torch is imported, and a user's own choice stays."""
+    script = "import os, sys, nanopaged; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == [policy, "False"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,32 @@ def test_a_gpu_too_small_for_one_sequence(monkeypatch: pytest.MonkeyPatch) -> No
     for utilization, fit in ((0.26, 409), (0.1, 0)):
         with pytest.raises(ValueError, match=f"needs 512 blocks of 2,097,152 bytes.* only {fit} fit"):
             size_on_a_gpu(monkeypatch, 4 * GB, memory_utilization=utilization)
+
+
+@pytest.mark.parametrize(
+    ("free", "max_model_len", "options", "num_bytes"),
+    [
+        (6 * GB, 8192, {}, 3 * GB),
+        (24 * GB, 8192, {}, 4 * GB),
+        (24 * GB, 65536, {}, 8 * GB),  # one sequence of full length
+        (24 * GB, 8192, {"max_num_seqs": 2}, 2 * GB),
+        (24 * GB, 8192, {"memory_utilization": 0.5}, 12 * GB),
+    ],
+)
+def test_the_share_of_a_computers_memory(
+    free: int, max_model_len: int, options: dict[str, Any], num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "available_memory", lambda: free)
+    model = SimpleNamespace(embed_tokens=torch.nn.Embedding(1, 1))
+    config = EngineConfig(model="unused", **options)
+    num_blocks = model_runner.measure_num_blocks(config, model, SHAPE, max_model_len, 8192)
+    assert num_blocks * SHAPE.block_bytes(16) == num_bytes
+
+
+def test_the_size_of_the_cache_is_logged(qwen3: Oracle, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "nanopaged"):
+        LLM(qwen3.folder, dtype="float32", num_blocks=2000, num_host_blocks=7, device="cpu")
+    assert "KV cache: 2,000 blocks of 16 tokens (15 MiB), and 7 blocks for swapped requests" in caplog.text
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(3, 40), (50, 400), (300, 17)])

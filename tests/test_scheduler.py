@@ -161,7 +161,7 @@ def test_a_sibling_waits_for_the_one_whose_blocks_it_shares(
     Beside the first one (25 tokens) the budget has no room for the second (21 tokens). The last one would
     have room, since it shares all blocks of the second but one; these blocks are not computed yet.
     """
-    monkeypatch.setattr(fake_runner, "next_token", lambda token_ids, index: int(index > 0))
+    monkeypatch.setattr(fake_runner, "next_token", lambda token_ids, noise, _: int(noise > 0))
     engine = make(
         num_blocks=25,
         max_model_len=34,

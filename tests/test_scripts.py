@@ -69,6 +69,12 @@ def test_example_with_another_model() -> None:
     assert "prompt tokens reused" in printed
 
 
+def test_the_size_of_the_cache_is_shown() -> None:
+    script = str(ROOT / "example.py")
+    done = subprocess.run([sys.executable, script, "--max-tokens", "1"], capture_output=True, text=True)
+    assert re.search(r"KV cache: [\d,]+ blocks of 16 tokens \([\d,]+ MiB\)", done.stderr)
+
+
 # ── bench.py ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -262,3 +268,9 @@ def test_sampling() -> None:
     """A row for each setting, number of rows and vocabulary."""
     printed = experiment("sampling", "--rows", "1", "3", "--vocab", "300", "--repeat", "1")
     assert len(re.findall(r"^ +[13] +300 .+( +[\d.]+){3}$", printed, flags=re.MULTILINE)) == 2 * 6
+
+
+def test_busy() -> None:
+    small = ["--shape", "test", "--prompt", "4", "--programs", "1", "--seconds", "0.1", "--repeat", "1"]
+    printed = experiment("busy", *small)
+    assert re.findall(r"^(\w+).*?(?: +[\d.]+){4}$", printed, flags=re.MULTILINE) == ["spin", "sleep", "one"]

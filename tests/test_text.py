@@ -289,7 +289,7 @@ def test_leaving_a_stream_early_aborts_the_request(llm: LLM) -> None:
 
 def test_an_interrupt_at_any_line_leaves_the_texts_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in a step in which several texts end: each of them is still reported once, and whole."""
-    monkeypatch.setattr(fake_runner, "next_token", lambda token_ids, index=0: 300 + len(token_ids) + index)
+    monkeypatch.setattr(fake_runner, "next_token", lambda token_ids, noise, _: 300 + len(token_ids) + noise)
     engine = LLMEngine(EngineConfig(), FakeRunner(16, 16))
     params = SamplingParams(n=2, max_tokens=3, ignore_eos=True)
     expected = [engine.tokenizer.decode(range(302 + i, 305 + i)) for i in range(2)]

@@ -226,8 +226,10 @@ def decode_settings(
         "DIM_PAD": dim_pad,
         "DOT": {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dot],
     }
-    # float32 products do not use tensor cores, so their sums need the registers of more threads.
-    return constants, {"num_warps": 8 if dtype == torch.float32 else 4, "num_stages": 3}
+    # The sums of a wide head need the registers of more threads, and so do float32 products, which do not use
+    # tensor cores.
+    many = dtype == torch.float32 or dim_pad >= 256
+    return constants, {"num_warps": 8 if many else 4, "num_stages": 3}
 
 
 def choose_num_splits(num_seqs: int, num_kv_heads: int, max_context_len: int, num_processors: int) -> int:

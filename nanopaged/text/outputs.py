@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 
 class Logprob(float):
-    """A token's natural-log probability. It is a float that also knows the token's rank (1 = most likely)."""
+    """A token's natural-log probability. It is a float that also knows the token's rank (1 = most likely).
+
+    The token's text is `llm.get_tokenizer().decode([token_id])`.
+    """
 
     def __new__(cls, logprob: float, rank: int = 0) -> Logprob:
         self = super().__new__(cls, logprob)
