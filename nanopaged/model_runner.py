@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,15 @@ from nanopaged.kv_cache import KVCache, KVShape, pick_device, to_device
 from nanopaged.model.checkpoint import load_model
 from nanopaged.model.decoder import Model
 from nanopaged.model.model_config import ModelConfig
-from nanopaged.sampler import SampleRow, SamplingMetadata, gather_logprobs, sample, sample_next_tokens
-from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
+from nanopaged.sampler import (
+    SampleRow,
+    SamplingMetadata,
+    gather_logprobs,
+    sample,
+    sample_next_tokens,
+    take_rows,
+)
+from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
 from nanopaged.text.outputs import Logprobs
 
 # The most host memory for a KV cache on a CPU, and for swapped requests, unless it is configured.
@@ -87,44 +95,34 @@ class ModelRunner:
         Raises:
             FloatingPointError: the model's logits are not finite.
         """
-        self.kv_cache.move_blocks(batch.swap_out, batch.swap_in, batch.copies)
-        input_ids, positions, metadata = prepare(batch, self.block_size)
-        if self.graphs is not None and batch.num_decodes == len(batch.sequences):
-            hidden = self.graphs.run(input_ids, positions, metadata)
-        else:
-            self.attention.begin_step(metadata)
-            input_ids, positions = to_device(input_ids, self.device), to_device(positions, self.device)
-            hidden = self.model(input_ids, positions, self.attention)  # [num_tokens, hidden_size]
-        samples = sample_next_tokens(batch, hidden, self.model.logits)
+        inputs, tiles = prepare(batch, self.block_size)
+        hidden = self.forward(inputs)
+        ready, *tile_rows = inputs.logit_rows
+        samples: list[list[Sample]] = [[] for _ in batch.sequences]
+        if ready:
+            samples = sample_next_tokens(batch, self.logits(hidden, ready))
         prompt_logprobs: dict[Request, list[Logprobs]] = {}
-        start = 0
-        for seq in batch.sequences:
-            end = start + seq.num_scheduled_tokens
-            if seq.request.wants_prompt_logprobs:
-                prompt_logprobs[seq.request] = self._score_prompt(seq, hidden[start:end])
-            start = end
+        for (seq, lo, hi), rows in zip(tiles, tile_rows, strict=True):
+            logprobs = self.logits(hidden, rows).log_softmax(-1)
+            actual = to_device(np.array(seq.token_ids[lo + 1 : hi + 1]), self.device)
+            scored = gather_logprobs(logprobs, actual, [seq.request.params.prompt_logprobs] * len(rows))
+            prompt_logprobs.setdefault(seq.request, []).extend(token.logprobs for token in scored)
         return StepResult(samples, prompt_logprobs)
 
-    def _score_prompt(self, seq: Sequence, hidden: Tensor) -> list[Logprobs]:
-        """Log-probabilities of prompt tokens: the hidden state at position p scores the token at p + 1.
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Move blocks and run the model → hidden states [num_tokens, hidden_size]."""
+        self.kv_cache.move_blocks(*inputs.moves)
+        input_ids, positions, metadata = inputs.input_ids, inputs.positions, inputs.metadata
+        if self.graphs is not None and metadata.num_decodes == len(metadata.query_lens):
+            return self.graphs.run(input_ids, positions, metadata)
+        self.attention.begin_step(metadata)
+        return self.model(
+            to_device(input_ids, self.device), to_device(positions, self.device), self.attention
+        )
 
-        Prompt a b c d e, of which b c d are computed in this step: their hidden states score c, d and e. A
-        token that has its log-probability already (the request was preempted) is left out.
-
-        Args:
-            hidden: [num_scheduled_tokens, hidden_size] of this sequence.
-        """
-        request, start = seq.request, seq.num_computed_tokens
-        first = max(start, len(request.prompt_logprobs) - 1)
-        end = min(start + seq.num_scheduled_tokens, request.num_prompt_tokens - 1)
-        scored: list[Logprobs] = []
-        for lo in range(first, end, LOGITS_TILE):
-            hi = min(lo + LOGITS_TILE, end)
-            logprobs = self.model.logits(hidden[lo - start : hi - start]).log_softmax(-1)
-            actual = to_device(np.array(seq.token_ids[lo + 1 : hi + 1]), self.device)
-            wanted = [request.params.prompt_logprobs] * (hi - lo)
-            scored += [token.logprobs for token in gather_logprobs(logprobs, actual, wanted)]
-        return scored
+    def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        """Scores [len(rows), vocab_size] of the tokens that may follow those in `rows` of the batch."""
+        return self.model.logits(take_rows(hidden, rows))
 
     @torch.inference_mode()
     def cheaper_preemption(self) -> str:
@@ -158,8 +156,29 @@ class ModelRunner:
         return min(seconds)
 
 
-def prepare(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, AttentionMetadata]:
-    """Lay the batch out flat: input_ids [num_tokens], positions [num_tokens], and the metadata for attention.
+@dataclass
+class StepInputs:
+    """A batch without sequences: all that the model, the KV cache and attention need to compute it.
+
+    Fields:
+        moves: swaps out, swaps in and copies, as in `KVCache.move_blocks`.
+        input_ids, positions: int64 [num_tokens].
+        logit_rows: the tokens whose logits are wanted: first those that are followed by a sample, then the
+            tiles of prompts that want log-probabilities.
+    """
+
+    moves: tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]
+    input_ids: np.ndarray
+    positions: np.ndarray
+    metadata: AttentionMetadata
+    logit_rows: list[list[int]]
+
+
+PromptTile = tuple[Sequence, int, int]
+
+
+def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[PromptTile]]:
+    """Lay the tokens of a batch out end to end. Returns them, and what of `logit_rows` scores prompts.
 
     block_size = 4, table [7, 2], 3 of 6 tokens computed: positions 3 4 5, slots 7·4+3, 2·4+0, 2·4+1
     """
@@ -169,8 +188,12 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndar
     query_lens: list[int] = []
     context_lens: list[int] = []
     block_tables: list[list[int]] = []
+    last_tokens: list[int] = []  # of sequences that need a sample: 1, 4 and 1 new tokens, rows 0 and 5
+    tiles: list[PromptTile] = []
+    tile_rows: list[list[int]] = []
     for seq in batch.sequences:
         start, n, table = seq.num_computed_tokens, seq.num_scheduled_tokens, seq.block_table
+        row = len(input_ids)
         query_lens.append(n)
         context_lens.append(start + n)
         block_tables.append(table)
@@ -182,6 +205,11 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndar
             input_ids += seq.token_ids[start : start + n]
             positions += range(start, start + n)
             slots += slots_of(table, np.arange(start, start + n), block_size).tolist()
+        if seq.needs_sample:
+            last_tokens.append(row + n - 1)
+        if seq.request.wants_prompt_logprobs:
+            tiles += (its_tiles := prompt_tiles(seq))
+            tile_rows += [list(range(row + lo - start, row + hi - start)) for _, lo, hi in its_tiles]
     metadata = AttentionMetadata(
         query_lens=np.array(query_lens, dtype=np.int64),
         context_lens=np.array(context_lens, dtype=np.int64),
@@ -190,7 +218,25 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndar
         num_decodes=batch.num_decodes,
         seq_ids=list(map(id, batch.sequences)),
     )
-    return np.array(input_ids, dtype=np.int64), np.array(positions, dtype=np.int64), metadata
+    return StepInputs(
+        moves=(batch.swap_out, batch.swap_in, batch.copies),
+        input_ids=np.array(input_ids, dtype=np.int64),
+        positions=np.array(positions, dtype=np.int64),
+        metadata=metadata,
+        logit_rows=[last_tokens, *tile_rows],
+    ), tiles
+
+
+def prompt_tiles(seq: Sequence) -> list[PromptTile]:
+    """The positions of a prompt to score in this step, in tiles (sequence, first, end).
+
+    The hidden state at position p scores the token at p + 1: of a prompt a b c d e, if b c d are computed,
+    they score c, d and e. Positions that have been scored before (the request was preempted) are left out.
+    """
+    request, start = seq.request, seq.num_computed_tokens
+    first = max(start, len(request.prompt_logprobs) - 1)
+    end = min(start + seq.num_scheduled_tokens, request.num_prompt_tokens - 1)
+    return [(seq, lo, min(lo + LOGITS_TILE, end)) for lo in range(first, end, LOGITS_TILE)]
 
 
 # ── the profile run: how many blocks fit ──────────────────────────────────────────────────────────

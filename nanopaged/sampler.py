@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,65 +106,47 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (xxhash.xxh3_64_intdigest(message) >> 40) / 2**24
 
 
-def sample_next_tokens(
-    batch: ScheduledBatch, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
-) -> list[list[Sample]]:
+def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
     """The samples of a `StepResult`: for each sequence of the batch, the tokens that may follow it.
 
-    Sequences with 1, 4 and 1 new tokens, the 4 being a chunk of a longer prompt: the first and the last need
-    a sample, so rows 0 and 5 of `hidden` are projected to logits.
-
-    A GPU still computes `hidden` while this function runs. All inputs of the sampling are sent before the
+    A GPU still computes the logits while this function runs. All inputs of the sampling are sent before the
     first result is read, because reading makes the host wait.
 
     Args:
-        hidden: [num_tokens, hidden_size], of all tokens of the batch.
-        compute_logits: hidden states [n, hidden_size] → float32 logits [n, vocab_size].
+        logits: float32 [num_ready, vocab_size], a row for each sequence that needs a sample.
 
     Raises:
         FloatingPointError: the model's logits are not finite.
     """
-    samples: list[list[Sample]] = []
-    ready: list[int] = []  # row i of the logits belongs to sequence ready[i] of the batch …
-    last_tokens: list[int] = []  # … and comes from row last_tokens[i] of `hidden`
-    beams: list[int] = []  # rows of the logits that belong to beams
+    ready = [seq for seq in batch.sequences if seq.needs_sample]  # row i of the logits belongs to ready[i]
+    beams = [row for row, seq in enumerate(ready) if seq.request.is_beam_search]
     draws: list[SampleRow] = []
     draw_rows: list[int] = []  # the row of the logits of each draw
-    end = 0
-    for i, seq in enumerate(batch.sequences):
-        end += seq.num_scheduled_tokens
-        samples.append([])
-        if not seq.needs_sample:
-            continue
-        row, request = len(ready), seq.request
-        ready.append(i)
-        last_tokens.append(end - 1)
+    for row, seq in enumerate(ready):
+        params, request = seq.request.params, seq.request
         if request.is_beam_search:
-            beams.append(row)
             continue
-        banned, counts = seq.banned_token_ids, seq.token_counts() if request.params.penalties else None
-        for index in range(request.params.num_sequences) if request.prompt_phase else (seq.index,):
-            draws.append(SampleRow(request.params, request.seed, index, seq.num_tokens, banned, counts))
+        banned, counts = seq.banned_token_ids, seq.token_counts() if params.penalties else None
+        for index in range(params.num_sequences) if request.prompt_phase else (seq.index,):
+            draws.append(SampleRow(params, request.seed, index, seq.num_tokens, banned, counts))
             draw_rows.append(row)
-    if not ready:
-        return samples
-    logits = compute_logits(take_rows(hidden, last_tokens))  # [len(ready), vocab_size]
-    metadata, draw_logits = SamplingMetadata(draws, hidden.device), take_rows(logits, draw_rows)
+    metadata, draw_logits = SamplingMetadata(draws, logits.device), take_rows(logits, draw_rows)
+    samples: list[list[Sample]] = [[] for _ in ready]
     if beams:
-        sequences = [batch.sequences[ready[row]] for row in beams]
-        for row, tokens in zip(beams, propose_for_beams(take_rows(logits, beams), sequences), strict=True):
-            samples[ready[row]] = tokens
+        proposals = propose_for_beams(take_rows(logits, beams), [ready[row] for row in beams])
+        for row, tokens in zip(beams, proposals, strict=True):
+            samples[row] = tokens
     if draws:
         for row, token in zip(draw_rows, sample(draw_logits, metadata), strict=True):
-            samples[ready[row]].append(token)
-    for i in ready:
-        if not math.isfinite(samples[i][0].logprob):
-            seq = batch.sequences[i]
+            samples[row].append(token)
+    for seq, tokens in zip(ready, samples, strict=True):
+        if not math.isfinite(tokens[0].logprob):
             raise FloatingPointError(
                 f"the model's logits for request {seq.request.request_id!r} at position {seq.num_tokens} are "
-                f"not finite in {hidden.dtype}: abort the request, or use a dtype with a wider range"
+                "not finite: abort the request, or use a dtype with a wider range"
             )
-    return samples
+    rows = iter(samples)
+    return [next(rows) if seq.needs_sample else [] for seq in batch.sequences]
 
 
 def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:

@@ -27,6 +27,7 @@ from nanopaged.attention import flash_backend
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model.model_config import read_model_config
+from nanopaged.model_runner import PromptTile, StepInputs
 from nanopaged.sequence import ScheduledBatch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
@@ -160,9 +161,9 @@ def test_a_step_waits_for_the_tokens_alone(
     """Decodes, new prompts, later chunks of prompts, and mixtures. Decode-only steps are replayed."""
     seen, prepare, read = [], runner_module.prepare, read_model_config
 
-    def watched(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, AttentionMetadata]:
+    def watched(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[PromptTile]]:
         prepared = prepare(batch, block_size)
-        seen.append((prepared[2], any(seq.needs_sample for seq in batch.sequences)))
+        seen.append((prepared[0].metadata, any(seq.needs_sample for seq in batch.sequences)))
         return prepared
 
     monkeypatch.setattr(runner_module, "prepare", watched)
@@ -263,7 +264,7 @@ def test_scores_of_prompts(qwen3: Oracle, cuda: FakeCuda) -> None:
     llm = on_cuda(qwen3, attention_backend="triton")
     first, second, third = run(cuda, llm, [30], SamplingParams(max_tokens=2, prompt_logprobs=1))
     check(first, DRAWN)
-    check(second, DRAWN + DRAWN, ["model_runner.py _score_prompt"])
+    check(second, DRAWN + DRAWN, ["model_runner.py execute"])
     check(third, DRAWN)
 
 

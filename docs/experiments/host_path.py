@@ -43,10 +43,9 @@ class HostPath:
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """As `ModelRunner.execute`; prefills are answered without being prepared."""
         began = time.perf_counter()
-        if batch.num_decodes < len(batch.sequences):
-            num_tokens = sum(seq.num_scheduled_tokens for seq in batch.sequences)
-            hidden = torch.zeros(1, HIDDEN).expand(num_tokens, HIDDEN)
-        else:
-            hidden = self.graphs.run(*prepare(batch, self.block_size))
+        if batch.num_decodes == len(batch.sequences):
+            inputs, _ = prepare(batch, self.block_size)
+            self.graphs.run(inputs.input_ids, inputs.positions, inputs.metadata)
             self.prepare_seconds.append(time.perf_counter() - began)
-        return StepResult(sample_next_tokens(batch, hidden, lambda rows: self.logits[: len(rows)]))
+        num_ready = sum(seq.needs_sample for seq in batch.sequences)
+        return StepResult(sample_next_tokens(batch, self.logits[:num_ready]))
