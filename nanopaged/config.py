@@ -129,7 +129,8 @@ class EngineConfig(_Options):
             the slow, obvious loop over blocks that the docs explain. "auto" picks the fastest that runs here.
         enforce_eager: launch every kernel one by one. Otherwise, on a GPU with the "triton" or "flash"
             backend, decode-only steps are replayed from CUDA graphs, which are captured at start.
-        tensor_parallel_size: devices that share each layer. Only 1 so far.
+        tensor_parallel_size: processes that share each layer, each with a GPU of its own (or all on the CPU).
+            The engine starts them, or uses those that torchrun has started.
         load_format: "auto" reads the weights; "dummy" draws random ones (config.json is enough).
         seed: seeds the requests that have no seed of their own, and the dummy weights.
 
@@ -179,10 +180,6 @@ class EngineConfig(_Options):
         _check_number("watermark", self.watermark, 0.0, 0.9)
         _check_bool("enforce_eager", self.enforce_eager)
         _check_int(self, "tensor_parallel_size", 1)
-        _require(
-            self.tensor_parallel_size == 1,
-            f"tensor_parallel_size is {self.tensor_parallel_size}, but only 1 is possible so far",
-        )
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         _check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
 

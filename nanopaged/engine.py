@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,7 @@ from nanopaged.block_manager import BlockManager
 from nanopaged.config import EngineConfig
 from nanopaged.model.checkpoint import find_model, load_tokenizer, read_eos_token_ids
 from nanopaged.model.model_config import read_model_config
+from nanopaged.model.parallel import start
 from nanopaged.model_runner import ModelRunner
 from nanopaged.prompts import Params, Prompt, PromptProcessor
 from nanopaged.scheduler import Scheduler
@@ -65,7 +67,10 @@ class LLMEngine:
             )
         token_budget = config.token_budget(self.max_model_len)
         if runner is None:
-            runner = ModelRunner(config, model_config, folder, self.max_model_len, token_budget)
+            size = config.tensor_parallel_size
+            model_config.share(size)  # raises ValueError if it cannot be divided
+            make_runner = partial(ModelRunner, config, model_config, folder, self.max_model_len, token_budget)
+            runner = make_runner() if size == 1 else start(size, config.device, make_runner)
         self.runner: Runner = runner
         self.block_manager = BlockManager(runner.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from nanopaged.attention import make_attention
-from nanopaged.attention.metadata import GATHER_KEYS, AttentionMetadata, slots_of
+from nanopaged.attention.metadata import GATHER_KEYS, AttentionMetadata, StepInputs, slots_of
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.kv_cache import KVCache, KVShape, pick_device, to_device
 from nanopaged.model.checkpoint import load_model
 from nanopaged.model.decoder import Model
 from nanopaged.model.model_config import ModelConfig
+from nanopaged.model.parallel import Ranks
 from nanopaged.sampler import (
     SampleRow,
     SamplingMetadata,
@@ -57,19 +58,33 @@ class ModelRunner:
         folder: Path,
         max_model_len: int,
         token_budget: int,
+        ranks: Ranks | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        self.device = pick_device(config.device)
+        self.ranks = ranks
+        self.together = ranks.together if ranks is not None else nullcontext  # see `execute`
+        self.device = device if device is not None else pick_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # for Triton's kernels and CUDA graphs
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.block_size = config.block_size
         self.model = load_model(
-            model_config, folder, config.load_format, max_model_len, self.dtype, self.device, config.seed
+            model_config,
+            folder,
+            config.load_format,
+            max_model_len,
+            self.dtype,
+            self.device,
+            config.seed,
+            ranks,
         )
-        shape = KVShape(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, self.dtype)
+        num_kv_heads = model_config.share(ranks.size if ranks else 1).num_kv_heads
+        shape = KVShape(model_config.num_layers, num_kv_heads, model_config.head_dim, self.dtype)
         self.num_blocks = config.num_blocks or measure_num_blocks(
             config, self.model, shape, max_model_len, token_budget
         )
+        if ranks is not None:
+            self.num_blocks = ranks.smallest(self.num_blocks)
         self.num_host_blocks = config.num_host_blocks
         if self.num_host_blocks is None:
             most = HOST_BYTES // shape.block_bytes(config.block_size)
@@ -96,18 +111,26 @@ class ModelRunner:
             FloatingPointError: the model's logits are not finite.
         """
         inputs, tiles = prepare(batch, self.block_size)
-        hidden = self.forward(inputs)
-        ready, *tile_rows = inputs.logit_rows
-        samples: list[list[Sample]] = [[] for _ in batch.sequences]
-        if ready:
-            samples = sample_next_tokens(batch, self.logits(hidden, ready))
-        prompt_logprobs: dict[Request, list[Logprobs]] = {}
-        for (seq, lo, hi), rows in zip(tiles, tile_rows, strict=True):
-            logprobs = self.logits(hidden, rows).log_softmax(-1)
-            actual = to_device(np.array(seq.token_ids[lo + 1 : hi + 1]), self.device)
-            scored = gather_logprobs(logprobs, actual, [seq.request.params.prompt_logprobs] * len(rows))
-            prompt_logprobs.setdefault(seq.request, []).extend(token.logprobs for token in scored)
+        with self.together(inputs):
+            hidden = self.forward(inputs)
+            ready, *tile_rows = inputs.logit_rows
+            samples: list[list[Sample]] = [[]] * len(batch.sequences)
+            if ready:
+                samples = sample_next_tokens(batch, self.model.logits(take_rows(hidden, ready)))
+            prompt_logprobs: dict[Request, list[Logprobs]] = {}
+            for (seq, lo, hi), rows in zip(tiles, tile_rows, strict=True):
+                logprobs = self.model.logits(take_rows(hidden, rows)).log_softmax(-1)
+                actual = to_device(np.array(seq.token_ids[lo + 1 : hi + 1]), self.device)
+                scored = gather_logprobs(logprobs, actual, [seq.request.params.prompt_logprobs] * len(rows))
+                prompt_logprobs.setdefault(seq.request, []).extend(token.logprobs for token in scored)
         return StepResult(samples, prompt_logprobs)
+
+    @torch.inference_mode()
+    def follow(self, inputs: StepInputs) -> None:
+        """The part of the workers in `execute`: the same forward pass, and their share of the logits."""
+        hidden = self.forward(inputs)
+        for rows in filter(None, inputs.logit_rows):
+            self.model.logits(take_rows(hidden, rows))
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Move blocks and run the model → hidden states [num_tokens, hidden_size]."""
@@ -119,10 +142,6 @@ class ModelRunner:
         return self.model(
             to_device(input_ids, self.device), to_device(positions, self.device), self.attention
         )
-
-    def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        """Scores [len(rows), vocab_size] of the tokens that may follow those in `rows` of the batch."""
-        return self.model.logits(take_rows(hidden, rows))
 
     @torch.inference_mode()
     def cheaper_preemption(self) -> str:
@@ -137,7 +156,8 @@ class ModelRunner:
         swap = self._seconds(lambda: self.kv_cache.move_blocks(moves, moves, [])) / len(moves)
         num_tokens = 64  # a short prefill, without its attention
         ids = torch.arange(num_tokens, device=self.device) % self.model.config.vocab_size
-        prefill = self._seconds(lambda: self.model(ids, ids * 0, lambda layer, q, k, v: q))
+        with self.together("cheaper_preemption"):
+            prefill = self._seconds(lambda: self.model(ids, ids * 0, lambda layer, q, k, v: q))
         recompute = prefill * self.block_size / num_tokens
         choice = "swap" if swap < recompute else "recompute"
         measured = f"{1e3 * swap:.3f} ms to swap a block out and in, {1e3 * recompute:.3f} ms to recompute it"
@@ -154,24 +174,6 @@ class ModelRunner:
                 torch.cuda.synchronize(self.device)
             seconds.append(time.perf_counter() - began)
         return min(seconds)
-
-
-@dataclass
-class StepInputs:
-    """A batch without sequences: all that the model, the KV cache and attention need to compute it.
-
-    Fields:
-        moves: swaps out, swaps in and copies, as in `KVCache.move_blocks`.
-        input_ids, positions: int64 [num_tokens].
-        logit_rows: the tokens whose logits are wanted: first those that are followed by a sample, then the
-            tiles of prompts that want log-probabilities.
-    """
-
-    moves: tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]
-    input_ids: np.ndarray
-    positions: np.ndarray
-    metadata: AttentionMetadata
-    logit_rows: list[list[int]]
 
 
 PromptTile = tuple[Sequence, int, int]

@@ -68,21 +68,29 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(
-        LlamaConfig(**SHAPE, head_dim=20, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False)
+FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
+    "llama": lambda **changes: LlamaForCausalLM(
+        LlamaConfig(
+            **SHAPE | {"head_dim": 20, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False} | changes
+        )
     ),
-    "qwen2": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**SHAPE | {"num_attention_heads": 4}, tie_word_embeddings=False)
+    "qwen2": lambda **changes: Qwen2ForCausalLM(
+        Qwen2Config(**SHAPE | {"num_attention_heads": 4, "tie_word_embeddings": False} | changes)
     ),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)),
+    "qwen3": lambda **changes: Qwen3ForCausalLM(
+        Qwen3Config(**SHAPE | {"head_dim": 16, "tie_word_embeddings": True} | changes)
+    ),
 }
 
 
-def make_checkpoint(family: str, folder: Path) -> PreTrainedModel:
-    """A random model of the family, saved to `folder`. Biases and norms are random, too."""
+def make_checkpoint(family: str, folder: Path, **changes: object) -> PreTrainedModel:
+    """A random model of the family, saved to `folder`. Biases and norms are random, too.
+
+    Args:
+        changes: to its config.
+    """
     torch.manual_seed(sum(map(ord, family)))
-    model = FAMILIES[family]().eval()
+    model = FAMILIES[family](**changes).eval()
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(weight, std=0.3)

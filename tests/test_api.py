@@ -50,7 +50,7 @@ def tiny() -> LLM:
         ("preemption", "hope", ValueError, "preemption is 'hope'.*swap"),
         ("watermark", -0.1, ValueError, "watermark is -0.1"),
         ("num_host_blocks", -1, ValueError, "num_host_blocks is -1"),
-        ("tensor_parallel_size", 2, ValueError, "tensor_parallel_size is 2, but only 1"),
+        ("tensor_parallel_size", 0, ValueError, "tensor_parallel_size is 0"),
         ("enforce_eager", 1, TypeError, "enforce_eager must be True or False"),
         ("seed", -1, ValueError, "seed is -1"),
         ("model", 5, TypeError, "model must be a folder"),

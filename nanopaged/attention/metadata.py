@@ -1,4 +1,4 @@
-"""What attention needs to know of a batch: lengths, block tables and slots. It knows no sequences."""
+"""A batch as plain data: tokens, and what attention needs to know of them. It knows no sequences."""
 
 from __future__ import annotations
 
@@ -35,6 +35,24 @@ class AttentionMetadata:
     slot_mapping: np.ndarray
     num_decodes: int
     seq_ids: list[int]
+
+
+@dataclass
+class StepInputs:
+    """A batch without sequences: all that the model, the KV cache and attention need to compute it.
+
+    Fields:
+        moves: swaps out, swaps in and copies, as in `KVCache.move_blocks`.
+        input_ids, positions: int64 [num_tokens].
+        logit_rows: the tokens whose logits are wanted: first those that are followed by a sample, then the
+            tiles of prompts that want log-probabilities.
+    """
+
+    moves: tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]
+    input_ids: np.ndarray
+    positions: np.ndarray
+    metadata: AttentionMetadata
+    logit_rows: list[list[int]]
 
 
 def slots_of(block_table: list[int], positions: np.ndarray, block_size: int) -> np.ndarray:

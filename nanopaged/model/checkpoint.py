@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -21,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanopaged.model.decoder import Model
 from nanopaged.model.model_config import ModelConfig, read_json
+from nanopaged.model.parallel import Ranks
 
 TINY_MODEL = Path(__file__).parents[1] / "tiny"
 
@@ -60,26 +62,28 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
+    ranks: Ranks | None = None,
 ) -> Model:
     """The model of `folder` on `device`, ready to run.
 
     Args:
         load_format: "auto" reads the safetensors files; "dummy" draws random weights from `seed`.
         max_positions: the longest sequence, in tokens.
+        ranks: the ranks that share the model; each reads its part of the weights.
 
     Raises:
         FileNotFoundError: a weights file is missing.
         ValueError: the weights are broken, or do not fit `config`.
     """
     try:
-        model = Model(config, max_positions, dtype, device)
+        model = Model(config, max_positions, dtype, device, ranks)
     except (RuntimeError, OverflowError) as error:  # torch's out-of-memory errors are RuntimeErrors
         raise ValueError(
             f"a model of these sizes for {max_positions} positions cannot be allocated on {device}: lower "
             f"max_model_len, or use a smaller model; {config}"
         ) from error
     if load_format == "dummy":
-        _draw_weights(model, seed)
+        _draw_weights(model, seed + (ranks.rank if ranks is not None else 0))
     else:
         _read_weights(model, folder)
     model.pack()
@@ -110,11 +114,13 @@ def _read_weights(model: Model, folder: Path) -> None:
             + _name_some("missing", missing)
             + _name_some("unexpected", unexpected)
         )
+    whole = Model(model.config, 1, torch.float32, torch.device("meta"))  # the shapes of unsplit weights
+    shapes = {name: list(slot.shape) for name, slot in _weight_slots(whole).items()}
     for file in set(files.values()):
         with _open_weights(file) as tensors:
             for name, slot in slots.items():
                 if files[name] == file:
-                    _copy_weight(name, tensors.get_tensor(name), slot)
+                    _copy_weight(name, tensors.get_slice(name), slot, shapes[name], model.ranks)
 
 
 @contextmanager
@@ -132,7 +138,7 @@ def _weight_slots(model: Model) -> dict[str, Tensor]:
     q, k and v of a layer are the rows of its `qkv_proj`, in this order (4 query heads and 2 KV heads of
     dimension 8: rows 0-31, 32-47, 48-63); gate and up are the halves of its `gate_up_proj`.
     """
-    config = model.config
+    config = model.config.share(model.ranks.size if model.ranks is not None else 1)
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = {  # our matrix → the checkpoint's projections, and their rows
         "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
@@ -181,20 +187,46 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     return where
 
 
-def _copy_weight(name: str, tensor: Tensor, slot: Tensor) -> None:
-    if tensor.shape != slot.shape:
+def _copy_weight(name: str, weight: Any, slot: Tensor, shape: list[int], ranks: Ranks | None) -> None:
+    """Copy a weight, or this rank's share of it, to its slot.
+
+    Args:
+        weight: of a safetensors file, from `get_slice`: only what is indexed is read.
+        shape: that the whole weight must have.
+    """
+    if weight.get_shape() != shape:
         raise ValueError(
-            f"{name} has shape {list(tensor.shape)} in the checkpoint, but config.json asks for "
-            f"{list(slot.shape)}"
+            f"{name} has shape {weight.get_shape()} in the checkpoint, but config.json asks for {shape}"
         )
+    if ranks is not None and ranks.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias")):
+        slot.zero_()  # the ranks' results are added up, so only one may have the bias
+        return
+    tensor = weight[_share(name, slot, shape, ranks)]
     if not tensor.is_floating_point() or tensor.itemsize == 1:  # the floats of one byte are quantised
         raise ValueError(f"{name} is of {tensor.dtype}, but weights must be floats of 16, 32 or 64 bits")
-    slot.copy_(tensor)
+    slot[: len(tensor)].copy_(tensor)
+    slot[len(tensor) :].zero_()  # rows beyond the vocabulary
     if not torch.stack(slot.aminmax()).isfinite().all():
         raise ValueError(
             f"{name} has weights that are not finite in {slot.dtype}: the file is damaged, or needs a dtype "
             "with a wider range"
         )
+
+
+def _share(name: str, slot: Tensor, shape: list[int], ranks: Ranks | None) -> tuple[slice, ...]:
+    """Which part of a weight of this shape goes to the slot: all of it, or some rows, or some columns.
+
+    k_proj with 2 heads of 8 rows, on 4 ranks: ranks 0 and 1 take rows 0-7, ranks 2 and 3 rows 8-15
+    """
+    parts = []
+    for total, mine in zip(shape, slot.shape, strict=True):
+        first = 0
+        if total > mine and name.startswith(("lm_head", "model.embed_tokens")):
+            first = ranks.rank * mine  # the last share may be smaller
+        elif total > mine:
+            first = ranks.rank * total // ranks.size // mine * mine
+        parts.append(slice(first, first + mine))
+    return tuple(parts)
 
 
 def _name_some(what: str, names: set[str], most: int = 8) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanopaged.model.layers import MLP, Linear, RMSNorm, Rotary, norm_rotate
 from nanopaged.model.model_config import ModelConfig
+from nanopaged.model.parallel import Ranks
 
 AttentionFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attention(layer, q, k, v) → out, with q, out [num_tokens, num_heads, head_dim] and k, v [num_tokens,
@@ -23,7 +24,14 @@ num_kv_heads, head_dim]. A backend of `nanopaged.attention` is one."""
 class SelfAttention(nn.Module):
     """q, k, v of the new tokens, attention over the KV cache, and the output projection."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks | None,
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
@@ -32,7 +40,7 @@ class SelfAttention(nn.Module):
         width = config.num_heads * config.head_dim
         qkv_width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, qkv_width, config.qkv_bias, dtype, device)
-        self.o_proj = Linear(width, config.hidden_size, config.o_bias, dtype, device)
+        self.o_proj = Linear(width, config.hidden_size, config.o_bias, dtype, device, ranks)
         self.q_norm = RMSNorm(config.head_dim, self.eps, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, self.eps, dtype, device) if config.qk_norm else None
 
@@ -52,12 +60,19 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x)). The last linear of each adds the residual x."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks | None,
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.self_attn = SelfAttention(config, layer, dtype, device)
+        self.self_attn = SelfAttention(config, layer, dtype, device, ranks)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.mlp = MLP(config, dtype, device)
+        self.mlp = MLP(config, dtype, device, ranks)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn) -> Tensor:
         x = self.self_attn(self.input_layernorm(x), cos, sin, attention, residual=x)
@@ -69,33 +84,53 @@ class Model(nn.Module):
 
     Args:
         max_positions: the longest sequence (the engine's `max_model_len`).
+        ranks: the ranks that share the model; None if this is all of it.
     """
 
     def __init__(
-        self, config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
-        embeddings = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.config, self.ranks = config, ranks
+        size = ranks.size if ranks is not None else 1
+        share = config.share(size)
+        num_rows = -(-config.vocab_size // size)  # of the vocabulary; the last rank may have some too many
+        embeddings = torch.empty(num_rows, config.hidden_size, dtype=dtype, device=device)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings, freeze=True)
         self.rotary = Rotary(config, max_positions, dtype, device)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(share, i, dtype, device, ranks) for i in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, False, dtype, device)
+        self.lm_head = Linear(config.hidden_size, num_rows, False, dtype, device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
         """input_ids, positions [num_tokens] → hidden states [num_tokens, hidden_size]."""
-        x = self.embed_tokens(input_ids)
+        x = self.embed_tokens(input_ids) if self.ranks is None else self._embed_share(input_ids, self.ranks)
         cos, sin = self.rotary(positions)
         for layer in self.layers:
             x = layer(x, cos, sin, attention)
         return self.norm(x)
 
+    def _embed_share(self, input_ids: Tensor, ranks: Ranks) -> Tensor:
+        """Embeddings of the tokens whose rows this rank has, added to those of the other ranks."""
+        num_rows = self.embed_tokens.num_embeddings
+        rows = input_ids - ranks.rank * num_rows
+        elsewhere = (rows < 0) | (rows >= num_rows)
+        x = self.embed_tokens(rows.masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0.0)
+        return ranks.all_reduce(x)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden_size] → float32 scores [n, vocab_size]."""
-        return self.lm_head(hidden).float()
+        """hidden [n, hidden_size] → float32 scores [n, vocab_size]; of ranks above 0, only their columns."""
+        scores = self.lm_head(hidden).float()
+        return scores if self.ranks is None else self.ranks.gather(scores)[:, : self.config.vocab_size]
 
     def pack(self) -> None:
         """Pack all linears, once the weights are loaded."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopaged.model.model_config import ModelConfig
+from nanopaged.model.parallel import Ranks
 
 # Whether a GPU runs the small operations as the Triton kernels of `kernels/fused.py`. Off until measured.
 FUSED_KERNELS = os.environ.get("NANOPAGED_FUSED") == "1"
@@ -25,12 +26,23 @@ def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Pa
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b, with W [out_features, in_features]; plus a residual, if there is one."""
+    """y = x Wᵀ + b, with W [out_features, in_features]; plus a residual, if there is one.
+
+    Args:
+        ranks: if W is split by columns, the ranks whose results add up to y.
+    """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
+        self.ranks = ranks
         self.weight = empty_weight(out_features, in_features, dtype=dtype, device=device)
         self.bias = empty_weight(out_features, dtype=dtype, device=device) if bias else None
         self._packed: Tensor | None = None
@@ -61,13 +73,15 @@ class Linear(nn.Module):
                 product, in the memory of the residual (`torch.addmm` would copy it first). On a CPU, oneDNN
                 could do the same, but that was measured to be no faster than adding it afterwards.
         """
-        if residual is not None and x.is_cuda:
+        if residual is not None and x.is_cuda and self.ranks is None:
             residual.addmm_(x, self.weight.t())
             return residual if self.bias is None else residual.add_(self.bias)
         if self._packed is not None:
             out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         else:
             out = F.linear(x, self.weight, self.bias)
+        if self.ranks is not None:
+            self.ranks.all_reduce(out)
         return out if residual is None else out.add_(residual)
 
 
@@ -168,11 +182,13 @@ def norm_rotate(
 class MLP(nn.Module):
     """down(silu(gate(x)) · up(x)), with gate and up in one matrix (Shazeer, arXiv 2002.05202)."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks | None
+    ) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up_proj = Linear(hidden, 2 * inner, config.mlp_bias, dtype, device)
-        self.down_proj = Linear(inner, hidden, config.mlp_bias, dtype, device)
+        self.down_proj = Linear(inner, hidden, config.mlp_bias, dtype, device, ranks)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """x, residual [num_tokens, hidden_size] → residual + MLP(x)."""

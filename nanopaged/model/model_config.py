@@ -8,7 +8,7 @@ reason.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,32 @@ class ModelConfig:
     qk_norm: bool  # Qwen3: RMSNorm of each head of q and k
     tie_word_embeddings: bool  # the output projection uses the embedding's weights
     dtype: str  # the checkpoint's, e.g. "bfloat16"
+
+    def share(self, size: int) -> ModelConfig:
+        """The layers of one of `size` ranks. With fewer KV heads than ranks, several ranks have the same one.
+
+        8 query heads and 2 KV heads on 4 ranks: each has 2 query heads and 1 KV head, ranks 0 and 1 the same
+
+        Raises:
+            ValueError: heads or columns cannot be divided equally.
+        """
+        for name in ("num_heads", "intermediate_size"):
+            if getattr(self, name) % size:
+                raise ValueError(
+                    f"tensor_parallel_size is {size}, which does not divide the model's {name} of "
+                    f"{getattr(self, name)}"
+                )
+        if self.num_kv_heads % size and size % self.num_kv_heads:
+            raise ValueError(
+                f"tensor_parallel_size is {size}, which neither divides the model's {self.num_kv_heads} KV "
+                "heads nor is a multiple of them"
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(1, self.num_kv_heads // size),
+            intermediate_size=self.intermediate_size // size,
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

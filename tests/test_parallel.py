@@ -1,0 +1,304 @@
+"""Tensor parallelism on the CPU: several ranks give what one gives, and no failure of a rank is lost."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import Oracle, make_checkpoint, random_prompts, tokens
+
+from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
+from nanopaged.attention.metadata import AttentionMetadata, StepInputs
+from nanopaged.model import parallel
+from nanopaged.model.model_config import read_model_config
+from nanopaged.model_runner import ModelRunner
+
+OPTIONS: dict[str, Any] = {
+    "num_blocks": 30,
+    "num_host_blocks": 12,
+    "block_size": 4,
+    "max_num_batched_tokens": 40,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+# ── the same outputs ──────────────────────────────────────────────────────────────────────────────
+
+
+def everything(llm: LLM) -> list[Any]:
+    """Requests of all kinds in a pool that is too small for them; tokens and log-probabilities."""
+    kinds = [
+        SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1),
+        SamplingParams(n=3, seed=5, temperature=0.8, top_p=0.9, max_tokens=16, logprobs=0),
+        BeamSearchParams(beam_width=3, max_tokens=12),
+        SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=20),
+    ]
+    prompts = random_prompts(4, seed=8, longest=30)
+    prompts += [[*tokens(5, 21), i] for i in range(4)]  # with a common prefix
+    results = []
+    for way in ("swap", "recompute"):
+        llm.engine.scheduler.preemption = way
+        outputs = llm.generate(prompts, kinds * 2, use_tqdm=False)
+        llm.engine.check_invariants()
+        for output in outputs:
+            scored = [max(logprobs.values()) for logprobs in (output.prompt_logprobs or [])[1:]]
+            numbers = [c.cumulative_logprob for c in output.outputs] + scored
+            results.append(([c.token_ids for c in output.outputs], numbers))
+    stats = llm.engine.stats()
+    for count in (
+        stats.num_preemptions_swap,
+        stats.num_preemptions_recompute,
+        stats.num_blocks_copied,
+        stats.prefix_cache_hits,
+    ):
+        assert count > 0, stats
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_ranks_together_give_what_one_gives(family: str, size: int, tmp_path: Path) -> None:
+    """Four ranks share two KV heads, so that two ranks each have the same one."""
+    biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    make_checkpoint(family, tmp_path, num_attention_heads=8 if family == "qwen3" else 4, **biases)
+    alone = everything(LLM(tmp_path, **OPTIONS))
+    llm = LLM(tmp_path, tensor_parallel_size=size, **OPTIONS)
+    for (expected_ids, expected), (ids, numbers) in zip(alone, everything(llm), strict=True):
+        assert ids == expected_ids
+        assert numbers == pytest.approx(expected, abs=1e-4)
+
+
+def test_sizes_that_cannot_be_divided(qwen3: Oracle) -> None:
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size is 4, which does not divide .* num_heads of 6"
+    ):
+        LLM(qwen3.folder, tensor_parallel_size=4)
+    with pytest.raises(ValueError, match="is 3, which neither divides the model's 2 KV heads"):
+        LLM(qwen3.folder, tensor_parallel_size=3)
+
+
+def test_a_message_has_the_changes_of_the_block_tables() -> None:
+    class Tables(parallel.Ranks):
+        def __init__(self) -> None:
+            self.tables = {}
+
+    here, there = Tables(), Tables()
+    none = np.array([], dtype=np.int64)
+    sent = []
+    for tables in ({1: [5, 2], 2: [0]}, {1: [5, 2, 7], 2: [0]}, {2: [4], 1: [5, 3, 7]}, {3: [5]}, {}):
+        metadata = AttentionMetadata(none, none, list(tables.values()), none, 0, list(tables))
+        message = json.loads(json.dumps(here.encode(StepInputs(([], [], []), none, none, metadata, []))))
+        sent.append(message["block_tables"])
+        assert there.decode(message).metadata.block_tables == list(tables.values())
+    assert sent == [
+        [[0, [5, 2]], [0, [0]]],
+        [[2, [7]], [1, []]],
+        [[0, [4]], [1, [3, 7]]],
+        [[0, [5]]],
+        [],
+    ]
+
+
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Saboteur(ModelRunner):
+    """A model runner of which a worker does what a file says."""
+
+    def __init__(self, *args: Any, orders: Path, **kwargs: Any) -> None:
+        self.orders = orders
+        self.obey("start")
+        super().__init__(*args, **kwargs)
+
+    def follow(self, inputs: StepInputs) -> None:
+        self.obey("before")
+        super().follow(inputs)
+        self.obey("after")
+
+    def obey(self, when: str) -> None:
+        order = self.orders.read_text() if self.orders.exists() else ""
+        if not order.startswith(when) or os.getpid() == int(os.environ["TEST_PID"]):
+            return
+        self.orders.write_text("")
+        if "raise" in order:
+            raise ValueError("sabotage")
+        if "die" in order:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "hang" in order:
+            time.sleep(1000)
+
+
+@pytest.fixture
+def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TEST_PID", str(os.getpid()))
+    monkeypatch.setenv("NANOPAGED_STEP_TIMEOUT", "5")
+    monkeypatch.setattr(parallel, "STEP_TIMEOUT", 5.0)
+    return tmp_path / "orders"
+
+
+def sabotaged(oracle: Oracle, orders: Path) -> LLMEngine:
+    config = EngineConfig(model=oracle.folder, **OPTIONS)
+    arguments = config, read_model_config(oracle.folder), oracle.folder, 160, 40
+    return LLMEngine(config, parallel.start(2, "cpu", partial(Saboteur, *arguments, orders=orders)))
+
+
+def run(engine: LLMEngine, request_id: str = "a") -> list[int]:
+    engine.add_request(request_id, [1, 2, 3], GREEDY)
+    return drain(engine)
+
+
+def drain(engine: LLMEngine) -> list[int]:
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        engine.check_invariants()
+    return outputs[0].outputs[0].token_ids
+
+
+def workers(engine: LLMEngine) -> list[Any]:
+    return engine.runner.ranks.processes
+
+
+def listening() -> set[int]:
+    connections = psutil.Process().net_connections(kind="tcp")
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+
+@pytest.fixture
+def no_orphans() -> Iterator[None]:
+    """Engines of the test end with their workers, and their ports are free again."""
+    before, ports = set(psutil.Process().children(recursive=True)), listening()
+    yield
+    gc.collect()
+    assert listening() == ports
+    left = {p for p in psutil.Process().children(recursive=True) if p.is_running()} - before
+    left = [p for p in left if "resource_tracker" not in " ".join(p.cmdline())]
+    assert not left, left
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_a_step_that_fails_on_any_rank_is_tried_again(qwen3: Oracle, orders: Path) -> None:
+    engine = sabotaged(qwen3, orders)
+    expected = qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
+    assert run(engine) == expected
+    for when in ("before", "after"):
+        engine.add_request("b", [1, 2, 3], GREEDY)
+        engine.step()
+        orders.write_text(f"{when} raise")
+        with pytest.raises(RuntimeError, match=r"rank 1:\nTraceback[^$]*ValueError: sabotage"):
+            drain(engine)
+        engine.check_invariants()
+        assert drain(engine) == expected
+    # on rank 0: in the middle of a layer, or while a worker waits to send its logits
+    for name, at in (("all_reduce", 3), ("gather", 1)):
+        engine.add_request("c", [1, 2, 3], GREEDY)
+        engine.step()
+        real, calls = getattr(parallel.Ranks, name), []
+
+        def interrupted(self: parallel.Ranks, x: torch.Tensor) -> torch.Tensor:
+            calls.append(x)  # noqa: B023
+            if len(calls) == at:  # noqa: B023
+                raise KeyboardInterrupt
+            return real(self, x)  # noqa: B023
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parallel.Ranks, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        assert drain(engine) == expected
+
+
+@pytest.mark.usefixtures("no_orphans")
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ("before die", r"rank 1 died \(exit code -9\)"),
+        ("before hang", "rank 1 has not answered for 10 seconds"),
+    ],
+)
+def test_a_lost_worker_ends_the_engine(qwen3: Oracle, orders: Path, order: str, message: str) -> None:
+    engine = sabotaged(qwen3, orders)
+    processes = workers(engine)
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    engine.step()
+    orders.write_text(order)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=message):
+        engine.step()
+    assert time.monotonic() - began < 60
+    assert not any(process.is_alive() for process in processes)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"the engine has ended: {message}"):
+            engine.step()
+    engine.abort_request("a")
+    assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.usefixtures("no_orphans")
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [("start raise", r"cannot start: rank 1:\n[^$]*ValueError: sabotage"), ("start die", "rank 1 died")],
+)
+def test_a_worker_that_cannot_start(qwen3: Oracle, orders: Path, order: str, message: str) -> None:
+    orders.write_text(order)
+    with pytest.raises(RuntimeError, match=message):
+        sabotaged(qwen3, orders)
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_engines_side_by_side_end_with_their_workers(qwen3: Oracle) -> None:
+    llms = [LLM(qwen3.folder, tensor_parallel_size=2, **OPTIONS) for _ in range(2)]
+    expected = qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
+    for llm in llms:
+        (output,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == expected
+
+
+SCRIPT = """
+import os, sys
+from nanopaged import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], tensor_parallel_size=2, num_blocks=30)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    pids = [process.pid for process in llm.engine.runner.ranks.processes]
+    print(os.getpid(), pids, output.outputs[0].token_ids, flush=True)
+    if len(sys.argv) > 2:
+        input()
+"""
+
+
+def test_workers_end_when_their_engine_is_killed(qwen3: Oracle, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, script, qwen3.folder, "wait"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        _, pids, _ = process.stdout.readline().split(maxsplit=2)
+        process.kill()
+    worker = int(pids.strip("[]"))
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the worker goes on"
+        time.sleep(0.1)
+
+
+def test_under_torchrun(qwen3: Oracle, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*torchrun, script, qwen3.folder], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()  # of rank 0 alone
+    assert line.endswith(f"[] {qwen3.greedy([1, 2, 3], 8, ignore_eos=True)}")
