@@ -287,6 +287,8 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         processes = _start_workers(size, store.port, device, make_runner)
         device = rank_device(device, 0)
+        if device.type == "cpu":
+            torch.set_num_threads(max(1, torch.get_num_threads() // size))  # all ranks share the cores
     try:
         ranks = Ranks(0, size, store, device, processes)
         return make_runner(ranks=ranks, device=device)
@@ -315,7 +317,7 @@ def _start_workers(
 ) -> list[multiprocessing.Process]:
     context = multiprocessing.get_context("spawn")
     num_threads = max(1, torch.get_num_threads() // size)
-    processes = []
+    processes: list[multiprocessing.Process] = []
     for rank in range(1, size):
         arguments = (rank, size, port, rank_device(device, rank), make_runner, num_threads)
         process = context.Process(target=_worker_main, args=arguments, daemon=True, name=f"rank {rank}")
