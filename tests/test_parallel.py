@@ -218,6 +218,22 @@ def test_a_step_that_fails_on_any_rank_is_tried_again(qwen3: Oracle, orders: Pat
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
         assert drain(engine) == expected
+    # a second Ctrl-C, before or while the ranks meet again
+    for owner, name in ((parallel, "why_failed"), (parallel.Ranks, "_leave")):
+        function = getattr(owner, name)
+
+        def pressed(*args: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGINT)
+            return function(*args)  # noqa: B023
+
+        engine.add_request("d", [1, 2, 3], GREEDY)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, pressed)
+            patch.setattr(parallel.Ranks, "gather", interrupted)
+            calls[:] = []
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        assert drain(engine) == expected
 
 
 @pytest.mark.usefixtures("no_orphans")

@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -59,6 +60,19 @@ class Worker(Protocol):
         """Take part in a measurement."""
 
 
+@contextmanager
+def ignoring_ctrl_c() -> Iterator[None]:
+    """Do not let a second Ctrl-C leave the block half done."""
+    if threading.current_thread() is not threading.main_thread():  # only there it raises anything
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler or signal.SIG_DFL)  # None: not a handler of Python
+
+
 class Ranks:
     """This process as one of the `size` ranks of a model.
 
@@ -79,6 +93,7 @@ class Ranks:
         self.rank, self.size, self.store, self.device = rank, size, store, device
         self.processes = processes
         self.lost: str | None = None  # why the engine has ended
+        self.in_step = False  # whether the other ranks may be in a step
         self.meeting = -1
         self.message_bytes = 0  # of the last message
         self.group: dist.ProcessGroup | None = None
@@ -130,6 +145,9 @@ class Ranks:
             return
         if self.lost is not None:
             raise RuntimeError(self.lost)
+        if self.in_step:  # a second Ctrl-C came before `_recover`
+            self._recover()
+        self.in_step = True
         try:
             self.message_bytes = send(self.store, self.encode(work) if isinstance(work, StepInputs) else work)
             yield
@@ -139,7 +157,9 @@ class Ranks:
             if reason is not None:
                 raise RuntimeError(f"a step failed: {reason}") from error
             raise
+        self.in_step = False
 
+    @ignoring_ctrl_c()
     def _recover(self) -> None:
         """After a failed step, meet again.
 
@@ -152,6 +172,7 @@ class Ranks:
             self.store.set(f"message/{last}", json.dumps(self.meeting + 1))
             send(self.store, self.meeting + 1)
             self._meet(self.meeting + 1, STEP_TIMEOUT + 5)
+            self.in_step = False
         except BaseException as error:
             self.lost = f"the engine has ended: {str(error) or type(error).__name__}"
             end_workers(self.store, self.processes)
