@@ -78,6 +78,8 @@ class ModelRunner:
             config.seed,
             ranks,
         )
+        if ranks is not None:
+            ranks.meet()
         num_kv_heads = model_config.share(ranks.size if ranks else 1).num_kv_heads
         shape = KVShape(model_config.num_layers, num_kv_heads, model_config.head_dim, self.dtype)
         self.num_blocks = config.num_blocks or measure_num_blocks(

@@ -137,6 +137,8 @@ class Saboteur(ModelRunner):
             raise ValueError("sabotage")
         if "die" in order:
             os.kill(os.getpid(), signal.SIGKILL)
+        if "slow" in order:
+            time.sleep(parallel.STEP_TIMEOUT + 1)
         if "hang" in order:
             time.sleep(1000)
 
@@ -190,6 +192,7 @@ def no_orphans() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_orphans")
 def test_a_step_that_fails_on_any_rank_is_tried_again(qwen3: Oracle, orders: Path) -> None:
+    orders.write_text("start slow")  # loading may take a rank longer than the others wait in a step
     engine = sabotaged(qwen3, orders)
     expected = qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
     assert run(engine) == expected

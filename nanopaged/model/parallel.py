@@ -45,7 +45,7 @@ from nanopaged.kv_cache import pick_device
 
 # Seconds that ranks wait for each other within a step; a rank that takes longer is lost.
 STEP_TIMEOUT = float(os.environ.get("NANOPAGED_STEP_TIMEOUT", 60))
-START_TIMEOUT = 600.0  # seconds to import torch and to get ready for the first meeting
+START_TIMEOUT = 600.0  # seconds that ranks wait for each other to start and to load their weights
 FOREVER = timedelta(days=365)
 METADATA_ARRAYS = "query_lens", "context_lens", "slot_mapping"
 
@@ -97,7 +97,6 @@ class Ranks:
         self.meeting = -1
         self.message_bytes = 0  # of the last message
         self.group: dist.ProcessGroup | None = None
-        self._meet(0, START_TIMEOUT)
         if rank == 0:
             weakref.finalize(self, end_workers, store, processes)  # also when the program ends
 
@@ -171,14 +170,14 @@ class Ranks:
             last = self.store.add("num_messages", 0)
             self.store.set(f"message/{last}", json.dumps(self.meeting + 1))
             send(self.store, self.meeting + 1)
-            self._meet(self.meeting + 1, STEP_TIMEOUT + 5)
+            self.meet(self.meeting + 1, STEP_TIMEOUT + 5)
             self.in_step = False
         except BaseException as error:
             self.lost = f"the engine has ended: {str(error) or type(error).__name__}"
             end_workers(self.store, self.processes)
             raise
 
-    def _meet(self, meeting: int, seconds: float) -> None:
+    def meet(self, meeting: int = 0, seconds: float = START_TIMEOUT) -> None:
         """Connect all ranks, once all of them are ready. The tables sent before are forgotten."""
         self.meeting, self.tables = meeting, {}
         self.store.set(f"ready/{meeting}/{self.rank}", "")
@@ -226,7 +225,7 @@ class Ranks:
                 elif isinstance(message, str):
                     getattr(worker, message)()
                 elif message > self.meeting:
-                    self._meet(message, STEP_TIMEOUT + 5)
+                    self.meet(message, STEP_TIMEOUT + 5)
             except Exception:
                 self.report()
 
