@@ -36,7 +36,7 @@ from nanopaged.sampler import (
 from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
 from nanopaged.text.outputs import Logprobs
 
-# The most host memory for a KV cache on a CPU, and for swapped requests, unless it is configured.
+# The most host memory for a KV cache on a CPU, and for swapped requests, of all ranks, unless configured.
 HOST_BYTES = 4 << 30
 LOGITS_TILE = 256  # prompt positions whose logits are computed at once: [256, vocab_size] in float32
 
@@ -89,7 +89,7 @@ class ModelRunner:
             self.num_blocks = ranks.smallest(self.num_blocks)
         self.num_host_blocks = config.num_host_blocks
         if self.num_host_blocks is None:
-            most = HOST_BYTES // shape.block_bytes(config.block_size)
+            most = HOST_BYTES // config.tensor_parallel_size // shape.block_bytes(config.block_size)
             self.num_host_blocks = 0 if config.preemption == "recompute" else min(self.num_blocks, most)
         self.kv_cache = KVCache(shape, self.num_blocks, config.block_size, self.device, self.num_host_blocks)
         mebibytes = self.num_blocks * shape.block_bytes(config.block_size) >> 20
@@ -258,7 +258,7 @@ def measure_num_blocks(
     CUDA graphs, captured later, use the memory left over: 10 % of the GPU's by default.
 
     On a CPU, where other programs need the memory too, they take at most `HOST_BYTES`, unless a share is
-    configured or a single sequence needs more.
+    configured or a single sequence needs more. All ranks share this memory.
 
     Raises:
         ValueError: not even one sequence of `max_model_len` tokens fits.
@@ -269,7 +269,7 @@ def measure_num_blocks(
         free, total = torch.cuda.mem_get_info(device)
         num_bytes = int(total * (config.memory_utilization or 0.9)) - (total - free) - peak
     else:
-        num_bytes = int(available_memory() * (config.memory_utilization or 0.5))
+        num_bytes = int(available_memory() / config.tensor_parallel_size * (config.memory_utilization or 0.5))
     block_bytes = shape.block_bytes(config.block_size)
     fit = max(0, num_bytes) // block_bytes
     needed = -(-max_model_len // config.block_size)  # blocks of one sequence: ceil division
@@ -281,7 +281,7 @@ def measure_num_blocks(
         )
     useful = needed * config.max_num_seqs
     if device.type == "cpu" and config.memory_utilization is None:
-        useful = min(useful, max(needed, HOST_BYTES // block_bytes))
+        useful = min(useful, max(needed, HOST_BYTES // config.tensor_parallel_size // block_bytes))
     return min(fit, useful)
 
 

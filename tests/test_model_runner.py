@@ -51,6 +51,8 @@ def test_a_gpu_too_small_for_one_sequence(monkeypatch: pytest.MonkeyPatch) -> No
         (24 * GB, 65536, {}, 8 * GB),  # one sequence of full length
         (24 * GB, 8192, {"max_num_seqs": 2}, 2 * GB),
         (24 * GB, 8192, {"memory_utilization": 0.5}, 12 * GB),
+        (6 * GB, 8192, {"tensor_parallel_size": 3}, 1 * GB),
+        (24 * GB, 8192, {"tensor_parallel_size": 2}, 2 * GB),
     ],
 )
 def test_the_share_of_a_computers_memory(
