@@ -277,9 +277,13 @@ def test_a_worker_that_cannot_start(qwen3: Oracle, orders: Path, order: str, mes
 
 
 @pytest.mark.usefixtures("no_orphans")
-def test_engines_side_by_side_end_with_their_workers(qwen3: Oracle) -> None:
+def test_engines_side_by_side_end_with_their_workers(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "NUM_THREADS", 8)
+    torch.set_num_threads(8)
     llms = [LLM(qwen3.folder, tensor_parallel_size=2, **OPTIONS) for _ in range(2)]
     expected = qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
+    assert torch.get_num_threads() == 4  # the second engine does not halve it again
+    torch.set_num_threads(1)
     for llm in llms:
         (output,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
         assert output.outputs[0].token_ids == expected

@@ -47,6 +47,7 @@ from nanopaged.kv_cache import pick_device
 STEP_TIMEOUT = float(os.environ.get("NANOPAGED_STEP_TIMEOUT", 60))
 START_TIMEOUT = 600.0  # seconds that ranks wait for each other to start and to load their weights
 FOREVER = timedelta(days=365)
+NUM_THREADS = torch.get_num_threads()  # before any engine has changed it
 METADATA_ARRAYS = "query_lens", "context_lens", "slot_mapping"
 
 
@@ -305,10 +306,10 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
         processes = []
     else:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if device.type == "cpu":  # all ranks share the cores
+            torch.set_num_threads(min(torch.get_num_threads(), max(1, NUM_THREADS // size)))
         processes = _start_workers(size, store.port, device, make_runner)
         device = rank_device(device, 0)
-        if device.type == "cpu":
-            torch.set_num_threads(max(1, torch.get_num_threads() // size))  # all ranks share the cores
     try:
         ranks = Ranks(0, size, store, device, processes)
         return make_runner(ranks=ranks, device=device)
@@ -336,10 +337,9 @@ def _start_workers(
     size: int, port: int, device: torch.device, make_runner: Callable[..., Any]
 ) -> list[multiprocessing.Process]:
     context = multiprocessing.get_context("spawn")
-    num_threads = max(1, torch.get_num_threads() // size)
     processes: list[multiprocessing.Process] = []
     for rank in range(1, size):
-        arguments = (rank, size, port, rank_device(device, rank), make_runner, num_threads)
+        arguments = (rank, size, port, rank_device(device, rank), make_runner, torch.get_num_threads())
         process = context.Process(target=_worker_main, args=arguments, daemon=True, name=f"rank {rank}")
         process.start()
         processes.append(process)
