@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
-from multiprocessing import connection
 from os.path import commonprefix
 from typing import Any, Protocol
 
@@ -379,14 +378,18 @@ def why_failed(
     Args:
         error: of rank 0. Only a RuntimeError can be the effect of a worker's failure.
     """
-    if error is not None:
-        if not isinstance(error, RuntimeError):
+    if error is not None and not isinstance(error, RuntimeError):
+        return None
+    deadline = time.monotonic() + (0 if error is None else 3)  # a connection may end before its process does
+    while True:
+        if store.check([f"failure/{meeting}"]):
+            return store.get(f"failure/{meeting}").decode()
+        for rank, process in enumerate(processes, start=1):
+            if not process.is_alive():
+                return f"rank {rank} died (exit code {process.exitcode}): see its output"
+        if time.monotonic() >= deadline:
             return None
-        connection.wait([process.sentinel for process in processes], timeout=0.5)  # one may be about to die
-    if store.check([f"failure/{meeting}"]):
-        return store.get(f"failure/{meeting}").decode()
-    died = [f"rank {i} died (exit code {p.exitcode})" for i, p in enumerate(processes, 1) if not p.is_alive()]
-    return f"{', '.join(died)}: see its output" if died else None
+        time.sleep(0.05)
 
 
 def send(store: dist.Store, message: Any) -> int:
