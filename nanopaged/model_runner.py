@@ -138,6 +138,8 @@ class ModelRunner:
         """Move blocks and run the model → hidden states [num_tokens, hidden_size]."""
         self.kv_cache.move_blocks(*inputs.moves)
         input_ids, positions, metadata = inputs.input_ids, inputs.positions, inputs.metadata
+        if self.ranks is not None and self.ranks.meeting > 0:
+            self.graphs = None  # they have the connections of the first meeting
         if self.graphs is not None and metadata.num_decodes == len(metadata.query_lens):
             return self.graphs.run(input_ids, positions, metadata)
         self.attention.begin_step(metadata)
