@@ -278,6 +278,24 @@ def test_a_worker_that_cannot_start(qwen3: Oracle, orders: Path, order: str, mes
 
 
 @pytest.mark.usefixtures("no_orphans")
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_start_that_is_broken_off(
+    qwen3: Oracle, orders: Path, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no GPU for the second worker; or Ctrl-C comes when the workers have just been started."""
+
+    def fail(*args: Any) -> Any:
+        raise error
+
+    if error is ValueError:
+        monkeypatch.setattr(parallel, "rank_device", lambda device, rank: fail() if rank == 2 else device)
+    else:
+        monkeypatch.setattr(parallel, "Ranks", fail)
+    with pytest.raises(error):
+        parallel.start(3, "cpu", partial(Saboteur, orders=orders))
+
+
+@pytest.mark.usefixtures("no_orphans")
 def test_engines_side_by_side_end_with_their_workers(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "NUM_THREADS", 8)
     torch.set_num_threads(8)

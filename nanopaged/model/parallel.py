@@ -302,14 +302,18 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
         if rank > 0:
             _work(rank, size, store, device, make_runner)
             raise SystemExit
-        processes = []
+        workers = []
     else:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if device.type == "cpu":  # all ranks share the cores
             torch.set_num_threads(min(torch.get_num_threads(), max(1, NUM_THREADS // size)))
-        processes = _start_workers(size, store.port, device, make_runner)
+        workers = _make_workers(size, store.port, device, make_runner)
         device = rank_device(device, 0)
+    processes: list[multiprocessing.Process] = []
     try:
+        for process in workers:
+            process.start()
+            processes.append(process)
         ranks = Ranks(0, size, store, device, processes)
         return make_runner(ranks=ranks, device=device)
     except BaseException as error:
@@ -332,17 +336,19 @@ def rank_device(device: torch.device, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _start_workers(
+def _make_workers(
     size: int, port: int, device: torch.device, make_runner: Callable[..., Any]
 ) -> list[multiprocessing.Process]:
-    context = multiprocessing.get_context("spawn")
-    processes: list[multiprocessing.Process] = []
-    for rank in range(1, size):
-        arguments = (rank, size, port, rank_device(device, rank), make_runner, torch.get_num_threads())
-        process = context.Process(target=_worker_main, args=arguments, daemon=True, name=f"rank {rank}")
-        process.start()
-        processes.append(process)
-    return processes
+    Process, num_threads = multiprocessing.get_context("spawn").Process, torch.get_num_threads()
+    return [
+        Process(
+            target=_worker_main,
+            args=(rank, size, port, rank_device(device, rank), make_runner, num_threads),
+            daemon=True,
+            name=f"rank {rank}",
+        )
+        for rank in range(1, size)
+    ]
 
 
 def _worker_main(
