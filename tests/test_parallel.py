@@ -319,6 +319,11 @@ if __name__ == "__main__":
     print(os.getpid(), pids, output.outputs[0].token_ids, flush=True)
     if len(sys.argv) > 2:
         input()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        try:
+            LLM(sys.argv[1], tensor_parallel_size=2)
+        except ValueError as error:
+            print(error)
 """
 
 
@@ -342,5 +347,6 @@ def test_under_torchrun(qwen3: Oracle, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run([*torchrun, script, qwen3.folder], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()  # of rank 0 alone
+    line, second = done.stdout.splitlines()  # of rank 0 alone
+    assert second.startswith("under torchrun a program can have one engine")
     assert line.endswith(f"[] {qwen3.greedy([1, 2, 3], 8, ignore_eos=True)}")

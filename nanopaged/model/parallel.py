@@ -22,7 +22,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -302,6 +301,8 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
         if rank > 0:
             _work(rank, size, store, device, make_runner)
             raise SystemExit
+        if store.add("num_engines", 1) > 1:
+            raise ValueError("under torchrun a program can have one engine: its workers serve no other")
         workers = []
     else:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -320,7 +321,8 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
         reason = why_failed(error, store, 0, processes)
         end_workers(store, processes)
         if reason is not None:
-            hint = "" if "Traceback" in reason else "; is the script's work under if __name__ == '__main__'?"
+            hint = "; is the program a file, with its work under if __name__ == '__main__'?"
+            hint = hint if "(exit code 1)" in reason else ""
             raise RuntimeError(f"the engine cannot start: {reason}{hint}") from error
         raise
 
@@ -367,7 +369,7 @@ def _work(
         worker = make_runner(ranks=ranks, device=device)
     except Exception:
         report_failure(store, rank, 0)
-        sys.exit(1)
+        raise  # torchrun may end rank 0 before it can tell
     ranks.serve(worker)
 
 
