@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch", "reference")
@@ -26,7 +26,7 @@ PREEMPTIONS = ("auto", "swap", "recompute")
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
-OUR_NAMES = {  # options of vLLM, nano-vllm and transformers, with the same meaning → ours
+OUR_NAMES = {  # options of vLLM, nano-vllm and transformers → the one of ours that serves the purpose
     "gpu_memory_utilization": "memory_utilization",
     "num_gpu_blocks_override": "num_blocks",
     "num_kvcache_blocks": "num_blocks",
@@ -77,10 +77,13 @@ def _check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
+_T = TypeVar("_T", bound="_Options")
+
+
 class _Options:
     """The base of the classes below: the error for an unknown keyword says what may have been meant."""
 
-    def __new__(cls, *args: Any, **options: Any) -> Any:
+    def __new__(cls: type[_T], *args: Any, **options: Any) -> _T:  # with Any, editors would show no options
         names = [option.name for option in fields(cls)]
         for name in options:
             if name not in names:
@@ -206,10 +209,11 @@ class EngineConfig(_Options):
 class SamplingParams(_Options):
     """How one request's tokens are chosen, and when it stops.
 
-    The logits pass through the penalties, temperature, top-k, top-p and min-p in this order (as in vLLM and
-    transformers), then a token is drawn. Defaults are vLLM's. Left out, to stay small: logit_bias, bad_words,
-    structured output, skip_special_tokens (they are never in the text), detokenize (text is made when it is
-    read). Params cannot be changed: `dataclasses.replace(params, n=2)` makes a changed copy.
+    The logits pass through penalties (vLLM's), temperature, top-k, top-p and min-p, in transformers' order,
+    then a token is drawn. (vLLM has min-p before top-k.) Defaults are vLLM's. Left out, to stay small:
+    logit_bias, bad_words, structured output, skip_special_tokens (they are never in the text), detokenize
+    (text is made when it is read). Params cannot be changed: `dataclasses.replace(params, n=2)` makes a
+    changed copy.
 
     Fields:
         n: outputs for the prompt (parallel sampling).

@@ -129,7 +129,7 @@ class LLMEngine:
             raise
 
     def add_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> None:
-        """Queue a prompt (text, or token ids) for generation.
+        """Queue a prompt (a text, token ids, or a dict of one of them) for generation.
 
         Raises:
             TypeError, ValueError: the prompt is empty, too long or not in the vocabulary, the id is

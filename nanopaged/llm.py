@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from numbers import Integral
 from pathlib import Path
-from threading import RLock
+from threading import Lock
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -69,7 +69,8 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **config: Any) -> None:
         self.engine = LLMEngine(EngineConfig(model=model, **config))
         self._count = count()
-        self._lock = RLock()
+        self._lock = Lock()
+        self._dropped: list[Request] = []  # unfinished ones of calls that have ended; to be aborted
 
     def generate(
         self,
@@ -100,36 +101,63 @@ class LLM:
                 f"there are {len(prompts)} prompts, but {len(params)} sampling_params: give one for all, "
                 "or one each"
             )
-        with self._lock:
-            requests = [
+        requests: list[Request] = []
+        with self._serving(requests), self._turn():
+            requests += [
                 self.engine.prompts.make_request(self._new_id(), prompt, its_params)
                 for prompt, its_params in zip(prompts, params, strict=True)
             ]
-            with self._serving(requests):
-                self._run(requests, use_tqdm)
+            for request in requests:
+                self.engine.queue(request)
+            self._run(requests, use_tqdm)
         return [request.output() for request in requests]
 
     def _new_id(self) -> str:
         return next(name for i in self._count if (name := f"llm-{i}") not in self.engine.requests)
 
     @contextmanager
-    def _serving(self, requests: list[Request]) -> Iterator[None]:
-        """Queue `requests` for the duration of a `with` block.
-
-        However the block is left (error, Ctrl-C, a dropped generator), unfinished requests are aborted.
-        """
+    def _turn(self) -> Iterator[None]:
+        """Wait for the engine, which serves one thread at a time."""
         try:
             with self._lock:
-                for request in requests:
-                    self.engine.queue(request)
+                yield
+        finally:
+            self._abort_dropped()
+
+    @contextmanager
+    def _serving(self, requests: list[Request]) -> Iterator[None]:
+        """However the block is left (error, Ctrl-C, a dropped generator), unfinished requests are aborted."""
+        try:
             yield
         finally:
-            with self._lock:
-                mine = {request.request_id: request for request in requests}.items()
-                while left := mine & self.engine.requests.items():
-                    with suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave some of them queued
-                        for request_id, _ in left:
-                            self.engine.abort_request(request_id)
+            queued = self.engine.requests
+            self._dropped += [request for request in requests if request.request_id in queued]
+            self._abort_dropped()
+
+    def _abort_dropped(self) -> None:
+        """Abort the requests of ended calls. While another call uses the engine, that one does so instead.
+
+        It may be a call of this very thread: Python's garbage collector, which closes a dropped generator,
+        can run in the middle of a step.
+        """
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                self._abort_dropped_now()
+            finally:
+                self._lock.release()
+
+    def _abort_dropped_now(self) -> None:
+        while self._dropped:
+            with suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave some of them queued
+                request = self._dropped[-1]
+                if self.engine.requests.get(request.request_id) is request:
+                    self.engine.abort_request(request.request_id)
+                self._dropped.remove(request)
+
+    def _step(self) -> None:
+        """A step of the engine, whose turn it is, without the requests of calls that ended meanwhile."""
+        self._abort_dropped_now()
+        self.engine.step(with_outputs=False)
 
     def beam_search(
         self,
@@ -153,7 +181,7 @@ class LLM:
         tokens_before = self.engine.scheduler.num_generated_tokens
         with bar:
             while left:
-                self.engine.step(with_outputs=False)
+                self._step()
                 still = [request for request in left if request.live]
                 bar.update(len(left) - len(still))
                 left = still
@@ -169,20 +197,22 @@ class LLM:
 
         Raises: as `generate`, at the call, not at the first output.
         """
-        if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str):
-            raise TypeError("stream takes one prompt: a str or a list of token ids")
-        with self._lock:
+        if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | Mapping):
+            raise TypeError("stream takes one prompt: a str, a list of token ids, or a dict of one of them")
+        with self._turn():
             request = self.engine.prompts.make_request("not queued yet", prompt, sampling_params)
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        request.request_id = self._new_id()
         with self._serving([request]):
+            with self._turn():
+                request.request_id = self._new_id()
+                self.engine.queue(request)
             num_shown, output = 0, None
             while output is None or not output.finished:
-                with self._lock:
+                with self._turn():
                     if not request.finished:  # a step of another stream may have finished it
-                        self.engine.step(with_outputs=False)
+                        self._step()
                     output = request.output()
                 num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
                 if num_tokens > num_shown or output.finished:
@@ -244,4 +274,5 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget the K/V of finished requests: the next prompts are computed from their first token."""
-        self.engine.block_manager.reset_prefix_cache()
+        with self._turn():
+            self.engine.block_manager.reset_prefix_cache()

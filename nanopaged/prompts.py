@@ -64,24 +64,22 @@ class PromptProcessor:
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, Mapping):
             text = prompt.get("prompt")
-            if (
-                not prompt
-                or prompt.keys() - {"prompt", "prompt_token_ids"}
-                or not isinstance(text, str | None)
-            ):
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+            if not prompt or unknown or not isinstance(text, str | None):
                 raise ValueError(
                     f"a prompt as a dict has a 'prompt' text or 'prompt_token_ids', got {prompt!r}"
                 )
             prompt = prompt.get("prompt_token_ids", text)
         token_ids = self._tokenize(prompt)
-        self._check_fits(len(token_ids), params)
-        self._check_params(params)
+        stop_rules = StopRules.of(params, len(token_ids), self.eos_token_ids, self.max_model_len)
+        self._check_fits(len(token_ids), params, stop_rules.max_length)
+        self._check_params(params, stop_rules)
         request = Request(
             request_id=request_id,
             prompt=text,
             prompt_token_ids=token_ids,
             params=params,
-            stop_rules=StopRules.of(params, len(token_ids), self.eos_token_ids, self.max_model_len),
+            stop_rules=stop_rules,
             seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
         )
         if self.tokenizer is not None:
@@ -115,7 +113,7 @@ class PromptProcessor:
                 raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")
         return [int(token_id) for token_id in token_ids]
 
-    def _check_fits(self, num_prompt_tokens: int, params: Params) -> None:
+    def _check_fits(self, num_prompt_tokens: int, params: Params, max_length: int) -> None:
         if num_prompt_tokens >= self.max_model_len:
             raise ValueError(
                 f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self.max_model_len} "
@@ -133,12 +131,8 @@ class PromptProcessor:
         # block_size = 4, prompt 9, max_tokens 12, 3 sequences: 20 slots are 5 blocks, of which 2 are shared.
         # Needed are 2 + 3 · (5 - 2) = 11 blocks.
         block_size = self.config.block_size
-        max_length = (
-            self.max_model_len if params.max_tokens is None else num_prompt_tokens + params.max_tokens
-        )
-        longest = min(max_length, self.max_model_len) - 1
         shared = num_prompt_tokens // block_size
-        needed = shared + num_seqs * (-(-longest // block_size) - shared)
+        needed = shared + num_seqs * (-(-(max_length - 1) // block_size) - shared)
         if needed > self.num_blocks:
             what = f"a prompt of {num_prompt_tokens} tokens with max_tokens={params.max_tokens}"
             what += f" and {num_seqs} sequences" if num_seqs > 1 else ""
@@ -147,7 +141,7 @@ class PromptProcessor:
                 f"{self.num_blocks}: shorten it, lower max_tokens, or raise num_blocks"
             )
 
-    def _check_params(self, params: Params) -> None:
+    def _check_params(self, params: Params, stop_rules: StopRules) -> None:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
         for name in ("logprobs", "prompt_logprobs"):
@@ -159,8 +153,7 @@ class PromptProcessor:
                 raise ValueError(
                     f"stop token id {token_id} is outside the vocabulary of {self.vocab_size} tokens"
                 )
-        eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
-        if params.min_tokens > 0 and len(eos_token_ids.union(params.stop_token_ids)) == self.vocab_size:
+        if params.min_tokens > 0 and len(stop_rules.token_ids) == self.vocab_size:
             raise ValueError(
                 f"min_tokens is {params.min_tokens}, but stop_token_ids has all {self.vocab_size} tokens of "
                 "the vocabulary (end-of-sequence included): leave out one that may be drawn before"

@@ -56,7 +56,7 @@ class SamplingMetadata:
             params, is_greedy = row.params, row.params.temperature == 0
             self.num_logprobs.append(params.logprobs)
             banned.append(row.banned_token_ids)
-            has_penalties |= row.token_counts is not None
+            has_penalties |= bool(row.token_counts)
             num_greedy += is_greedy
             draw = 0.0 if is_greedy else uniform(row.seed, row.index, row.position)
             columns.append((*params.filters, draw, is_greedy))
@@ -66,9 +66,7 @@ class SamplingMetadata:
         if self.all_greedy:
             return
         numbers = np.array(columns, dtype=np.float32).T  # [6, num_rows]
-        self.top_ks, self.top_ps, self.min_ps = numbers[
-            1:4
-        ]  # also kept on the host, to decide which filters to run
+        self.top_ks, self.top_ps, self.min_ps = numbers[1:4]  # on the host, to decide which filters to run
         numbers = to_device(numbers[:, :, None], device)  # each [num_rows, 1]
         self.temperature, self.top_k, self.top_p, self.min_p, self.uniform, self.is_greedy = numbers
 
@@ -83,21 +81,20 @@ def send_banned(token_ids: list[Collection[int]], device: torch.device) -> Tenso
 
 
 def send_penalties(rows: list[SampleRow], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The logits that penalties change, one for each token known so far to a row with penalties.
+    """The logits that penalties change: those of the tokens in `SampleRow.token_counts`.
 
     Returns:
         [2 (row, token id), num], and for each of them [4 (times generated, repetition, frequency, presence
         penalty), num] in float32.
     """
-    where, numbers = [], []
-    for i, row in enumerate(rows):
-        if row.token_counts is not None:
-            ids, counts = np.array(list(row.token_counts.items())).T
-            where.append(np.stack((np.full_like(ids, i), ids)))
-            penalties = np.array(row.params.penalties)[:, None]
-            numbers.append(np.vstack((counts, np.broadcast_to(penalties, (3, len(ids))))))
-    numbers = np.hstack(numbers).astype(np.float32)
-    return to_device(np.hstack(where), device), to_device(numbers, device)
+    all_counts = [row.token_counts or {} for row in rows]
+    lengths = [len(token_counts) for token_counts in all_counts]
+    ids = [token_id for token_counts in all_counts for token_id in token_counts]
+    counts = [count for token_counts in all_counts for count in token_counts.values()]
+    penalties = np.array([row.params.penalties or (1, 0, 0) for row in rows])  # [num_rows, 3]
+    where = np.stack((np.repeat(np.arange(len(rows)), lengths), ids))
+    numbers = np.vstack((counts, np.repeat(penalties, lengths, axis=0).T)).astype(np.float32)
+    return to_device(where, device), to_device(numbers, device)
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -215,8 +212,7 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     are not rescaled to a sum of 1. Ties with the last kept token are kept, too.
 
     Args:
-        logits: [num_rows, vocab_size]. May be log-probabilities: the softmax is the same, and they cannot
-            overflow.
+        logits: [num_rows, vocab_size]. May be log-probabilities: the softmax is the same.
 
     Returns:
         [num_rows, vocab_size]

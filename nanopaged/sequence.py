@@ -90,9 +90,13 @@ class Sequence:
         return rules.token_ids if len(self.token_ids) < rules.min_length else frozenset()
 
     def token_counts(self) -> dict[int, int]:
-        """Each known token → how often it was generated; 0 for a token that only the prompt has."""
+        """Each token that penalties change → how often it was generated.
+
+        Only a repetition penalty changes tokens of the prompt that were never generated; their count is 0.
+        """
         end = self.request.num_prompt_tokens
-        return dict.fromkeys(self.token_ids[:end], 0) | Counter(self.token_ids[end:])
+        prompt = self.token_ids[:end] if self.request.params.repetition_penalty != 1 else ()
+        return dict.fromkeys(prompt, 0) | Counter(self.token_ids[end:])
 
     @property
     def finished(self) -> bool:

@@ -229,6 +229,8 @@ SAMPLING = {
     "min_p": SamplingParams(min_p=0.1),
     "all filters": SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1),
     "banned tokens": SamplingParams(min_tokens=3, stop_token_ids=[3, 4]),
+    "repetition penalty": SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5),
+    "presence penalty": SamplingParams(presence_penalty=1.5),
     "several": SamplingParams(n=3),
     "log-probabilities": SamplingParams(logprobs=2),
     "beams": BeamSearchParams(beam_width=3),

@@ -247,7 +247,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever transformers and the parser in Rust raise
+    except Exception as error:  # transformers and the parser in Rust raise many types
         raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
     if not tokenizer.is_fast:
         raise ValueError(f"{folder} has only a slow tokenizer: save it again with a tokenizer.json")

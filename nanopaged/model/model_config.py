@@ -142,10 +142,13 @@ def read_model_config(folder: Path) -> ModelConfig:
             f"{file} has num_attention_heads {num_heads}, num_key_value_heads {num_kv_heads} and head_dim "
             f"{head_dim}, but the first must be a multiple of the second, and head_dim even"
         )
-    windowed = getattr(hf, "sliding_window", None) is not None  # in all layers, if there are no layer_types
-    types = getattr(hf, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"]
+    window = getattr(hf, "sliding_window", None)  # of all layers, if there are no layer_types
+    types = getattr(hf, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
     if others := set(types) - {"full_attention"}:
-        raise ValueError(f"{file} has layers of type {others}, but only 'full_attention' is supported")
+        raise ValueError(
+            f"{file} has layers of type {others} and sliding_window {window}, but only 'full_attention' is "
+            "supported"
+        )
     attention_bias = bool(getattr(hf, "attention_bias", False))
     return ModelConfig(
         vocab_size=hf.vocab_size,
