@@ -70,7 +70,7 @@ class LLM:
         self.engine = LLMEngine(EngineConfig(model=model, **config))
         self._count = count()
         self._lock = Lock()
-        self._dropped: list[Request] = []  # unfinished ones of calls that have ended; to be aborted
+        self._dropped: list[Request] = []  # of calls that have ended; to be aborted
 
     def generate(
         self,
@@ -117,12 +117,12 @@ class LLM:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Wait for the engine, which serves one thread at a time."""
+        """Wait for the engine, which serves one call at a time."""
         try:
             with self._lock:
                 yield
         finally:
-            self._abort_dropped()
+            self._abort([])
 
     @contextmanager
     def _serving(self, requests: list[Request]) -> Iterator[None]:
@@ -131,33 +131,24 @@ class LLM:
             yield
         finally:
             queued = self.engine.requests
-            self._dropped += [request for request in requests if request.request_id in queued]
-            self._abort_dropped()
+            self._abort([request for request in requests if queued.get(request.request_id) is request])
 
-    def _abort_dropped(self) -> None:
-        """Abort the requests of ended calls. While another call uses the engine, that one does so instead.
+    def _abort(self, requests: list[Request]) -> None:
+        """Abort requests, but while another call has its turn, leave them to the end of that turn.
 
-        It may be a call of this very thread: Python's garbage collector, which closes a dropped generator,
+        That may be a call of this very thread: Python's garbage collector, which closes a dropped generator,
         can run in the middle of a step.
         """
+        self._dropped += requests
         while self._dropped and self._lock.acquire(blocking=False):
             try:
-                self._abort_dropped_now()
+                request = self._dropped[-1]
+                with suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave some of them queued
+                    if self.engine.requests.get(request.request_id) is request:
+                        self.engine.abort_request(request.request_id)
+                    self._dropped.remove(request)
             finally:
                 self._lock.release()
-
-    def _abort_dropped_now(self) -> None:
-        while self._dropped:
-            with suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave some of them queued
-                request = self._dropped[-1]
-                if self.engine.requests.get(request.request_id) is request:
-                    self.engine.abort_request(request.request_id)
-                self._dropped.remove(request)
-
-    def _step(self) -> None:
-        """A step of the engine, whose turn it is, without the requests of calls that ended meanwhile."""
-        self._abort_dropped_now()
-        self.engine.step(with_outputs=False)
 
     def beam_search(
         self,
@@ -181,7 +172,7 @@ class LLM:
         tokens_before = self.engine.scheduler.num_generated_tokens
         with bar:
             while left:
-                self._step()
+                self.engine.step(with_outputs=False)
                 still = [request for request in left if request.live]
                 bar.update(len(left) - len(still))
                 left = still
@@ -212,7 +203,7 @@ class LLM:
             while output is None or not output.finished:
                 with self._turn():
                     if not request.finished:  # a step of another stream may have finished it
-                        self._step()
+                        self.engine.step(with_outputs=False)
                     output = request.output()
                 num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
                 if num_tokens > num_shown or output.finished:

@@ -366,6 +366,6 @@ def test_a_stream_is_garbage_in_the_middle_of_a_step(
     monkeypatch.setattr(llm.engine.runner, "execute", collect)
     (output,) = llm.generate("JULIET:\n", GREEDY, use_tqdm=False)
     assert tokens_of([output]) == tokens_of([expected])
-    assert num_sequences == [2] + [1] * 7
+    assert num_sequences == [2] * 8  # it leaves with the end of the other call
     assert not llm.engine.has_unfinished_requests()
     assert llm.engine.stats().num_used_blocks == 0
