@@ -22,6 +22,7 @@ from nanopaged.prompts import Params, Prompt, PromptProcessor
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, ScheduledBatch, StepResult
 from nanopaged.text.outputs import EngineStats, RequestOutput
+from nanopaged.trace.snapshot import Snapshot, take_snapshot
 
 
 class Runner(Protocol):
@@ -187,6 +188,10 @@ class LLMEngine:
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_generated_tokens=scheduler.num_generated_tokens,
         )
+
+    def snapshot(self) -> Snapshot:
+        """Every request, block table and block, valid between two steps. Printed, it is a drawing of them."""
+        return take_snapshot(self.num_steps, self.scheduler, self.requests.values())
 
     def check_invariants(self) -> None:
         """Raise AssertionError if block tables, pools and prefix index disagree. Call it between steps."""
