@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import sha256
 
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request
@@ -201,3 +202,8 @@ def _request_state(request: Request, waits: bool) -> RequestState:
 def _filled_here(num_computed_tokens: int, logical_block: int, block_size: int) -> int:
     """Slots that a sequence has filled in its i-th block."""
     return min(block_size, max(0, num_computed_tokens - logical_block * block_size))
+
+
+def short_key(key: bytes) -> str:
+    """The first digits of a key's hash, for people to compare. The next block's key begins with this hash."""
+    return sha256(key).hexdigest()[:8]
