@@ -4,16 +4,24 @@ Then four samples and four beams of one prompt: sequences that share the blocks 
 
 python example.py                             the tiny model in the box: no GPU, no network
 python example.py --model Qwen/Qwen3-0.6B     a real one: a folder or a hub id, with its chat template
+python example.py --trace run.html            a page that shows every block of every step in a browser
+python example.py --watch                     the blocks live in the terminal
 """
 
 import argparse
 import logging
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from nanopaged import LLM, BeamSearchParams, EngineStats, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from nanopaged.trace.watch import Watch
 
 Prompt = str | dict[str, Any]
 
@@ -50,7 +58,10 @@ def make_prompts(llm: LLM, is_tiny: bool) -> dict[str, Prompt]:
 
 
 def run(
-    llm: LLM, prompts: dict[str, Prompt], params: SamplingParams | BeamSearchParams
+    llm: LLM,
+    prompts: dict[str, Prompt],
+    params: SamplingParams | BeamSearchParams,
+    watch: "Watch | None" = None,
 ) -> tuple[dict[str, RequestOutput], EngineStats]:
     """The loop of `llm.generate`, written out. Returns the outputs and the busiest step's statistics."""
     engine = llm.engine
@@ -58,11 +69,14 @@ def run(
         engine.add_request(name, prompt, params)
     outputs: dict[str, RequestOutput] = {}
     busiest = engine.stats()
-    with tqdm(total=params.max_tokens, unit=" steps", leave=False) as bar:
+    bar = tqdm(total=params.max_tokens, unit=" steps", leave=False, disable=watch is not None)
+    with bar, watch.shown() if watch else nullcontext():
         while engine.has_unfinished_requests():
             for output in engine.step():
                 outputs[output.request_id] = output
             bar.update()
+            if watch is not None:
+                watch.show(engine.snapshot())
             stats = engine.stats()
             if stats.num_used_blocks >= busiest.num_used_blocks:
                 busiest = stats
@@ -94,13 +108,15 @@ def report(llm: LLM, outputs: dict[str, RequestOutput], busiest: EngineStats) ->
     )
 
 
-def show_sharing(llm: LLM, name: str, prompt: Prompt, max_tokens: int, seed: int) -> None:
+def show_sharing(
+    llm: LLM, name: str, prompt: Prompt, max_tokens: int, seed: int, watch: "Watch | None"
+) -> None:
     """Print four samples and four beams of one prompt, and the blocks that they save by sharing."""
     sampling = SamplingParams(n=4, temperature=0.8, max_tokens=max_tokens, seed=seed)
     beams = BeamSearchParams(beam_width=4, max_tokens=max_tokens)
     for what, params in (("four samples", sampling), ("a beam search of width four", beams)):
         copied = llm.engine.stats().num_blocks_copied
-        outputs, busiest = run(llm, {name: prompt}, params)
+        outputs, busiest = run(llm, {name: prompt}, params, watch)
         copied = llm.engine.stats().num_blocks_copied - copied
         print(f"\n{name} {what}")
         for completion in outputs[name].outputs:
@@ -129,26 +145,39 @@ def main() -> None:
     )
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a page, such as run.html")
+    parser.add_argument(
+        "--watch", action="store_true", help="show the blocks, a tenth of a second for each step"
+    )
     args = parser.parse_args()
+    if args.trace is not None and not args.trace.absolute().parent.is_dir():
+        parser.error(f"there is no folder {args.trace.parent}")
+    if args.watch and find_spec("rich") is None:
+        parser.error('--watch needs rich: pip install -e ".[watch]"')
+    watch = None
+    if args.watch:
+        from nanopaged.trace.watch import Watch
+
+        watch = Watch()
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanopaged").setLevel(logging.INFO)  # shows the size of the KV cache, among others
     is_tiny = args.model is None
-    llm = LLM(args.model, seed=args.seed)
+    llm = LLM(args.model, seed=args.seed, trace=args.trace)
     params = SamplingParams(
         temperature=args.temperature,
         max_tokens=args.max_tokens or (70 if is_tiny else 200),  # None if it was not given, never 0
         stop="\n\n" if is_tiny else (),
     )
     prompts = make_prompts(llm, is_tiny)
-    outputs, busiest = run(llm, prompts, params)
+    outputs, busiest = run(llm, prompts, params, watch)
     if is_tiny:
         print(OPENING.rstrip() + "\n")
     for name, output in outputs.items():
         print(f"{name}\n{indent(output.outputs[0].text.strip(), '  ')}\n")
     print(report(llm, outputs, busiest))
     name, prompt = list(prompts.items())[-1]
-    show_sharing(llm, name, prompt, max_tokens=args.max_tokens or 40, seed=args.seed)
+    show_sharing(llm, name, prompt, max_tokens=args.max_tokens or 40, seed=args.seed, watch=watch)
 
 
 if __name__ == "__main__":

@@ -292,17 +292,22 @@ class BlockManager:
         """Blocks that sharing saves: all entries of the block tables, less the blocks in use."""
         return sum(len(seq.block_table) for seq in sequences) - (self.num_blocks - self.num_free_blocks)
 
-    def slot_utilization(self, sequences: Iterable[Sequence]) -> float:
-        """Share of the slots in allocated blocks that hold K/V; a shared block counts once.
-
-        The other slots are internal fragmentation (the end of a last block), or belong to a prompt that is
-        being computed.
-        """
+    def filled_slots(self, sequences: Iterable[Sequence]) -> dict[int, int]:
+        """Each block of their tables → its slots that hold K/V; a shared block counts once."""
         filled: dict[int, int] = {}
         for seq in sequences:
             for i, block_id in enumerate(seq.block_table):
                 here = min(self.block_size, max(0, seq.num_computed_tokens - i * self.block_size))
                 filled[block_id] = max(filled.get(block_id, 0), here)
+        return filled
+
+    def slot_utilization(self, sequences: Iterable[Sequence]) -> float:
+        """Share of the slots in allocated blocks that hold K/V.
+
+        The other slots are internal fragmentation (the end of a last block), or belong to a prompt that is
+        being computed.
+        """
+        filled = self.filled_slots(sequences)
         return sum(filled.values()) / (len(filled) * self.block_size) if filled else 0.0
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:

@@ -80,6 +80,18 @@ def _check_bool(name: str, value: object) -> None:
 _T = TypeVar("_T", bound="_Options")
 
 
+def _check_trace(trace: object) -> None:
+    """Raise unless a file can lie there."""
+    if not isinstance(trace, str | Path):
+        raise TypeError(f"trace must be the name of a file such as 'run.html', got {trace!r}")
+    folder = Path(trace).absolute().parent
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"trace is {str(trace)!r}, but there is no folder {str(folder)!r}: make it first"
+        )
+    _require(not Path(trace).is_dir(), f"trace is {str(trace)!r}, which is a folder: name a file in it")
+
+
 class _Options:
     """The base of the classes below: the error for an unknown keyword says what may have been meant."""
 
@@ -136,10 +148,13 @@ class EngineConfig(_Options):
             The engine starts them, or uses those that torchrun has started.
         load_format: "auto" reads the weights; "dummy" draws random ones (config.json is enough).
         seed: seeds the requests that have no seed of their own, and the dummy weights.
+        trace: a file for a page that shows each step in a browser, such as "run.html" (docs/trace.md). It is
+            written when the engine starts, over an older one, and grows with every step.
 
     Raises:
         TypeError: an unknown name, or a value of the wrong type.
         ValueError: a value out of its range; the message names the value and the limit.
+        FileNotFoundError: the folder of `trace` is missing.
     """
 
     model: str | Path | None = field(default=None, kw_only=False)
@@ -161,6 +176,7 @@ class EngineConfig(_Options):
     tensor_parallel_size: int = 1
     load_format: str = "auto"
     seed: int = 0
+    trace: str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.model is not None and not isinstance(self.model, str | Path):
@@ -185,6 +201,8 @@ class EngineConfig(_Options):
         _check_int(self, "tensor_parallel_size", 1)
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         _check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
+        if self.trace is not None:
+            _check_trace(self.trace)
 
     def token_budget(self, max_model_len: int) -> int:
         """Tokens that one step may compute, for a model of `max_model_len`.

@@ -24,6 +24,9 @@ from nanopaged.prompts import Params, Prompt, PromptProcessor
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, ScheduledBatch, StepResult
 from nanopaged.text.outputs import EngineStats, RequestOutput
+from nanopaged.trace.recorded_pool import RecordedBlockManager
+from nanopaged.trace.recorder import Recorder
+from nanopaged.trace.snapshot import Snapshot, take_snapshot
 
 
 class Runner(Protocol):
@@ -72,7 +75,8 @@ class LLMEngine:
             make_runner = partial(ModelRunner, config, model_config, folder, self.max_model_len, token_budget)
             runner = make_runner() if size == 1 else start(size, config.device, make_runner)
         self.runner: Runner = runner
-        self.block_manager = BlockManager(runner.num_blocks, config.block_size, config.enable_prefix_caching)
+        pool = BlockManager if config.trace is None else RecordedBlockManager
+        self.block_manager = pool(runner.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.block_manager,
             config.max_num_seqs,
@@ -92,6 +96,9 @@ class LLMEngine:
         )
         self.requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
         self.num_steps = 0
+        self.trace: Recorder | None = None
+        if config.trace is not None:
+            self.trace = Recorder(config.trace, folder.name, self.scheduler, self.tokenizer)
 
     def step(self, with_outputs: bool = True) -> list[RequestOutput]:
         """Compute one batch. Returns the requests that got a token, finished or not.
@@ -114,6 +121,8 @@ class LLMEngine:
             for request in [request for request in advanced if request.finished]:
                 del self.requests[request.request_id]
         self.num_steps += 1
+        if self.trace is not None:
+            self.trace.record(batch, self.num_steps)
         return outputs
 
     @contextmanager
@@ -121,11 +130,13 @@ class LLMEngine:
         """If the block fails anywhere, all requests wait again."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             while True:
                 with suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave this half done
                     self.scheduler.start_over(self.requests.values())
                     break
+            if self.trace is not None:
+                self.trace.record_failure(error, self.num_steps)
             raise
 
     def add_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> None:
@@ -192,6 +203,10 @@ class LLMEngine:
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_generated_tokens=scheduler.num_generated_tokens,
         )
+
+    def snapshot(self) -> Snapshot:
+        """Every request, block table and block, valid between two steps. Printed, it is a drawing of them."""
+        return take_snapshot(self.num_steps, self.scheduler, self.requests.values())
 
     def check_invariants(self) -> None:
         """Raise AssertionError if block tables, pools and prefix index disagree. Call it between steps."""

@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "beam_search": {"block_manager", "sequence", "text"},
     "scheduler": {"block_manager", "swap", "beam_search", "sequence"},
     "prompts": {"sequence", "text"},
+    "trace": {"scheduler", "block_manager", "sequence"},
     # the tensors, which know no queue
     "kernels": set(),
     "kv_cache": {"kernels"},
@@ -33,12 +34,13 @@ MAY_IMPORT = {
     "sampler": {"sequence", "kv_cache", "text"},
     "model_runner": {"model", "attention", "kv_cache", "sampler", "sequence", "text"},
     # where the two meet
-    "engine": {"prompts", "scheduler", "block_manager", "sequence", "model_runner", "model", "text"},
+    "engine": {"prompts", "scheduler", "block_manager", "sequence", "model_runner", "model", "text", "trace"},
     "llm": {"engine", "prompts", "sequence", "text"},
     "tiny": set(),
 }
-WITHOUT_TORCH = {"config", "text", "sequence", "block_manager", "swap", "beam_search", "scheduler", "prompts"}
-WINGS = {"attention", "kernels", "model", "text", "tiny"}
+BOOKKEEPING = {"text", "sequence", "block_manager", "swap", "beam_search", "scheduler", "prompts", "trace"}
+WITHOUT_TORCH = {"config"} | BOOKKEEPING
+WINGS = {"attention", "kernels", "model", "text", "tiny", "trace"}
 
 
 def modules() -> dict[str, Path]:

@@ -62,6 +62,17 @@ def test_example_refuses_to_generate_nothing() -> None:
     )
 
 
+def test_example_with_a_trace_and_the_live_view(tmp_path: Path) -> None:
+    page = tmp_path / "run.html"
+    printed = run("example.py", "--max-tokens", "4", "--trace", str(page), "--watch")
+    assert "step 4: 0 blocks in use" in printed
+    assert page.read_text(encoding="utf-8").count('{"time":') == 12, "a line for each step of all three runs"
+
+
+def test_example_looks_for_the_folder_before_the_work() -> None:
+    assert "there is no folder nowhere" in run("example.py", "--trace", "nowhere/run.html", status=2)
+
+
 def test_example_with_another_model() -> None:
     """Any folder will do; the tiny one has a chat template, so it can stand for a real one."""
     printed = run("example.py", "--model", str(ROOT / "nanopaged" / "tiny"), "--max-tokens", "5")

@@ -1,0 +1,86 @@
+"""A headless Chromium that shows the page of a trace. Without one, the tests that need it are skipped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import pytest
+
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",  # a container's root has no sandbox
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1400,1000",
+)
+
+
+class Browser:
+    """What the tests need of selenium's driver."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def open(self, page: Path, step: int = 0) -> None:
+        """A new page is loaded even if only the step differs from the last one."""
+        self.driver.get("about:blank")
+        self.logs()
+        self.driver.get(f"{page.resolve().as_uri()}#{step}")
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """The value of a JavaScript expression; `arguments` are its arguments[0], arguments[1], …"""
+        return self.driver.execute_script(f"return {script}", *arguments)
+
+    def press(self, key: str) -> None:
+        """Press a key, sent to the element that has the focus."""
+        self.driver.switch_to.active_element.send_keys(key)
+
+    def command(self, name: str, **arguments: Any) -> None:
+        """A command of the DevTools protocol."""
+        self.driver.execute_cdp_cmd(name, arguments)
+
+    def screen(self, width: int, height: int, dark: bool = False) -> None:
+        self.command(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.command("Emulation.setEmulatedMedia", features=[scheme])
+
+    def logs(self) -> tuple[list[str], list[str]]:
+        """Messages of the console, and addresses that were asked for, since the last call."""
+        console = [entry["message"] for entry in self.driver.get_log("browser")]
+        events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        asked = [event for event in events if event["method"] == "Network.requestWillBeSent"]
+        return console, [event["params"]["request"]["url"] for event in asked]
+
+
+@contextmanager
+def open_browser() -> Iterator[Browser]:
+    """Skips the test where selenium, Chromium or its driver is missing."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    chromium, chromedriver = which("chromium"), which("chromedriver")
+    if chromium is None or chromedriver is None:
+        pytest.skip("no Chromium here (Debian: apt-get install chromium chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for option in OPTIONS:
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver))
+    try:
+        yield Browser(driver)
+    finally:
+        driver.quit()

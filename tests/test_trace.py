@@ -1,0 +1,219 @@
+"""The trace: what is recorded of a step, and how it is said. (The page is tested in test_trace_page.py.)"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tokens
+from fake_runner import FakeRunner
+
+from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
+from nanopaged.model.checkpoint import TINY_MODEL
+from nanopaged.trace import sentences
+
+
+def make_engine(trace: Path | None, **options: int | str) -> LLMEngine:
+    options = {"block_size": 4, "num_host_blocks": 8, "num_blocks": 12, "watermark": 0.0} | options
+    config = EngineConfig(TINY_MODEL, load_format="dummy", trace=trace, **options)
+    return LLMEngine(config, FakeRunner(config.num_blocks, config.block_size, config.num_host_blocks))
+
+
+def greedy(max_tokens: int, **options: int | float) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
+
+
+def read_trace(page: Path) -> list[dict[str, Any]]:
+    """The line of the engine, and those of the steps."""
+    _, data = page.read_text(encoding="utf-8").split('id="steps">\n')
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def said(page: Path, kind: str) -> list[str]:
+    """All sentences of one kind."""
+    sentences = [sentence for line in read_trace(page)[1:] for sentence in line.get("said", [])]
+    return [text for kinds, text in sentences if kind in kinds.split()]
+
+
+def run_to_end(engine: LLMEngine) -> None:
+    while engine.has_unfinished_requests():
+        engine.step()
+        engine.check_invariants()
+
+
+# ── what is said ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_fork_and_copy_on_write(tmp_path: Path) -> None:
+    """The paper's Fig. 8: the first writer copies, the last one writes in place."""
+    engine = make_engine(tmp_path / "run.html")
+    engine.add_request("four score", tokens(5, 7), greedy(3, n=3, seed=1))
+    run_to_end(engine)
+    (fork,) = said(tmp_path / "run.html", "fork")
+    assert fork == "The prompt is computed: A1 is forked into A1, A2 and A3, which share its 2 blocks."
+    assert said(tmp_path / "run.html", "copy") == [
+        "A1 writes into block 1, which A2 and A3 also use: copied to block 2.",
+        "A2 writes into block 1, which A3 also uses: copied to block 3.",
+    ]
+    (finish,) = said(tmp_path / "run.html", "finish")
+    assert finish.startswith("A is finished (length): ")
+
+
+def test_prefix_hit_and_chunks(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path / "run.html", max_num_batched_tokens=8)
+    engine.add_request("first", tokens(5, 11), greedy(2))
+    run_to_end(engine)
+    engine.add_request("second", [*tokens(5, 11), 3], greedy(1))
+    run_to_end(engine)
+    assert said(tmp_path / "run.html", "chunk") == [
+        "A computes a chunk of 8 tokens: the token budget is used up. "
+        "3 of its 11 tokens are left for later steps."
+    ]
+    assert said(tmp_path / "run.html", "prefill")[1:] == [
+        "A computes 3 tokens, the last of its 11.",
+        "B computes 4 tokens, the last of its 12.",
+    ]
+    assert said(tmp_path / "run.html", "hit") == [
+        "B begins like an earlier text: it finds blocks 0 and 1 in the prefix cache, "
+        "8 of its 12 tokens need not be computed."
+    ]
+    assert said(tmp_path / "run.html", "decode") == ["A computes one token."]
+
+
+@pytest.mark.parametrize(("num_host_blocks", "kinds"), [(8, "preempt swap"), (0, "preempt")])
+def test_preemption(tmp_path: Path, num_host_blocks: int, kinds: str) -> None:
+    engine = make_engine(
+        tmp_path / "run.html", num_blocks=6, num_host_blocks=num_host_blocks, preemption="swap"
+    )
+    engine.add_request("first", tokens(5, 8), greedy(12))
+    engine.add_request("second", tokens(50, 8), greedy(6))
+    run_to_end(engine)
+    page = tmp_path / "run.html"
+    assert [line["said"][0][0] for line in read_trace(page)[1:] if "preempt" in str(line)] == [kinds]
+    (preempted,) = said(page, "preempt")
+    assert preempted.startswith("Too few blocks are free: B, the latest request, is preempted. It")
+    if num_host_blocks:
+        assert preempted.endswith("Its blocks 2, 3 and 5 → host blocks 0 to 2.")
+        (_, back) = said(page, "swap")
+        assert re.fullmatch(r"B comes back: host blocks 0 to 2 → blocks [\d, ]+ and \d\.", back)
+    assert said(page, "evict")
+
+
+def test_beams(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path / "run.html", num_blocks=40)
+    engine.add_request("beams", tokens(5, 7), BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True))
+    run_to_end(engine)
+    assert said(tmp_path / "run.html", "arrive") == [
+        "A arrives with a prompt of 7 tokens, for a beam search of width 3."
+    ]
+    for sentence in said(tmp_path / "run.html", "beams"):
+        children = re.findall(r"A\d", "".join(re.findall(r"→ ([A\d ]+)", sentence)))
+        assert sorted(children) == ["A1", "A2", "A3"], sentence
+
+
+def test_abort_and_failure(tmp_path: Path) -> None:
+    """Steps that fail are recorded, requests that leave between two steps are gone in the next one."""
+    engine = make_engine(tmp_path / "run.html", max_num_seqs=2)
+    for i in range(3):
+        engine.add_request(str(i), tokens(20 * i, 6), greedy(8))
+    engine.step()
+    engine.runner.fail_next = True
+    with pytest.raises(RuntimeError):
+        engine.step()
+    engine.step()
+    engine.abort_request("1")
+    engine.abort_request("2")
+    run_to_end(engine)
+    _, *lines = read_trace(tmp_path / "run.html")
+    assert [kinds for kinds, _ in lines[1]["said"]] == ["fail"]
+    assert lines[1]["said"][0][1].startswith("The step failed (RuntimeError): all requests start over.")
+    assert lines[1]["waiting"] == [0, 1, 2]
+    assert lines[1]["fresh"] == 1, "the page forgets what ran before"
+    assert "running" not in lines[1]
+    assert lines[2]["running"] == [0, 1]
+    assert lines[3]["running"] == [0]
+    aborted = [text for _, text in lines[3]["said"] if "aborted" in text]
+    assert aborted[0].startswith("B is aborted: ")
+    assert aborted[1] == "C is aborted."
+
+
+def test_words() -> None:
+    assert sentences.blocks([3]) == "block 3"
+    assert sentences.blocks([1, 3, 4, 5, 6, 9, 10]) == "blocks 1, 3 to 6, 9 and 10"
+    assert sentences.blocks(range(0, 80, 2)).endswith("16, 18 and others")
+    _, many = sentences.decoded([f"A{i}" for i in range(20)])
+    assert many.endswith("A9 and 10 more compute one token each.")
+
+
+# ── the file ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_page_is_complete_after_every_step(tmp_path: Path) -> None:
+    """So an interrupt, or a kill, leaves a page."""
+    engine = make_engine(tmp_path / "run.html")
+    engine.add_request("a", tokens(5, 7), greedy(5))
+    assert len(read_trace(tmp_path / "run.html")) == 1
+    for num_lines in (2, 3, 4):
+        engine.step()
+        assert len(read_trace(tmp_path / "run.html")) == num_lines
+
+
+def test_an_older_page_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "run.html").write_text("old")
+    make_engine(tmp_path / "run.html")
+    assert (tmp_path / "run.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_text_cannot_end_the_script(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path / "run.html")
+    engine.add_request("</script><b>\ud800", "</script> <!-- <script>", greedy(2))
+    run_to_end(engine)
+    _, data = (tmp_path / "run.html").read_text(encoding="utf-8").split('id="steps">\n')
+    assert "<" not in data
+    (request,) = read_trace(tmp_path / "run.html")[1]["requests"]
+    assert request[2] == "</script><b>\ud800"
+
+
+def test_an_interrupted_line_is_followed_by_a_whole_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(tmp_path / "run.html")
+    engine.add_request("a", tokens(5, 7), greedy(6, n=2))
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.trace), "_blocks", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    engine.step()
+    *_, line = read_trace(tmp_path / "run.html")
+    assert line["fresh"] == 1
+    assert [change[:4] for change in line["seqs"]] == [[1, 0, -1, 0], [1, 1, -1, 0]]
+    assert line["keys"]
+    run_to_end(engine)
+
+
+def test_the_trace_changes_no_output(tmp_path: Path) -> None:
+    """With and without it, the same tokens, tables and counts."""
+    runs = []
+    for page in (tmp_path / "run.html", None):
+        engine = make_engine(page, num_blocks=9, preemption="swap")
+        for i in range(4):
+            engine.add_request(str(i), tokens(5, 6 + i), greedy(9, n=1 + i % 2, seed=i))
+        snapshots = []
+        while engine.has_unfinished_requests():
+            engine.step()
+            snapshots.append(str(engine.snapshot()))
+        runs.append((snapshots, engine.stats()))
+    assert runs[0] == runs[1]
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no folder '.*nowhere': make it first"):
+        EngineConfig(trace=tmp_path / "nowhere" / "run.html")
+    with pytest.raises(ValueError, match="which is a folder: name a file in it"):
+        EngineConfig(trace=tmp_path)
+    with pytest.raises(TypeError, match="trace must be the name of a file such as 'run.html', got True"):
+        EngineConfig(trace=True)
