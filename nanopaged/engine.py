@@ -118,11 +118,11 @@ class LLMEngine:
             result = self.runner.execute(batch) if batch.sequences else StepResult([])
             advanced = self.scheduler.update(batch, result)
             outputs = [request.output() for request in advanced] if with_outputs else []
+            if self.trace is not None:
+                self.trace.record(batch, self.num_steps + 1)
             for request in [request for request in advanced if request.finished]:
                 del self.requests[request.request_id]
         self.num_steps += 1
-        if self.trace is not None:
-            self.trace.record(batch, self.num_steps)
         return outputs
 
     @contextmanager

@@ -190,7 +190,7 @@ def test_an_interrupted_line_is_followed_by_a_whole_state(
     engine.step()
     *_, line = read_trace(tmp_path / "run.html")
     assert line["fresh"] == 1
-    assert [change[:4] for change in line["seqs"]] == [[1, 0, -1, 0], [1, 1, -1, 0]]
+    assert [change[1:4] for change in line["seqs"]] == [[0, -1, 0], [1, -1, 0]]
     assert line["keys"]
     run_to_end(engine)
 
@@ -217,3 +217,36 @@ def test_mistakes(tmp_path: Path) -> None:
         EngineConfig(trace=tmp_path)
     with pytest.raises(TypeError, match="trace must be the name of a file such as 'run.html', got True"):
         EngineConfig(trace=True)
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full:
+        def write(self, text: str) -> int:
+            raise OSError("No space left on device")
+
+    engine = make_engine(tmp_path / "run.html")
+    engine.add_request("a", tokens(5, 7), greedy(3))
+    engine.step()
+    monkeypatch.setattr(engine.trace, "file", Full())
+    run_to_end(engine)
+    assert caplog.messages == [f"the trace {tmp_path / 'run.html'} ends here: No space left on device"]
+
+
+def test_an_interrupt_while_a_step_is_recorded_loses_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(tmp_path / "run.html")
+    engine.add_request("a", tokens(5, 7), greedy(1))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.trace, "_sequences", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    (output,) = engine.step()
+    assert output.finished
+    assert len(output.outputs[0].token_ids) == 1

@@ -12,12 +12,13 @@ nothing of the trace.
 from __future__ import annotations
 
 import json
+import logging
 import time
 import weakref
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
@@ -28,6 +29,8 @@ from nanopaged.trace.recorded_pool import RecordedBlockManager
 from nanopaged.trace.snapshot import short_key
 
 PAGE = Path(__file__).with_name("page.html")
+
+logger = logging.getLogger("nanopaged")
 
 
 @dataclass(slots=True)
@@ -67,7 +70,8 @@ class Recorder:
         self.known: dict[Request, Known] = {}  # the unfinished ones
         self.known_tokens: set[int] = set()  # whose text is in the page
         self.forget()
-        self.file = self.path.open("w", encoding="utf-8", buffering=1)  # every line goes out at once
+        # Every line goes out at once.
+        self.file: TextIO | None = self.path.open("w", encoding="utf-8", buffering=1)
         weakref.finalize(self, self.file.close)
         self.file.write(PAGE.read_text(encoding="utf-8"))
         self._write(
@@ -95,23 +99,32 @@ class Recorder:
 
     def record(self, batch: ScheduledBatch, num_steps: int) -> None:
         """Write the line of a step that has just ended."""
+        self._add(batch, {"step": num_steps})
+
+    def record_failure(self, error: BaseException, num_steps: int) -> None:
+        """Write a line that says that a step has failed, and that all requests wait again."""
+        self.forget()
+        self._add(ScheduledBatch(), {"step": num_steps, "said": [sentences.failed(type(error).__name__)]})
+
+    def _add(self, batch: ScheduledBatch, fields: dict[str, Any]) -> None:
         try:
-            self._write(self._line(batch) | {"step": num_steps})
+            self._write(self._line(batch) | fields)
         except BaseException:  # half compared: the next line must not build on it
             self.forget()
             self.known, self.known_tokens = {}, set()
             raise
 
-    def record_failure(self, error: BaseException, num_steps: int) -> None:
-        """Write a line that says that a step has failed, and that all requests wait again."""
-        self.forget()
-        line = self._line(ScheduledBatch())
-        line["said"] = [sentences.failed(type(error).__name__)]
-        self._write(line | {"step": num_steps})
-
     def _write(self, line: dict[str, Any]) -> None:
-        """A "<" could end the page's script element."""
-        self.file.write(json.dumps(line, separators=(",", ":")).replace("<", "\\u003c") + "\n")
+        """Append a line. If that fails (the disk is full), the trace ends, and the engine goes on."""
+        # A "<" could end the script element that the lines are in.
+        text = json.dumps(line, separators=(",", ":")).replace("<", "\\u003c")
+        if self.file is None:
+            return
+        try:
+            self.file.write(text + "\n")
+        except OSError as error:
+            self.file = None
+            logger.warning("the trace %s ends here: %s", self.path, error)
 
     # ── one line ──────────────────────────────────────────────────────────────────────────────────
 
