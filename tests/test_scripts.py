@@ -86,6 +86,25 @@ def test_the_size_of_the_cache_is_shown() -> None:
     assert re.search(r"KV cache: [\d,]+ blocks of 16 tokens \([\d,]+ MiB\)", done.stderr)
 
 
+# ── the tour ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_tour_shows_everything(tmp_path: Path) -> None:
+    """In about 60 steps. The page in the repository has today's viewer; tour.py writes it again."""
+    page, in_docs = tmp_path / "tour.html", ROOT / "docs" / "tour.html"
+    printed = experiment("tour", "--page", str(page))
+    events = {kind: int(num) for num, kind in re.findall(r"^ +(\d+)  (\w+)$", printed, flags=re.MULTILINE)}
+    assert {"copy", "fork", "beams", "chunk", "hit", "evict", "preempt", "swap", "finish"} <= events.keys()
+    texts = [file.read_text(encoding="utf-8") for file in (page, in_docs)]
+    viewers, data = zip(*[text.split('id="steps">\n') for text in texts], strict=True)
+    assert viewers[0] == viewers[1], "run docs/experiments/tour.py again"
+    for lines in data:
+        assert 50 <= lines.count('{"time":') <= 70
+        assert '["preempt swap"' in lines
+        assert '["preempt",' in lines, "preempted by recomputation"
+    assert in_docs.stat().st_size < 400_000
+
+
 # ── bench.py ──────────────────────────────────────────────────────────────────────────────────────
 
 
