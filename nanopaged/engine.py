@@ -170,6 +170,11 @@ class LLMEngine:
             self.scheduler.abort(request)
         return request.output()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the K/V of finished requests. Blocks in use can still be shared."""
+        with self._or_start_over():
+            self.block_manager.reset_prefix_cache()
+
     def has_unfinished_requests(self) -> bool:
         """Whether a request is unfinished, or its last output was not returned by `step` yet."""
         return bool(self.requests)

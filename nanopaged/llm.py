@@ -102,7 +102,7 @@ class LLM:
                 "or one each"
             )
         requests: list[Request] = []
-        with self._serving(requests), self._turn():
+        with self._serving(requests), self._lock:
             requests += [
                 self.engine.prompts.make_request(self._new_id(), prompt, its_params)
                 for prompt, its_params in zip(prompts, params, strict=True)
@@ -116,15 +116,6 @@ class LLM:
         return next(name for i in self._count if (name := f"llm-{i}") not in self.engine.requests)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Wait for the engine, which serves one call at a time."""
-        try:
-            with self._lock:
-                yield
-        finally:
-            self._abort([])
-
-    @contextmanager
     def _serving(self, requests: list[Request]) -> Iterator[None]:
         """However the block is left (error, Ctrl-C, a dropped generator), unfinished requests are aborted."""
         try:
@@ -134,21 +125,22 @@ class LLM:
             self._abort([request for request in requests if queued.get(request.request_id) is request])
 
     def _abort(self, requests: list[Request]) -> None:
-        """Abort requests, but while another call has its turn, leave them to the end of that turn.
+        """Abort requests; but while another call uses the engine, leave them to the end of that call.
 
         That may be a call of this very thread: Python's garbage collector, which closes a dropped generator,
-        can run in the middle of a step.
+        can run in the middle of a step. (Only `with` takes the lock, so that no Ctrl-C leaves it taken.)
         """
         self._dropped += requests
-        while self._dropped and self._lock.acquire(blocking=False):
-            try:
-                request = self._dropped[-1]
-                with suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave some of them queued
+        while self._dropped and not self._lock.locked():
+            with (
+                self._lock,
+                suppress(KeyboardInterrupt),
+            ):  # a second Ctrl-C must not leave some of them queued
+                while self._dropped:
+                    request = self._dropped[-1]
                     if self.engine.requests.get(request.request_id) is request:
                         self.engine.abort_request(request.request_id)
                     self._dropped.remove(request)
-            finally:
-                self._lock.release()
 
     def beam_search(
         self,
@@ -190,21 +182,22 @@ class LLM:
         """
         if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | Mapping):
             raise TypeError("stream takes one prompt: a str, a list of token ids, or a dict of one of them")
-        with self._turn():
+        with self._lock:
             request = self.engine.prompts.make_request("not queued yet", prompt, sampling_params)
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
         with self._serving([request]):
-            with self._turn():
+            with self._lock:
                 request.request_id = self._new_id()
                 self.engine.queue(request)
             num_shown, output = 0, None
             while output is None or not output.finished:
-                with self._turn():
+                with self._lock:
                     if not request.finished:  # a step of another stream may have finished it
                         self.engine.step(with_outputs=False)
                     output = request.output()
+                self._abort([])
                 num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
                 if num_tokens > num_shown or output.finished:
                     num_shown = num_tokens
@@ -265,5 +258,5 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget the K/V of finished requests: the next prompts are computed from their first token."""
-        with self._turn():
-            self.engine.block_manager.reset_prefix_cache()
+        with self._lock:
+            self.engine.reset_prefix_cache()

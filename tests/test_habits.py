@@ -8,11 +8,13 @@ import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from threading import Thread
 
 import pytest
 import torch
 from conftest import MAX_MODEL_LEN, Oracle, random_prompts
+from faults import interrupt_at_line
 from transformers import PreTrainedTokenizerBase
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
@@ -156,6 +158,21 @@ def test_tokens_found_in_the_cache_until_it_is_reset() -> None:
     assert output.num_cached_tokens == 32
     *_, last = states
     assert tokens_of([last]) == tokens_of([output])
+
+
+def test_an_interrupt_while_the_cache_is_reset() -> None:
+    llm = LLM(num_blocks=100)
+    for line in count(1):
+        (output,) = llm.generate(list(range(80)), GREEDY, use_tqdm=False)
+        try:
+            with interrupt_at_line(line):
+                llm.engine.reset_prefix_cache()
+        except KeyboardInterrupt:
+            llm.engine.check_invariants()
+        else:
+            break
+    assert line > 10
+    assert llm.engine.stats().num_cached_blocks == 0
 
 
 # ── conversations ─────────────────────────────────────────────────────────────────────────────────
