@@ -42,7 +42,7 @@ from nanopaged.attention.metadata import AttentionMetadata, StepInputs
 from nanopaged.kv_cache import pick_device
 
 # Seconds that ranks wait for each other within a step; a rank that takes longer is lost.
-STEP_TIMEOUT = float(os.environ.get("NANOPAGED_STEP_TIMEOUT", 60))
+STEP_TIMEOUT = float(os.environ.get("NANOPAGED_STEP_TIMEOUT", 30))
 START_TIMEOUT = 600.0  # seconds that ranks wait for each other to start and to load their weights
 FOREVER = timedelta(days=365)
 NUM_THREADS = torch.get_num_threads()  # before any engine has changed it
@@ -149,6 +149,9 @@ class Ranks:
         try:
             self.message_bytes = send(self.store, self.encode(work) if isinstance(work, StepInputs) else work)
             yield
+            # On a GPU an all-reduce whose other ranks are gone may end without an error, but with wrong sums.
+            if self.device.type == "cuda" and why_failed(None, self.store, self.meeting, self.processes):
+                raise RuntimeError("a rank did not take part in the whole step")
         except BaseException as error:
             reason = why_failed(error, self.store, self.meeting, self.processes)
             self._recover()
@@ -292,8 +295,11 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
     Raises:
         RuntimeError: a worker cannot start; the message has its traceback. Or as `make_runner`.
     """
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    if launched and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # or all ranks would open a context on GPU 0
     device = pick_device(device_name)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if launched:
         store, rank, num_launched = next(dist.rendezvous("env://"))
         if num_launched != size:
             raise ValueError(f"tensor_parallel_size is {size}, but torchrun started {num_launched} processes")
