@@ -53,7 +53,22 @@ class Known:
 
 
 class Recorder:
-    """The open trace of one engine. `page.html` says what the fields of a line mean.
+    """The open trace of one engine.
+
+    The fields of a line, where requests and sequences are numbers:
+
+        step, time         steps so far; seconds since the engine was made
+        said               what happened: [[kinds of event, sentence], …]
+        batch              [[request, sequence, tokens to compute], …]
+        copies, out, in    moves of blocks: [[source, destination], …]
+        evicted, hits      blocks that were evicted; that were found in the prefix cache
+        used, filled       blocks in use; slots in them that hold K/V
+        drawn              tokens generated in this step
+        fresh              1: what follows is the whole state, not a change
+        requests, texts    new ones, see `_introduce`; token → text of tokens that are new to the page
+        running, waiting   the queues, if they have changed
+        seqs, gone         changed sequences, see `_change`; finished ones while their request goes on
+        keys, uncached, cached   see `_blocks`
 
     Attributes:
         path: the page; it is complete after every step.
