@@ -352,7 +352,6 @@ def machine() -> str:
 
 def main() -> None:
     args = read_arguments()
-    import nanopaged  # noqa: F401, I001 (before torch: it says how OpenMP's threads wait)
     import torch
 
     logging.basicConfig(format="%(message)s")

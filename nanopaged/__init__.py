@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from nanopaged.engine import LLMEngine
     from nanopaged.llm import LLM
 
-# OpenMP reads it when torch is imported: on a CPU, a thread that waits for another one sleeps. By default it
-# spins, and on a busy machine it may spin for one that has no core ("A busy machine" in docs/benchmarks.md).
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# OpenMP (libgomp, in PyTorch for Linux) reads it when torch is imported: on a CPU, a thread that waits for
+# another one spins for a short time and then sleeps. By default it spins 150 times as long, and on a busy
+# machine it may spin for one that has no core ("A busy machine" in docs/benchmarks.md).
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 __all__ = [
     "LLM",

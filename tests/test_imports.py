@@ -100,10 +100,15 @@ def test_there_is_no_circle() -> None:
     assert len(list(TopologicalSorter(graph).static_order())) == len(graph)
 
 
-@pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_threads_sleep_while_they_wait(given: dict[str, str], policy: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")],
+)
+def test_threads_spin_briefly_while_they_wait(given: dict[str, str], spins: str) -> None:
     """The environment is set before torch is imported, and a user's own choice stays."""
-    script = "import os, sys, nanopaged; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-    assert done.stdout.split() == [policy, "False"]
+    script = "import os, sys, nanopaged; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=inherited | given
+    )
+    assert done.stdout.split() == [spins, "False"]

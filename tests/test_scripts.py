@@ -303,4 +303,9 @@ def test_sampling() -> None:
 def test_busy() -> None:
     small = ["--shape", "test", "--prompt", "4", "--programs", "1", "--seconds", "0.1", "--repeat", "1"]
     printed = experiment("busy", *small)
-    assert re.findall(r"^(\w+).*?(?: +[\d.]+){4}$", printed, flags=re.MULTILINE) == ["spin", "sleep", "one"]
+    assert re.findall(r"^(\w+).*?(?: +[\d.]+){4}$", printed, flags=re.MULTILINE) == [
+        "spin",
+        "spin",
+        "sleep",
+        "one",
+    ]

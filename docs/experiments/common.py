@@ -18,8 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import nanopaged  # noqa: F401 (before torch: it says how OpenMP's threads wait)
-
 if TYPE_CHECKING:
     import torch
     from matplotlib.axes import Axes
