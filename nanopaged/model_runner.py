@@ -80,8 +80,8 @@ class ModelRunner:
         )
         if ranks is not None:
             ranks.meet()
-        num_kv_heads = model_config.share(ranks.size if ranks else 1).num_kv_heads
-        shape = KVShape(model_config.num_layers, num_kv_heads, model_config.head_dim, self.dtype)
+        share = self.model.share
+        shape = KVShape(share.num_layers, share.num_kv_heads, share.head_dim, self.dtype)
         self.num_blocks = config.num_blocks or measure_num_blocks(
             config, self.model, shape, max_model_len, token_budget
         )

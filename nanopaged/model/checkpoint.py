@@ -138,7 +138,7 @@ def _weight_slots(model: Model) -> dict[str, Tensor]:
     q, k and v of a layer are the rows of its `qkv_proj`, in this order (4 query heads and 2 KV heads of
     dimension 8: rows 0-31, 32-47, 48-63); gate and up are the halves of its `gate_up_proj`.
     """
-    config = model.config.share(model.ranks.size if model.ranks is not None else 1)
+    config = model.share
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = {  # our matrix → the checkpoint's projections, and their rows
         "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},

@@ -98,7 +98,7 @@ class Model(nn.Module):
         super().__init__()
         self.config, self.ranks = config, ranks
         size = ranks.size if ranks is not None else 1
-        share = config.share(size)
+        self.share = share = config.share(size)  # the sizes of this rank's layers
         num_rows = -(-config.vocab_size // size)  # of the vocabulary; the last rank may have some too many
         embeddings = torch.empty(num_rows, config.hidden_size, dtype=dtype, device=device)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings, freeze=True)
