@@ -30,6 +30,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
         self.stop = stop
+        self._special_ids = special_ids(tokenizer)
         self.text = ""  # complete characters only; cut before a stop string that was found
         self._num_read = 0  # output tokens decoded so far
         self._shown: tuple[int, ...] = ()  # the last tokens whose text is in `text`: context for the next
@@ -86,7 +87,7 @@ class Detokenizer:
         """
         self._num_read += len(token_ids)
         for token_id in token_ids:
-            if token_id in special_ids(self.tokenizer):
+            if token_id in self._special_ids:
                 continue
             self._pending += (token_id,)
             text, num_complete = self._piece(self._pending), len(self._pending)
