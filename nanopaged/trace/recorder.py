@@ -389,7 +389,7 @@ class Recorder:
         return said
 
     def _given_back(self, tables: list[list[int]]) -> tuple[list[int], list[int]]:
-        """The blocks of the tables that nobody uses any more: cached ones and free ones."""
+        """The blocks of the tables that are in no table any more: cached ones and free ones."""
         blocks = sorted({block_id for table in tables for block_id in table})
         unused = [block_id for block_id in blocks if self.manager.blocks[block_id].ref_count == 0]
         cached = [block_id for block_id in unused if block_id in self.manager.cached]

@@ -36,16 +36,14 @@ def found(name: str, hits: list[int], num_found: int, num_tokens: int) -> Senten
     return "hit", f"{name} begins like an earlier text: it finds {blocks(hits)} in the prefix cache, {them}."
 
 
-def admitted(name: str, num_blocks: int) -> Sentence:
-    return "admit", f"{name} is admitted with {count(num_blocks, 'block')}."
-
-
 def evicted(block_ids: list[int]) -> Sentence:
+    """block_ids: cached blocks that were handed out again, in this order."""
     are = "is" if len(block_ids) == 1 else "are"
     return "evict", f"No block is free: cached {blocks(block_ids)}, unused for longest, {are} evicted."
 
 
 def copied(writer: str, others: list[str], src: int, dst: int) -> Sentence:
+    """others: the sequences that still use the source block."""
     use = "uses" if len(others) == 1 else "use"
     return (
         "copy",
@@ -67,12 +65,14 @@ def prefilled(name: str, first: int, num_scheduled: int, num_tokens: int) -> Sen
 
 
 def decoded(names: list[str]) -> Sentence:
+    """names: of all sequences that decode in the step."""
     computes = "computes one token" if len(names) == 1 else "compute one token each"
     shown = names if len(names) <= 12 else [*names[:10], f"{len(names) - 10} more"]
     return "decode", f"{join(shown)} {computes}."
 
 
 def forked(name: str, children: list[str], shared: int) -> Sentence:
+    """shared: the number of the prompt's blocks."""
     shares = f"which share its {count(shared, 'block')}"
     return "fork", f"The prompt is computed: {name} is forked into {join(children)}, {shares}."
 
@@ -85,7 +85,7 @@ def next_beams(parents: dict[str, list[str]], childless: list[str]) -> Sentence:
 
 
 def finished(name: str, reason: str, cached: list[int], freed: list[int]) -> Sentence:
-    """cached, freed: blocks that nobody uses any more."""
+    """cached, freed: blocks that are in no table any more."""
     text = f"{name} is {'aborted' if reason == 'abort' else f'finished ({reason})'}"
     left = []
     if cached:
@@ -96,6 +96,7 @@ def finished(name: str, reason: str, cached: list[int], freed: list[int]) -> Sen
 
 
 def failed(error: str) -> Sentence:
+    """error: the name of its type."""
     return (
         "fail",
         f"The step failed ({error}): all requests start over. All K/V and the prefix cache are forgotten.",

@@ -49,7 +49,7 @@ class BlockState:
     """A physical block.
 
     Fields:
-        state: "free", "partial" (some of its slots are empty), "full", or "cached": nobody uses it, but the
+        state: "free", "partial" (some of its slots are empty), "full", or "cached": unused, but the
             prefix cache can still find it.
         ref_count: block tables that name it.
         num_filled: slots that hold K/V.
