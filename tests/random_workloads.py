@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
-from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.block_manager import blocks_needed
 
 Params = SamplingParams | BeamSearchParams
@@ -78,6 +79,23 @@ class Workload:
     max_num_seqs: int
     faults: list[Fault]
     requests: list[Asked]
+
+    def config(self, trace: Path | None = None) -> EngineConfig:
+        """Of the engine that serves it."""
+        longest = max(len(asked.prompt) + asked.params.max_tokens for asked in self.requests)
+        return EngineConfig(
+            max_model_len=longest,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            num_host_blocks=self.num_host_blocks,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.budget if self.chunked else max(self.budget, longest),
+            enable_chunked_prefill=self.chunked,
+            enable_prefix_caching=self.caching,
+            preemption=self.preemption.replace("directed", "swap"),
+            watermark=self.watermark,
+            trace=trace,
+        )
 
 
 STAGE_LINES = {

@@ -94,21 +94,8 @@ class Run:
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.model = workload, workload.model
-        longest = max(len(asked.prompt) + asked.params.max_tokens for asked in workload.requests)
-        config = EngineConfig(
-            max_model_len=longest,
-            block_size=workload.block_size,
-            num_blocks=workload.num_blocks,
-            num_host_blocks=workload.num_host_blocks,
-            max_num_seqs=workload.max_num_seqs,
-            max_num_batched_tokens=workload.budget if workload.chunked else max(workload.budget, longest),
-            enable_chunked_prefill=workload.chunked,
-            enable_prefix_caching=workload.caching,
-            preemption=workload.preemption.replace("directed", "swap"),
-            watermark=workload.watermark,
-        )
         self.rng = random.Random(workload.seed)
-        self.engine = make_engine(self.model, config)
+        self.engine = make_engine(self.model, workload.config())
         start_over = self.engine.scheduler.start_over
         self.engine.scheduler.start_over = lambda requests: self.interrupted_once(start_over, requests)
         self.alone = [run_alone(self.model, asked.prompt, asked.params) for asked in workload.requests]

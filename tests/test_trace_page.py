@@ -16,7 +16,6 @@ from test_random_runs import make_engine
 from test_trace import greedy, read_trace, run_to_end, tokens
 from test_trace import make_engine as make_small_engine
 
-from nanopaged import EngineConfig
 from nanopaged.trace.snapshot import Snapshot, short_key
 
 COLOURS = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"]
@@ -50,21 +49,7 @@ def browser() -> Iterator[Browser]:
 
 def record(workload: Workload, page: Path) -> list[Snapshot]:
     """Serve a workload with a trace, with steps that fail. Returns the state after each line of the trace."""
-    longest = max(len(asked.prompt) + asked.params.max_tokens for asked in workload.requests)
-    config = EngineConfig(
-        max_model_len=longest,
-        block_size=workload.block_size,
-        num_blocks=workload.num_blocks,
-        num_host_blocks=workload.num_host_blocks,
-        max_num_seqs=workload.max_num_seqs,
-        max_num_batched_tokens=workload.budget if workload.chunked else max(workload.budget, longest),
-        enable_chunked_prefill=workload.chunked,
-        enable_prefix_caching=workload.caching,
-        preemption=workload.preemption.replace("directed", "swap"),
-        watermark=workload.watermark,
-        trace=page,
-    )
-    engine, rng, snapshots = make_engine("fake", config), random.Random(workload.seed), []
+    engine, rng, snapshots = make_engine("fake", workload.config(page)), random.Random(workload.seed), []
     left = dict(enumerate(workload.requests))
     for now in range(1000):
         for i, asked in list(left.items()):
