@@ -17,6 +17,8 @@ from hashlib import sha256
 
 from nanopaged.sequence import Request, Sequence
 
+NO_TOKEN = array("q", [-1]).tobytes()
+
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:
     """Blocks that hold `num_tokens` tokens: ceil division, e.g. 17 tokens in blocks of 16 need 2."""
@@ -26,8 +28,8 @@ def blocks_needed(num_tokens: int, block_size: int) -> int:
 def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_size: int) -> int:
     """Free blocks that a request's sequences need to store their newest tokens.
 
-    These are new blocks after the end of a table, and copies of a last block that several sequences are about
-    to write: each but the last writer needs a copy.
+    These are new blocks after the end of a table, and copies of a block that several sequences are about to
+    write: each but the last writer needs a copy. A forked sequence has one token to write, its newest one.
 
         block_size = 4, tables [7, 2] and [7, 2], 7 tokens each: one copy of block 2
         the same with 9 tokens each:                             two new blocks, and nothing to copy
@@ -37,11 +39,10 @@ def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_siz
     """
     num_new, written = 0, []
     for seq, table in zip(sequences, tables, strict=True):
-        last = (len(seq.token_ids) - 1) // block_size  # logical block of the newest token
-        if last < len(table):
-            written.append(table[last])  # shared by all siblings that are to write it
-        else:
-            num_new += last + 1 - len(table)
+        first = (len(seq.token_ids) - 1) // block_size  # logical block of the first token to be written
+        if first < len(table):
+            written.append(table[first])  # shared by all siblings that are to write it
+        num_new += max(0, blocks_needed(len(seq.token_ids), block_size) - len(table))
     return num_new + len(written) - len(set(written))
 
 
@@ -187,13 +188,13 @@ class BlockManager:
             return None
         copies = []
         for seq in sequences:
-            last = (seq.num_tokens - 1) // size
-            if last < len(seq.block_table) and self.blocks[seq.block_table[last]].ref_count > 1:
-                src = seq.block_table[last]
-                seq.block_table[last] = self.take()
+            first = (seq.num_tokens - 1) // size  # as in `blocks_to_grow`
+            if first < len(seq.block_table) and self.blocks[seq.block_table[first]].ref_count > 1:
+                src = seq.block_table[first]
+                seq.block_table[first] = self.take()
                 self.release(src)
-                copies.append((src, seq.block_table[last]))
-            while len(seq.block_table) <= last:
+                copies.append((src, seq.block_table[first]))
+            while len(seq.block_table) < blocks_needed(seq.num_tokens, size):
                 seq.block_table.append(self.take())
         return copies
 
@@ -212,9 +213,17 @@ class BlockManager:
         The last block goes first, so that the end of a prefix is evicted before its beginning: a beginning
         can be found without the end, but not the end without the beginning.
         """
-        for block_id in reversed(seq.block_table):
-            self.release(block_id)
-        seq.block_table, seq.num_computed_tokens = [], 0
+        self.trim(seq, 0)
+        seq.num_computed_tokens = 0
+
+    def trim(self, seq: Sequence, num_tokens: int | None = None) -> None:
+        """Give back the blocks beyond the sequence's tokens, or beyond the first `num_tokens` of them.
+
+        block_size = 4, table [7, 2, 5], 6 tokens: block 5 is given back
+        """
+        num_tokens = seq.num_tokens if num_tokens is None else num_tokens
+        while len(seq.block_table) > blocks_needed(num_tokens, self.block_size):
+            self.release(seq.block_table.pop())
 
     # ── the prefix cache ──────────────────────────────────────────────────────────────────────────
 
@@ -225,14 +234,18 @@ class BlockManager:
         previous block's key, followed by the block's own tokens.
 
             block_size = 2    tokens  a b │ c d │ e      keys  k0 = (a b)    k1 = SHA-256(k0)·(c d)
+            with a salt                                  k0 = SHA-256(-1 salt)·(a b)
 
         Two blocks with equal keys have the same tokens, and the same tokens before them. A fast,
         non-cryptographic hash is not enough: for xxh3, two blocks with equal hashes are found in seconds, so
-        a prompt could be crafted that is served with the K/V of another prompt.
+        a prompt could be crafted that is served with the K/V of another prompt. A salt is hashed after -1,
+        which is no token, so that no salt looks like a block.
         """
         keys, size = seq.block_keys, self.block_size
         for i in range(len(keys), num_blocks):
             parent = sha256(keys[-1]).digest() if keys else b""
+            if not keys and seq.request.cache_salt:
+                parent = sha256(NO_TOKEN + seq.request.cache_salt).digest()
             keys.append(parent + array("q", seq.token_ids[i * size : (i + 1) * size]).tobytes())
         return keys[:num_blocks]
 

@@ -82,7 +82,7 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; or a list of
-                such prompts.
+                such prompts. {"prompt": text, "cache_salt": name} shares K/V only with prompts of that salt.
             sampling_params: one for all prompts, or a list with one for each. None is `SamplingParams()`.
 
         Raises:

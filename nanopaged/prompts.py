@@ -20,7 +20,9 @@ from nanopaged.sequence import Request
 from nanopaged.text.detokenizer import Detokenizer
 from nanopaged.text.stopping import StopRules
 
-Prompt = str | SequenceOf[int] | dict[str, Any]  # a dict has a "prompt" text or "prompt_token_ids"
+Prompt = str | SequenceOf[int] | dict[str, Any]
+"""A text, token ids, or a dict of {"prompt": text, "prompt_token_ids": ids} with one of them or both. Prompts
+with different values of "cache_salt" in it share no K/V."""
 Params = SamplingParams | BeamSearchParams
 
 
@@ -61,15 +63,18 @@ class PromptProcessor:
             raise TypeError(f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}")
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {request_id!r}")
-        text = prompt if isinstance(prompt, str) else None
+        text, salt = prompt if isinstance(prompt, str) else None, None
         if isinstance(prompt, Mapping):
-            text = prompt.get("prompt")
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+            text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
             if not prompt or unknown or not isinstance(text, str | None):
                 raise ValueError(
-                    f"a prompt as a dict has a 'prompt' text or 'prompt_token_ids', got {prompt!r}"
+                    "a prompt as a dict has a 'prompt' text or 'prompt_token_ids' (and may have a "
+                    f"'cache_salt'), got {prompt!r}"
                 )
             prompt = prompt.get("prompt_token_ids", text)
+            if salt is not None and (not isinstance(salt, str) or not salt):
+                raise ValueError(f"cache_salt must be a text that is not empty, got {salt!r}")
         token_ids = self._tokenize(prompt)
         stop_rules = StopRules.of(params, len(token_ids), self.eos_token_ids, self.max_model_len)
         self._check_fits(len(token_ids), params, stop_rules.max_length)
@@ -81,6 +86,7 @@ class PromptProcessor:
             params=params,
             stop_rules=stop_rules,
             seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
+            cache_salt=(salt or "").encode(),
         )
         if self.tokenizer is not None:
             request.sequences[0].detokenizer = Detokenizer(self.tokenizer.backend_tokenizer, params.stop)

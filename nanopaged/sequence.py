@@ -115,6 +115,10 @@ class Sequence:
             block_keys=list(self.block_keys),
         )
 
+    def advance(self, num_tokens: int) -> None:
+        """The K/V of so many more tokens is in the cache."""
+        self.num_computed_tokens += num_tokens
+
     def append(self, sample: Sample) -> bool:
         """Add a generated token, whose K/V the next step computes. Returns whether it ends the sequence."""
         self.token_logprobs.append(sample.logprob)
@@ -182,6 +186,7 @@ class Request:
     params: SamplingParams | BeamSearchParams
     stop_rules: StopRules
     seed: int  # of the params, or drawn for this request
+    cache_salt: bytes = b""  # the prefix cache shares blocks only among requests with the same one
     num_prompt_tokens: int = field(init=False)
     num_sequences: int = field(init=False)  # once the prompt is computed: n, or the beam width
     is_beam_search: bool = field(init=False)

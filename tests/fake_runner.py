@@ -1,13 +1,14 @@
 """A model runner without a model, whose K/V remembers which tokens wrote it.
 
 A slot holds the number of a prefix: the token written there and all tokens before it, as real K/V depends on
-all of them. Every read is compared with what the sequence should find, so a wrong block, a wrong slot, a slot
-never written or a block shared too early is caught in the step in which it happens.
+all of them, and the request's salt. Every read is compared with what the sequence should find, so a wrong
+block, a wrong slot, a slot never written or a block shared too early is caught in the step where it happens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from types import SimpleNamespace
 
 from nanopaged.block_manager import BlockManager
 from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
@@ -18,36 +19,38 @@ GARBAGE = -1
 
 
 class Prefixes:
-    """A trie that numbers token prefixes: equal numbers mean equal tokens from the first on.
+    """A trie that numbers token prefixes: equal numbers mean equal tokens from the first on, and equal salts.
 
-    Prefix 0 is empty; `a b` is found by the steps 0 -a-> 1 -b-> 2.
+    Prefix 0 is empty; `a b` is found by the steps 0 -a-> 1 -b-> 2. A salt is the first step.
     """
 
     def __init__(self) -> None:
-        self.children: dict[tuple[int, int], int] = {}
-        self.parents: list[tuple[int, int]] = [(0, -1)]  # (the prefix one token shorter, the last token)
+        self.children: dict[tuple[int, int | bytes], int] = {}
+        self.parents: list[tuple[int, int | bytes]] = [(0, -1)]  # (the prefix one token shorter, that token)
 
-    def extend(self, prefix: int, token_id: int) -> int:
+    def extend(self, prefix: int, token_id: int | bytes) -> int:
         child = self.children.get((prefix, token_id))
         if child is None:
             child = self.children[prefix, token_id] = len(self.parents)
             self.parents.append((prefix, token_id))
         return child
 
-    def numbers(self, token_ids: list[int]) -> list[int]:
-        """For each position the number of the tokens up to and including it."""
-        prefix, out = 0, []
-        for token_id in token_ids:
-            prefix = self.extend(prefix, token_id)
-            out.append(prefix)
-        return out
+    def root(self, salt: bytes) -> int:
+        """The prefix without tokens of requests with this salt."""
+        return self.extend(0, salt) if salt else 0
 
-    def tokens(self, prefix: int) -> list[int]:
+    def path(self, prefix: int) -> tuple[bytes, list[int], list[int]]:
+        """Its salt, its tokens, and for each of them the number of the prefix that ends there."""
         token_ids: list[int] = []
+        numbers: list[int] = []
         while prefix > 0:
-            prefix, token_id = self.parents[prefix]
+            before, token_id = self.parents[prefix]
+            if isinstance(token_id, bytes):
+                return token_id, token_ids[::-1], numbers[::-1]
             token_ids.append(token_id)
-        return token_ids[::-1]
+            numbers.append(prefix)
+            prefix = before
+        return b"", token_ids[::-1], numbers[::-1]
 
 
 def next_token(token_ids: list[int], noise: int = 0, banned: Collection[int] = ()) -> int:
@@ -144,7 +147,7 @@ class FakeRunner:
     def _numbers(self, seq: Sequence) -> list[int]:
         """`Prefixes.numbers` of its tokens, remembered from step to step: tokens are only appended."""
         numbers = self.numbers.setdefault(seq, [])
-        prefix = numbers[-1] if numbers else 0
+        prefix = numbers[-1] if numbers else self.prefixes.root(seq.request.cache_salt)
         for token_id in seq.token_ids[len(numbers) :]:
             prefix = self.prefixes.extend(prefix, token_id)
             numbers.append(prefix)
@@ -193,9 +196,10 @@ class FakeRunner:
             prefix = max(numbers[-1], 0)
             assert prefix > 0, f"block {block.block_id} can be found, but its K/V was never computed"
             if prefix not in self.full_blocks:
-                token_ids = self.prefixes.tokens(prefix)
-                keys = manager.keys_of(Sequence(None, token_ids), len(token_ids) // self.block_size)
-                self.full_blocks[prefix] = self.prefixes.numbers(token_ids)[-self.block_size :], keys[-1]
+                salt, token_ids, right = self.prefixes.path(prefix)
+                seq = Sequence(SimpleNamespace(cache_salt=salt), token_ids)
+                key = manager.keys_of(seq, len(token_ids) // self.block_size)[-1]
+                self.full_blocks[prefix] = right[-self.block_size :], key
             right_numbers, right_key = self.full_blocks[prefix]
             assert right_numbers == numbers, "a block of mixed contents"
             assert right_key == key, f"block {block.block_id} can be found under other tokens"

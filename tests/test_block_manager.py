@@ -213,6 +213,37 @@ def test_blocks_whose_fast_hashes_collide_are_told_apart() -> None:
     manager.check_invariants(sequences)
 
 
+def test_blocks_are_shared_among_equal_salts_only() -> None:
+    """Nor is a salt a block: one that spells the contents of a first block finds nothing behind it."""
+    manager = BlockManager(num_blocks=20, block_size=2)
+    first = array("q", [1, 2]).tobytes()
+    others = []
+    for salt in (b"", b"x", b"y", first):
+        seq = sequence(*([1, 2, 3, 4, 5] if salt != first else [3, 4, 5]))
+        seq.request.cache_salt = salt
+        assert manager.find_prefix(seq) == []
+        assert manager.allocate([seq])
+        compute(manager, seq)
+        again = sequence(*seq.token_ids)
+        again.request.cache_salt = salt
+        assert manager.find_prefix(again) == seq.block_table[:-1]
+        others.append(seq)
+    manager.check_invariants(others)
+
+
+def test_trimming_gives_back_the_blocks_beyond_the_tokens() -> None:
+    manager = BlockManager(num_blocks=4, block_size=2)
+    seq = admit(manager, 1, 2, 3)
+    table = list(seq.block_table)
+    seq.block_table += [manager.take(), manager.take()]  # room for guesses, of which none was right
+    manager.trim(seq)
+    assert seq.block_table == table
+    manager.trim(seq, 2)
+    assert seq.block_table == table[:1]
+    manager.free(seq)
+    assert manager.num_free_blocks == 4
+
+
 def test_a_scheduled_block_can_be_shared_at_once() -> None:
     """Two equal prompts in one step: the second shares blocks that the first has yet to compute."""
     manager = BlockManager(16, 2)

@@ -103,7 +103,7 @@ def test_the_output_of_a_tokenizer_is_no_prompt(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     encoding = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], return_dict=True)
     for prompts in (encoding, [encoding], tokenizer(["ROMEO:", "JULIET:"])):
-        with pytest.raises(ValueError, match="a 'prompt' text or 'prompt_token_ids', got {'input_ids': "):
+        with pytest.raises(ValueError, match="a 'prompt' text or 'prompt_token_ids' .*, got {'input_ids': "):
             llm.generate(prompts, GREEDY, use_tqdm=False)
     outputs = llm.generate(encoding["input_ids"], GREEDY, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == [encoding["input_ids"]]
