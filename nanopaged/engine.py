@@ -104,8 +104,8 @@ class LLMEngine:
         """Compute one batch. Returns the requests that got a token, finished or not.
 
         If a step fails, the exception is raised to the caller and no generated token is lost: every request
-        waits again, and the next step begins to compute its K/V again. The caller can abort the request that
-        caused the failure, or call `step` again.
+        waits again, and the next step begins to compute its K/V again. The caller can call `step` again, or
+        abort the request that caused the failure: a `NonFiniteLogits` has its `request_id`.
 
         Args:
             with_outputs: False returns an empty list. `LLM.generate` reads its outputs only at the end, and

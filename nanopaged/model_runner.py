@@ -110,7 +110,7 @@ class ModelRunner:
         sampling are therefore prepared after that call, and the host waits only when it reads the tokens.
 
         Raises:
-            FloatingPointError: the model's logits are not finite.
+            NonFiniteLogits: the model's logits for a request are not finite.
         """
         inputs, tiles = prepare(batch, self.block_size)
         with self.together(inputs):

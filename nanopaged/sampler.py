@@ -31,6 +31,21 @@ from nanopaged.text.outputs import Logprob
 VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
 
 
+class NonFiniteLogits(FloatingPointError):
+    """The model's logits for a request are not finite. The engine can go on without it.
+
+    Attributes:
+        request_id: of the request, for `LLMEngine.abort_request`.
+    """
+
+    def __init__(self, request_id: str, position: int) -> None:
+        self.request_id = request_id
+        super().__init__(
+            f"the model's logits for request {request_id!r} at position {position} are not finite: abort the "
+            "request, or use a dtype with a wider range"
+        )
+
+
 @dataclass(slots=True)
 class SampleRow:
     """The parameters of one draw: the token at `position` of output `index` of a request."""
@@ -113,7 +128,7 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
         logits: float32 [num_ready, vocab_size], a row for each sequence that needs a sample.
 
     Raises:
-        FloatingPointError: the model's logits are not finite.
+        NonFiniteLogits: those of a request.
     """
     ready = [seq for seq in batch.sequences if seq.needs_sample]  # row i of the logits belongs to ready[i]
     beams = [row for row, seq in enumerate(ready) if seq.request.is_beam_search]
@@ -138,10 +153,7 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
             samples[row].append(token)
     for seq, tokens in zip(ready, samples, strict=True):
         if not math.isfinite(tokens[0].logprob):
-            raise FloatingPointError(
-                f"the model's logits for request {seq.request.request_id!r} at position {seq.num_tokens} are "
-                "not finite: abort the request, or use a dtype with a wider range"
-            )
+            raise NonFiniteLogits(seq.request.request_id, seq.num_tokens)
     rows = iter(samples)
     return [next(rows) if seq.needs_sample else [] for seq in batch.sequences]
 

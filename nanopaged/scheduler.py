@@ -4,8 +4,8 @@ One rule covers prefill, chunked prefill, prefix-cache hits, recomputation and d
 
     num_scheduled_tokens = min(num_tokens - num_computed_tokens, what is left of the token budget)
 
-Requests are served first come, first served. When no block is left, the latest request is preempted
-(PagedAttention, §4.5).
+Requests are served in the order of `Scheduler.rank`, which is their order of arrival unless it is set to
+another function. When no block is left, the last of the running requests is preempted (PagedAttention, §4.5).
 
 The scheduler moves requests between its two queues and gets their blocks from the block manager. It knows no
 tensors: the model runner computes the `ScheduledBatch`.
@@ -14,8 +14,9 @@ tensors: the model runner computes the `ScheduledBatch`.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any
 
 from nanopaged.beam_search import advance_beams, fork_samples
 from nanopaged.block_manager import BlockManager
@@ -24,10 +25,14 @@ from nanopaged.swap import Swapper
 
 
 class Scheduler:
-    """First-come, first-served queues of waiting and running requests, over one block manager.
+    """The waiting and the running requests, over one block manager.
 
-    Invariant: all requests in `running` arrived before all requests in `waiting`, and both are in order of
-    arrival. Admission takes the head of `waiting`, preemption the tail of `running`.
+    Each step sorts both by `rank`. Admission takes the first of `waiting`, preemption the last of `running`.
+
+    Attributes:
+        rank: request → its place in the order of service, smallest first. The default is a policy, too: first
+            come, first served. Another policy is another function, and may give a request a new rank in every
+            step: `scheduler.rank = lambda request: request.num_prompt_tokens` serves short prompts first.
     """
 
     def __init__(
@@ -48,7 +53,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self.rank: Callable[[Request], Any] = attrgetter("arrival_time")
+        self.waiting: dict[str, Request] = {}  # request id → request, in any order
         self.running: list[Request] = []
         self.unreported: list[Request] = []  # finished in a step that then failed; the next step reports them
 
@@ -63,7 +69,7 @@ class Scheduler:
         self.num_generated_tokens = 0
 
     def add(self, request: Request) -> None:
-        """Put a new request at the end of the queue."""
+        """Put a new request into the waiting queue."""
         self.waiting[request.request_id] = request
 
     def abort(self, request: Request) -> None:
@@ -90,11 +96,12 @@ class Scheduler:
         prefills: list[Sequence] = []
         budget = self.max_num_batched_tokens
 
+        self.running.sort(key=self.rank)
         i = 0
         while i < len(self.running) and budget > 0:
             request = self.running[i]
             copies = self.block_manager.append_slots(request.live)
-            if copies is None:  # out of blocks: preempt the latest request, which may be this one
+            if copies is None:  # out of blocks: preempt the last request, which may be this one
                 self._preempt(self.running.pop(), batch)
                 continue
             if copies:
@@ -102,14 +109,14 @@ class Scheduler:
             budget = self._schedule_tokens(request, budget, decodes, prefills)
             i += 1
 
-        # After a preemption the victim is the head of the waiting queue. It is rarely admitted again in the
-        # same step: of the blocks that it gave back, an earlier request took one, or it needs more itself.
+        # A request that was just preempted waits, too. It is rarely admitted again in the same step: of the
+        # blocks that it gave back, another request took one, or it needs more itself.
         num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
-        while self.waiting and budget > 0:
-            request = next(iter(self.waiting.values()))
+        has_room = budget > 0 and num_seqs < self.max_num_seqs
+        for request in sorted(self.waiting.values(), key=self.rank) if has_room else ():
             num_seqs += request.num_seqs
-            if num_seqs > self.max_num_seqs or not self._admit(request, budget, batch):
-                break  # first come, first served: no request overtakes the head of the queue
+            if budget == 0 or num_seqs > self.max_num_seqs or not self._admit(request, budget, batch):
+                break  # no request overtakes the first one, even if it needs fewer blocks
             budget = self._schedule_tokens(request, budget, decodes, prefills)
 
         assert decodes or prefills or not (self.running or self.waiting), "no work was scheduled"
@@ -141,7 +148,7 @@ class Scheduler:
         return budget
 
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
-        """Free the blocks of a running request, and put it at the head of the waiting queue.
+        """Free the blocks of a running request, and put it back into the waiting queue.
 
         The request keeps its generated tokens. Its K/V goes to host memory, or it is computed again when the
         request is admitted again (except for the blocks that the prefix cache still has).
@@ -157,10 +164,9 @@ class Scheduler:
             self.num_preemptions_recompute += 1
         request.num_preemptions += 1
         self.waiting[request.request_id] = request
-        self.waiting.move_to_end(request.request_id, last=False)
 
     def _admit(self, request: Request, budget: int, batch: ScheduledBatch) -> bool:
-        """Move the head of the waiting queue to `running`; False if blocks or budget do not suffice.
+        """Move the first of the waiting requests to `running`; False if blocks or budget do not suffice.
 
         While other requests run, `num_watermark_blocks` stay free for them to grow. A request that took the
         last blocks would soon be preempted, and its prompt would have been computed for nothing.
@@ -205,7 +211,7 @@ class Scheduler:
         num_generated, now = 0, time.monotonic()
         for seq, samples in zip(batch.sequences, result.samples, strict=True):
             request = seq.request
-            seq.num_computed_tokens += seq.num_scheduled_tokens
+            seq.advance(seq.num_scheduled_tokens)
             if not samples:
                 continue
             if request.is_beam_search:
@@ -218,7 +224,8 @@ class Scheduler:
                 ended += [sib for sib in fork_samples(request, samples, self.block_manager) if sib.finished]
                 num_generated += len(samples)
             else:
-                if seq.append(samples[0]):
+                (sample,) = samples
+                if seq.append(sample):
                     ended.append(seq)
                 num_generated += 1
             if request.first_token_time is None:
@@ -253,12 +260,11 @@ class Scheduler:
         right wherever the step failed: while scheduling, computing or updating.
 
         Args:
-            requests: every unfinished request, in order of arrival.
+            requests: every unfinished request.
         """
         self.block_manager.reset()
         self.swapper.reset()
-        self.running, self.unreported = [], []
-        self.waiting = OrderedDict()
+        self.running, self.waiting, self.unreported = [], {}, []
         for request in requests:
             request.start_over()
             if request.live:

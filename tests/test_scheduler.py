@@ -310,8 +310,30 @@ def test_a_failed_step_keeps_the_order_of_arrival(make: MakeEngine) -> None:
     engine.runner.fail_next = True
     with pytest.raises(RuntimeError, match="on fire"):
         engine.step()
-    assert list(engine.scheduler.waiting) == ["0", "1", "2", "3"]
     assert list(run(engine)) == ["0", "1", "2", "3"]
+
+
+def test_another_rank_is_another_policy(make: MakeEngine) -> None:
+    """Shortest prompt first: the others wait for it, and the longest is the one that is preempted."""
+    engine = make(num_blocks=8, enable_chunked_prefill=False, max_num_batched_tokens=160, watermark=0)
+    engine.scheduler.rank = lambda request: request.num_prompt_tokens
+    for length in (12, 4, 8):
+        engine.add_request(str(length), tokens(length, length), params(12))
+    outputs = [engine.step() for _ in range(2)]
+    assert [output.request_id for output in outputs[0]] == ["4", "8", "12"]
+    assert list(run(engine)) == ["4", "8", "12"]
+    assert engine.requests == {}
+    assert engine.stats().num_preemptions_recompute > 0
+
+
+def test_a_rank_may_change_from_step_to_step(make: MakeEngine) -> None:
+    """The latest request first, until one has waited for 3 steps."""
+    engine = make(max_num_seqs=1)
+    arrivals = {str(i): i for i in range(4)}
+    engine.scheduler.rank = lambda request: (engine.num_steps < 3, -arrivals[request.request_id])
+    for name in arrivals:
+        engine.add_request(name, tokens(10 * arrivals[name], 4), params(3))
+    assert list(run(engine)) == ["3", "2", "1", "0"]
 
 
 def test_an_interrupted_fork_still_fits(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

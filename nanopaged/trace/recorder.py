@@ -146,7 +146,7 @@ class Recorder:
     def _line(self, batch: ScheduledBatch) -> dict[str, Any]:
         """The fields of a line. Empty ones are left out, but not a queue that has become empty."""
         scheduler, manager = self.scheduler, self.manager
-        running, waiting = list(scheduler.running), list(scheduler.waiting.values())
+        running, waiting = list(scheduler.running), sorted(scheduler.waiting.values(), key=scheduler.rank)
         line: dict[str, Any] = {"time": round(time.monotonic() - self.start, 6)}
         newly_waiting = []
         if waiting != self.waiting:
