@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanopaged import LLM, SamplingParams
+from nanopaged.model import model_config
 from nanopaged.model.checkpoint import TINY_MODEL, read_eos_token_ids
 from nanopaged.model.layers import rotary_frequencies
-from nanopaged.model.model_config import LIMITS, MAY_BE_NULL, read_model_config
+from nanopaged.model.model_config import LIMITS, MAY_BE_NULL, Family, read_model_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
@@ -332,8 +333,21 @@ def test_a_window_in_a_llama(tmp_path: Path) -> None:
     """Its class knows no such field, but transformers' cache then drops what lies before the window."""
     make_checkpoint("llama", tmp_path)
     edit_config(tmp_path, lambda c: c.update(sliding_window=8))
-    with pytest.raises(ValueError, match="sliding_attention"):
+    with pytest.raises(ValueError, match="sliding_window 8"):
         LLM(tmp_path, num_blocks=8)
+
+
+def test_a_window_that_is_its_familys_default(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row in the table makes a family. Mistral's config has a window even if the file does not say so."""
+    monkeypatch.setitem(model_config.FAMILIES, "mistral", Family("MistralForCausalLM"))
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    edit_config(folder, lambda c: c.update(mistral))
+    edit_config(folder, lambda c: c.pop("layer_types", None))
+    edit_config(folder, lambda c: c.pop("sliding_window", None))
+    with pytest.raises(ValueError, match="sliding_window 4096"):
+        read_model_config(folder)
+    edit_config(folder, lambda c: c.update(sliding_window=None))
+    assert read_model_config(folder).num_layers == 2
 
 
 def edit_weights(folder: Path, edit: Callable[[dict], object]) -> None:

@@ -16,10 +16,27 @@ from transformers import AutoConfig
 
 from nanopaged.config import DTYPES
 
-FAMILIES = {  # model_type → its architecture that generates text
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+
+@dataclass(frozen=True)
+class Family:
+    """How a family of models differs from Llama.
+
+    Fields:
+        architecture: the name of its model that generates text.
+        qkv_bias, o_bias: None is what the config says (`attention_bias`).
+        qk_norm: RMSNorm of each head of q and k.
+    """
+
+    architecture: str
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    qk_norm: bool = False
+
+
+FAMILIES = {  # model_type → family
+    "llama": Family("LlamaForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, o_bias=False),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
 }
 
 # Numbers are above 0 and at most this, and whole if the limit is. Token ids and positions pass through
@@ -68,10 +85,10 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: Llama3Scaling | None
     max_position_embeddings: int
-    qkv_bias: bool  # always in Qwen2, sometimes in Llama
+    qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool  # Qwen3: RMSNorm of each head of q and k
+    qk_norm: bool  # see `Family`
     tie_word_embeddings: bool  # the output projection uses the embedding's weights
     dtype: str  # the checkpoint's, e.g. "bfloat16"
 
@@ -134,7 +151,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         hf = AutoConfig.for_model(**raw)
     except Exception as error:  # the message of transformers says what is wrong
         raise ValueError(f"{file} cannot be used: {error}") from error
-    family, num_heads = hf.model_type, hf.num_attention_heads
+    family, num_heads = FAMILIES[hf.model_type], hf.num_attention_heads
     num_kv_heads = hf.num_key_value_heads or num_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // num_heads
     if num_heads % num_kv_heads or head_dim % 2 or head_dim == 0:
@@ -142,13 +159,11 @@ def read_model_config(folder: Path) -> ModelConfig:
             f"{file} has num_attention_heads {num_heads}, num_key_value_heads {num_kv_heads} and head_dim "
             f"{head_dim}, but the first must be a multiple of the second, and head_dim even"
         )
-    window = getattr(hf, "sliding_window", None)  # of all layers, if there are no layer_types
-    types = getattr(hf, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
-    if others := set(types) - {"full_attention"}:
-        raise ValueError(
-            f"{file} has layers of type {others} and sliding_window {window}, but only 'full_attention' is "
-            "supported"
-        )
+    window = getattr(hf, "sliding_window", None)  # a family's default, even if the file has none
+    others = sorted(set(getattr(hf, "layer_types", None) or ()) - {"full_attention"})
+    if others or window is not None:
+        what = f"layers of type {others}" if others else f"sliding_window {window}"
+        raise ValueError(f"{file} has {what}, but only full attention is supported")
     attention_bias = bool(getattr(hf, "attention_bias", False))
     return ModelConfig(
         vocab_size=hf.vocab_size,
@@ -162,10 +177,10 @@ def read_model_config(folder: Path) -> ModelConfig:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         max_position_embeddings=hf.max_position_embeddings,
-        qkv_bias=family == "qwen2" or attention_bias,
-        o_bias=family != "qwen2" and attention_bias,
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=bool(getattr(hf, "mlp_bias", False)),
-        qk_norm=family == "qwen3",
+        qk_norm=family.qk_norm,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
     )
@@ -173,11 +188,12 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 def _refuse_unsupported(raw: dict[str, Any], file: Path) -> None:
     model_type, architectures = raw.get("model_type"), raw.get("architectures")
-    supported = FAMILIES.get(str(model_type))
-    if supported is None or architectures not in (None, [], supported, [supported]):
+    family = FAMILIES.get(str(model_type))
+    if family is None or architectures not in (None, [], family.architecture, [family.architecture]):
+        supported = ", ".join(each.architecture for each in FAMILIES.values())
         raise ValueError(
             f"{file} has architectures {architectures!r} and model_type {model_type!r}, which is not "
-            f"supported; supported are {', '.join(FAMILIES.values())}, each with its own model_type"
+            f"supported; supported are {supported}, each with its own model_type"
         )
     quantised = raw.get("quantization_config")
     if quantised:
