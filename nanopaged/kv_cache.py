@@ -115,12 +115,25 @@ class KVCache:
         """Views of one layer's K and V, each [num_blocks, num_kv_heads, block_size, head_dim]."""
         return self.data[:, layer, 0], self.data[:, layer, 1]
 
+    def encode(self, kv: Tensor) -> Tensor:
+        """K or V [..., head_dim] of tokens → what is stored of it in a slot [..., slot width].
+
+        Backends pass all K/V through `encode` before they store it, and through `decode` after they read it.
+        Here both change nothing; a quantised cache would have its arithmetic in them. (The Triton decode
+        kernel reads slots without `decode`.)
+        """
+        return kv
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """What is stored in slots [..., slot width] → K or V [..., head_dim]; see `encode`."""
+        return stored
+
     def head_blocks(self, layer: int) -> Tensor:
         """The cache as rows, one for each head block, from this layer on: [num_rows, block_size · head_dim].
 
         `head_block_ids` gives the rows of a block.
         """
-        rows = self.data.view(-1, self.block_size * self.shape.head_dim)
+        rows = self.data.view(-1, self.block_size * self.data.shape[-1])
         return rows[layer * 2 * self.shape.num_kv_heads :]
 
     def head_block_ids(self, blocks: Tensor) -> Tensor:

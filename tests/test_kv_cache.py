@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import Oracle, random_prompts
 
+from nanopaged import LLM, SamplingParams
 from nanopaged.kv_cache import KVCache, KVShape
 
 CPU = torch.device("cpu")
@@ -33,6 +35,22 @@ def test_the_order_of_moves_within_a_step() -> None:
     cache.move_blocks(swap_out=[(1, 1)], swap_in=[(0, 1)], copies=[(1, 2)])
     assert (cache.host[1] == 1.0).all()
     assert (cache.data[1:] == 7.0).all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_all_kv_is_encoded_and_decoded(qwen3: Oracle, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With K/V stored back to front the tokens are the same: prompts whole and in chunks, found in the cache,
+    and decodes. So no reader or writer of slots leaves one of the two out."""
+    monkeypatch.setattr(KVCache, "encode", lambda self, kv: kv.flip(-1))
+    monkeypatch.setattr(KVCache, "decode", lambda self, stored: stored.flip(-1))
+    config = {"dtype": "float32", "num_blocks": 30, "max_num_batched_tokens": 30, "block_size": 8}
+    llm = LLM(qwen3.folder, attention_backend=backend, **config)
+    params = SamplingParams(temperature=0, max_tokens=10)
+    prompts = random_prompts(3, seed=1)
+    for _ in range(2):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == [qwen3.greedy(p, 10) for p in prompts]
+    assert llm.engine.stats().prefix_cache_hits > 0
 
 
 def test_block_major_blocks_are_contiguous() -> None:

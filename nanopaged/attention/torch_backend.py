@@ -56,6 +56,7 @@ class TorchAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One layer: store all new K/V, then decode the first `num_decodes` tokens, and prefill the rest."""
         n = self.num_decodes
+        k, v = self.cache.encode(k), self.cache.encode(v)
         self.store(layer, k, v)
         if n == len(q):
             return self.decode(layer, q)
@@ -71,7 +72,7 @@ class TorchAttention:
         self.blocks, self.offsets = to_device(indices, self.device)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write k, v [num_tokens, num_kv_heads, head_dim] of the whole batch to their slots."""
+        """Write the encoded k, v [num_tokens, num_kv_heads, head_dim] of the whole batch to their slots."""
         k_cache, v_cache = self.cache.layer(layer)
         k_cache[self.blocks, :, self.offsets] = k
         v_cache[self.blocks, :, self.offsets] = v
@@ -126,7 +127,7 @@ class TorchAttention:
         # [2, num_rows, num_kv_heads, blocks in a row], so that the keys of a row and head lie together
         head_blocks = self.cache.head_block_ids(blocks).transpose(2, 3)
         is_key = is_key[:, None, None]
-        integer = {2: torch.int16, 4: torch.int32}[self.cache.data.element_size()]
+        integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[self.cache.data.element_size()]
         bits = -is_key.to(integer).mT  # the integer -1 has all bits set
         bias = torch.where(is_key, 0.0, -math.inf)
         row_bytes = blocks.shape[1] * self.cache.data[0, 0].nbytes
@@ -161,10 +162,10 @@ class TorchAttention:
         for tile in self.tiles:
             ids = tile.head_blocks
             kv = torch.index_select(pool, 0, ids, out=self.buffer[: len(ids)])
-            kv = kv.view(2, len(tile.row_seq), num_kv_heads, -1, head_dim)
+            kv = kv.view(2, len(tile.row_seq), num_kv_heads, tile.bits.shape[2], -1)
             # Slots without a key may hold NaN, and NaN · 0 = NaN: K and V are zeroed there as well as masked.
             kv[:, tile.last].view(tile.bits.dtype).bitwise_and_(tile.bits)
-            keys, values = kv  # each [rows, num_kv_heads, keys in a row, head_dim]
+            keys, values = self.cache.decode(kv)  # each [rows, num_kv_heads, keys in a row, head_dim]
             scores = torch.matmul(q.index_select(0, tile.row_seq), keys.mT).float().mul_(LOG2_E)
             scores[tile.last] += tile.bias
             torch.amax(scores, -1, keepdim=True, out=m[tile.rows])
@@ -193,7 +194,7 @@ class TorchAttention:
             start += query_len
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of all tokens of the prefills: q [num_tokens, num_heads, head_dim], new k, v → out.
+        """Attention of all tokens of the prefills: q [num_tokens, num_heads, head_dim], encoded k, v → out.
 
         A prefill without a cached context reads the new k, v directly; else its blocks are gathered first.
         """
@@ -206,7 +207,7 @@ class TorchAttention:
             else:
                 keys = gather_context(k_cache, table, context_len)
                 values = gather_context(v_cache, table, context_len)
-            out[tokens] = causal_attention(q[tokens], keys, values)
+            out[tokens] = causal_attention(q[tokens], self.cache.decode(keys), self.cache.decode(values))
         return out
 
 

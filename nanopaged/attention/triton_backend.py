@@ -36,7 +36,7 @@ class TritonAttention(TorchAttention):
         self.slot_mapping = to_device(metadata.slot_mapping, self.device)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write k, v [num_tokens, num_kv_heads, head_dim] of the whole batch to their slots."""
+        """Write the encoded k, v [num_tokens, num_kv_heads, head_dim] of the whole batch to their slots."""
         store_kv(k, v, *self.cache.layer(layer), self.slot_mapping)
 
     def begin_decodes(self, metadata: AttentionMetadata) -> None:
