@@ -42,6 +42,7 @@ class Asked:
     params: Params
     arrival: int
     aborted_after: int | None = None
+    salt: str | None = None
 
     def most_blocks(self, block_size: int) -> int:
         """The most blocks that it can need: full blocks of the prompt are shared, other blocks are not."""
@@ -77,6 +78,7 @@ class Workload:
     preemption: str  # as in EngineConfig, or "directed": see `forked`
     watermark: float
     max_num_seqs: int
+    order: str  # "arrival" | "random": each request has another rank in each step
     faults: list[Fault]
     requests: list[Asked]
 
@@ -171,8 +173,9 @@ def mixed(seed: int, model: str = "fake") -> Workload:
             prompt += rng.choices(vocabulary.prompt_tokens, k=max(0, longest - len(prompt)))
         asked = Asked(prompt, params, rng.randint(0, 8), rng.choice([None, None, rng.randint(0, 30)]))
         requests.append(asked)
-        if rng.random() < 0.2:  # a twin
-            requests.append(Asked(prompt, params, asked.arrival, rng.choice([None, asked.aborted_after])))
+        if rng.random() < 0.2:  # a twin, sometimes with a salt
+            aborted_after, salt = rng.choice([None, asked.aborted_after]), rng.choice([None, "x", "y"])
+            requests.append(Asked(prompt, params, asked.arrival, aborted_after, salt))
     most = max(asked.most_blocks(block_size) for asked in requests)
     return Workload(
         seed=seed,
@@ -186,6 +189,7 @@ def mixed(seed: int, model: str = "fake") -> Workload:
         preemption=rng.choice(["swap", "swap", "recompute", "auto", "directed"]),
         watermark=rng.choice([0.0, 0.05, 0.3]),
         max_num_seqs=rng.randint(4, 12),
+        order=rng.choice(["arrival", "arrival", "random"]),
         faults=draw_faults(rng, 12),
         requests=requests,
     )
@@ -240,6 +244,7 @@ def forked(seed: int) -> Workload:
         preemption="directed",
         watermark=0.0,
         max_num_seqs=12,
+        order=rng.choice(["arrival", "arrival", "random"]),
         faults=draw_faults(rng, 60) if rng.random() < 0.5 else [],
         requests=requests,
     )

@@ -141,6 +141,14 @@ def test_bad_sampling_params(field: str, value: object, error: type, message: st
         ({}, ValueError, "a prompt as a dict has"),
         ({"prompt": None}, TypeError, "a prompt is a str or a list of token ids, got NoneType"),
         ({"prompt": 5, "prompt_token_ids": [1]}, ValueError, "a prompt as a dict has"),
+        ({"cache_salt": "x"}, TypeError, "a prompt is a str or a list of token ids, got NoneType"),
+        (
+            {"prompt_token_ids": [1], "cache_salt": ""},
+            ValueError,
+            "cache_salt must be a text that is not empty",
+        ),
+        ({"prompt_token_ids": [1], "cache_salt": 5}, ValueError, "cache_salt must be a text .* got 5"),
+        ({"prompt_token_ids": [1], "cache_salt": "\ud800"}, ValueError, "surrogates not allowed"),
         (torch.tensor(5), TypeError, "a prompt is a str or a list of token ids"),
         ([1] * MAX_MODEL_LEN, ValueError, f"{MAX_MODEL_LEN} tokens, but max_model_len is {MAX_MODEL_LEN}"),
         ([1] * 60, ValueError, r"may need 9 blocks of 8 slots, but the whole pool has 8"),
@@ -303,10 +311,10 @@ def test_scores_that_are_not_finite_are_an_error(llm: LLM) -> None:
     model.logits = lambda hidden: type(model).logits(model, hidden) * math.nan
     for params in (GREEDY, SamplingParams(), BeamSearchParams(beam_width=2)):
         engine.add_request("sick", [1, 2, 3], params)
-        with pytest.raises(FloatingPointError, match="request 'sick' at position 3 are not finite"):
+        with pytest.raises(FloatingPointError, match="request 'sick' at position 3 are not finite") as caught:
             engine.step()
         engine.check_invariants()
-        engine.abort_request("sick")
+        engine.abort_request(caught.value.request_id)
     del model.logits
     assert engine.stats().num_used_blocks == 0
 

@@ -96,6 +96,9 @@ class Run:
         self.workload, self.model = workload, workload.model
         self.rng = random.Random(workload.seed)
         self.engine = make_engine(self.model, workload.config())
+        if workload.order == "random":
+            ranks = random.Random(workload.seed)
+            self.engine.scheduler.rank = lambda request: ranks.random()
         start_over = self.engine.scheduler.start_over
         self.engine.scheduler.start_over = lambda requests: self.interrupted_once(start_over, requests)
         self.alone = [run_alone(self.model, asked.prompt, asked.params) for asked in workload.requests]
@@ -126,8 +129,9 @@ class Run:
 
     def add(self, i: int, asked: Asked) -> None:
         self.happened["add"] += 1
+        prompt = {"prompt_token_ids": asked.prompt, "cache_salt": asked.salt}
         while str(i) not in self.engine.requests:  # a fault may come before or after it is queued
-            self.attempt(lambda: self.engine.add_request(str(i), asked.prompt, asked.params))
+            self.attempt(lambda: self.engine.add_request(str(i), prompt, asked.params))
 
     def abort(self, i: int) -> None:
         while str(i) in self.engine.requests:
@@ -351,7 +355,7 @@ def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
 def test_close_calls_are_told_from_wrong_tokens(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another token is wrong, unless all counts as a rounding error: then the random number is 0 or 1."""
     asked = Asked([5, 6, 7], SamplingParams(n=2, temperature=temperature, seed=1, max_tokens=6), 0)
-    run = Run(Workload(0, "tiny", 16, 8, 0, 64, True, True, "recompute", 0.0, 4, [], [asked]))
+    run = Run(Workload(0, "tiny", 16, 8, 0, 64, True, True, "recompute", 0.0, 4, "arrival", [], [asked]))
     whole = run.alone[0].outputs[1]
     wrong = replace(whole, token_ids=[*whole.token_ids[:3], 0])
     assert not run.is_close_call(asked, whole, whole)
@@ -377,7 +381,7 @@ def test_a_failing_workload_prints_code_that_fails_again(monkeypatch: pytest.Mon
 def test_the_fake_model_notices_a_wrong_block() -> None:
     """The tests above rely on it: the fake runner must notice if a sequence reads a wrong block."""
     asked = Asked([1, 2, 0, 1], SamplingParams(max_tokens=8, ignore_eos=True), 0)
-    workload = Workload(0, "fake", 2, 20, 0, 8, True, True, "recompute", 0.0, 4, [], [asked])
+    workload = Workload(0, "fake", 2, 20, 0, 8, True, True, "recompute", 0.0, 4, "arrival", [], [asked])
     run = Run(workload)
     run.add(0, asked)
     run.step()
