@@ -137,7 +137,7 @@ class LLM:
                 suppress(KeyboardInterrupt),
             ):  # a second Ctrl-C must not leave some of them queued
                 while self._dropped:
-                    request = self._dropped[-1]
+                    request = self._dropped[0]
                     if self.engine.requests.get(request.request_id) is request:
                         self.engine.abort_request(request.request_id)
                     self._dropped.remove(request)
