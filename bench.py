@@ -1,7 +1,8 @@
-"""Throughput: output tokens per second on random requests, in nanopaged and, for comparison, in transformers.
+"""Throughput: output tokens per second on random requests, in nanopaged and, for comparison, in its peers.
 
     python bench.py                             nanopaged alone; a minute or two on a CPU
     python bench.py --baseline hf --repeat 3    transformers as well, on the same requests and weights
+    python bench.py --baseline vllm --peer-python vllm-venv/bin/python --threads 1    vLLM, on the same
 
 All requests arrive at once. Decoding is greedy and ignores end-of-sequence, so every request generates
 exactly the number of tokens that was drawn for it. The rate is the sum of these numbers over the wall time,
@@ -18,12 +19,16 @@ import gc
 import inspect
 import json
 import logging
+import os
 import platform
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # torch and transformers take seconds to load, so they are imported once the arguments have been read.
@@ -54,6 +59,7 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {  # on CUDA, elsewhere
     "static": ([64], [8, 16]),
 }
 Requests = list[tuple[list[int], int]]  # (prompt's token ids, tokens to generate)
+Times = tuple[float, float]  # (seconds, CPU seconds of all threads)
 
 
 # ── the command line ──────────────────────────────────────────────────────────────────────────────
@@ -84,13 +90,15 @@ def read_arguments() -> argparse.Namespace:
         add(name, "lengths are drawn uniformly between minimum and maximum", type=positive, metavar="TOKENS")
     parser.add_argument("--seed", type=int, default=0, help="of the requests and the weights")
     parser.add_argument("--repeat", type=positive, default=1, help="rounds; the median counts")
-    parser.add_argument("--baseline", choices=["hf"], help="also run transformers")
+    parser.add_argument("--baseline", choices=["hf", "vllm"], help="also run transformers, or vLLM")
+    parser.add_argument("--peer-python", default=sys.executable, help="the Python that has vLLM installed")
     add("static", "batch sizes for transformers' generate, and all at once", type=positive, nargs="*")
     add("budget", "tokens in a step (max_num_batched_tokens)", type=positive)
     parser.add_argument("--block-size", type=positive, default=16, help="tokens in a block")
     parser.add_argument("--max-num-seqs", type=positive, default=256, help="sequences in a step")
     parser.add_argument("--backend", default="auto", help="attention_backend")
     parser.add_argument("--eager", action="store_true", help="run without CUDA graphs")
+    parser.add_argument("--threads", type=positive, help="of all sides, on a CPU; default: torch's choice")
     parser.add_argument("--json", action="store_true", help="print the results as JSON in the last line")
     given = vars(parser.parse_args())
 
@@ -102,7 +110,19 @@ def read_arguments() -> argparse.Namespace:
         least, most = getattr(args, f"min_{what}"), getattr(args, f"max_{what}")
         if least > most:
             parser.error(f"--min-{what} is {least}, but --max-{what} is only {most}")
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     return args
+
+
+def times() -> Times:
+    """Now."""
+    return time.perf_counter(), time.process_time()
+
+
+def since(began: Times) -> Times:
+    """What has passed since then."""
+    return time.perf_counter() - began[0], time.process_time() - began[1]
 
 
 def positive(text: str) -> int:
@@ -167,9 +187,9 @@ def run_nanopaged(model: str, requests: Requests, args: argparse.Namespace) -> d
     llm.generate(warm_up, SamplingParams(max_tokens=3), use_tqdm=False)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests]
     before = llm.engine.stats()
-    began = time.perf_counter()
+    began = times()
     outputs = llm.generate([prompt for prompt, _ in requests], params)
-    seconds = time.perf_counter() - began
+    seconds, cpu_seconds = since(began)
     after = llm.engine.stats()
 
     num_output, num_prompt = sum(n for _, n in requests), sum(len(prompt) for prompt, _ in requests)
@@ -178,6 +198,7 @@ def run_nanopaged(model: str, requests: Requests, args: argparse.Namespace) -> d
     preemptions = after.num_preemptions_swap + after.num_preemptions_recompute
     return {
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "output_tokens_per_second": num_output / seconds,
         "total_tokens_per_second": (num_prompt + num_output) / seconds,
         "time_to_first_token": first,
@@ -249,8 +270,8 @@ def load_hf(model: str, args: argparse.Namespace) -> transformers.PreTrainedMode
     return hf
 
 
-def run_static(model: str, requests: Requests, args: argparse.Namespace, size: int) -> float:
-    """Output tokens per second of `generate` on left-padded batches, in order of arrival.
+def run_static(model: str, requests: Requests, args: argparse.Namespace, size: int) -> Times:
+    """The time of `generate` on left-padded batches, in order of arrival.
 
     A batch runs until its longest output is done; tokens beyond a request's own length do not count.
     """
@@ -258,7 +279,7 @@ def run_static(model: str, requests: Requests, args: argparse.Namespace, size: i
     from tqdm import tqdm
 
     hf = load_hf(model, args)
-    began = time.perf_counter()
+    began = times()
     for i in tqdm(range(0, len(requests), size), desc=f"static {size}"):
         prompts, lengths = zip(*requests[i : i + size], strict=True)
         longest = max(map(len, prompts))
@@ -272,11 +293,11 @@ def run_static(model: str, requests: Requests, args: argparse.Namespace, size: i
             do_sample=False,
             pad_token_id=0,
         )
-    return sum(n for _, n in requests) / (time.perf_counter() - began)
+    return since(began)
 
 
-def run_continuous(model: str, requests: Requests, args: argparse.Namespace) -> float:
-    """Output tokens per second of transformers' own continuous batching.
+def run_continuous(model: str, requests: Requests, args: argparse.Namespace) -> Times:
+    """The time of transformers' own continuous batching.
 
     On a GPU it chooses the size of its pool; elsewhere the pool has room for all requests.
     """
@@ -290,7 +311,7 @@ def run_continuous(model: str, requests: Requests, args: argparse.Namespace) -> 
         size_name = "page_size" if "page_size" in known else "block_size"  # its name in earlier versions
         options |= {size_name: 32, "num_blocks": sum((len(p) + n) // 32 + 2 for p, n in requests)}
     generation = transformers.GenerationConfig(do_sample=False, max_new_tokens=max(n for _, n in requests))
-    began = time.perf_counter()
+    began = times()
     with hf.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=ContinuousBatchingConfig(**options)
     ) as manager:
@@ -304,7 +325,62 @@ def run_continuous(model: str, requests: Requests, args: argparse.Namespace) -> 
             if result is None and not manager.is_running():
                 raise RuntimeError("transformers' continuous batching stopped before the requests were done")
             num_done += result is not None and result.is_finished()
-    return sum(n for _, n in requests) / (time.perf_counter() - began)
+    return since(began)
+
+
+# ── vLLM ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_vllm(model: str, requests: Requests, args: argparse.Namespace) -> Times:
+    """The time of vLLM, in a process of --peer-python."""
+    import torch
+
+    settings = {name: getattr(args, name) for name in ("dtype", "budget", "max_num_seqs", "eager")}
+    threads = torch.get_num_threads()
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB, as nanopaged's default
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that its CPU seconds are all
+    }
+    job = json.dumps({"model": str(model), "requests": requests, "settings": settings})
+    done = subprocess.run(
+        [args.peer_python, "-c", "import bench; bench.serve_vllm()"],
+        cwd=Path(__file__).parent,
+        env=os.environ | environment,
+        input=job,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"vLLM failed in {args.peer_python}: is it installed there? Its output is above.")
+    seconds, cpu_seconds = json.loads(done.stdout.splitlines()[-1])
+    return seconds, cpu_seconds
+
+
+def serve_vllm() -> None:
+    """In the process of `run_vllm`: read a job, run it, and print its `Times` as the last line."""
+    import vllm
+
+    job = json.load(sys.stdin)
+    settings, requests = job["settings"], job["requests"]
+    llm = vllm.LLM(
+        job["model"],
+        dtype=settings["dtype"],
+        max_num_batched_tokens=settings["budget"],
+        max_num_seqs=settings["max_num_seqs"],
+        enforce_eager=settings["eager"],
+        enable_prefix_caching=True,
+        skip_tokenizer_init=True,
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+    warm_up = [{"prompt_token_ids": [1, *prompt[1:]]} for prompt, _ in requests[:4]]
+    llm.generate(warm_up, vllm.SamplingParams(max_tokens=3, detokenize=False))
+    options = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    params = [vllm.SamplingParams(max_tokens=n, **options) for _, n in requests]
+    began = times()
+    llm.generate(prompts, params)
+    print(json.dumps(since(began)), flush=True)
 
 
 # ── the report ────────────────────────────────────────────────────────────────────────────────────
@@ -325,11 +401,12 @@ def print_run(run: dict[str, Any], bandwidth: float) -> None:
         print(f"{name:40} " + " ".join(f"{value:8.1f}" for value in values))
 
 
-def print_rates(rates: dict[str, list[float]]) -> None:
+def print_rates(rates: dict[str, list[float]], cpu_seconds: dict[str, list[float]]) -> None:
     """Output tokens per second of each side, and the ratio to the best peer, round by round."""
-    print(f"{'output tokens/s':40} {'median':>8} {'least':>8} {'most':>8}")
+    print(f"{'output tokens/s':40} {'median':>8} {'least':>8} {'most':>8} {'CPU seconds':>12}")
     for name, runs in rates.items():
-        print(f"{name:40} {statistics.median(runs):8.1f} {min(runs):8.1f} {max(runs):8.1f}")
+        cpu = statistics.median(cpu_seconds[name])
+        print(f"{name:40} {statistics.median(runs):8.1f} {min(runs):8.1f} {max(runs):8.1f} {cpu:12.1f}")
     ours, *peers = rates
     if peers:
         best = max(peers, key=lambda name: statistics.median(rates[name]))
@@ -365,25 +442,30 @@ def main() -> None:
 
     runs: list[dict[str, Any]] = []
     rates: dict[str, list[float]] = {}
+    cpu_seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or folder
         if args.model is None:
             save_random_weights(config, args, folder)
 
-        def run_ours() -> float:
+        def run_ours() -> Times:
             runs.append(run_nanopaged(model, requests, args))
-            return runs[-1]["output_tokens_per_second"]
+            return runs[-1]["seconds"], runs[-1]["cpu_seconds"]
 
-        sides: dict[str, Callable[[], float]] = {"nanopaged": run_ours}
+        sides: dict[str, Callable[[], Times]] = {"nanopaged": run_ours}
         if args.baseline == "hf":
             # Sizes of at least the number of requests all give the same single batch: it is run once.
             for size in sorted({min(size, len(requests)) for size in (*args.static, len(requests))}):
                 name = f"transformers, static batches of {size}"
                 sides[name] = lambda size=size: run_static(model, requests, args, size)
             sides["transformers, continuous"] = lambda: run_continuous(model, requests, args)
+        elif args.baseline == "vllm":
+            sides["vLLM"] = lambda: run_vllm(model, requests, args)
         for _ in range(args.repeat):  # the sides take turns, so that a slow minute of the machine slows all
             for name, side in sides.items():
-                rates.setdefault(name, []).append(side())
+                seconds, cpu = side()
+                rates.setdefault(name, []).append(num_output / seconds)
+                cpu_seconds.setdefault(name, []).append(cpu)
                 print(f"{name}: {rates[name][-1]:.1f} output tokens/s", flush=True)
                 gc.collect()  # free this side's memory for the next one
                 torch.cuda.empty_cache()
@@ -391,10 +473,11 @@ def main() -> None:
     run = sorted(runs, key=lambda run: run["seconds"])[len(runs) // 2]
     run["bytes_read"] = bytes_read(config, requests, run["steps"], getattr(torch, args.dtype).itemsize)
     print_run(run, copy_bandwidth())
-    print_rates(rates)
+    print_rates(rates, cpu_seconds)
     if args.json:
         settings = {name: value for name, value in vars(args).items() if name != "json"}
-        print(json.dumps({"machine": machine(), "settings": settings, "rates": rates, **run}))
+        all_sides = {"rates": rates, "cpu_seconds_of": cpu_seconds}
+        print(json.dumps({"machine": machine(), "settings": settings, **run, **all_sides}))
 
 
 if __name__ == "__main__":

@@ -123,8 +123,40 @@ def test_bench_beside_transformers() -> None:
     )
     median, *rounds = map(float, found.groups())
     assert min(rounds) - 0.01 <= median <= max(rounds) + 0.01
-    rows = re.findall(r"^(nanopaged|transformers, [a-z 0-9]+) +[\d.]+ +[\d.]+ +[\d.]+$", printed, re.M)
+    rows = re.findall(
+        r"^(nanopaged|transformers, [a-z 0-9]+) +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+$", printed, re.M
+    )
     assert len(rows) == 4
+
+
+FAKE_VLLM = """
+import os, sys, time
+from types import SimpleNamespace as SamplingParams
+
+class LLM:
+    def __init__(self, model, **options):
+        assert os.path.exists(os.path.join(model, "config.json"))
+        assert options["dtype"] == "float32" and os.environ["OMP_NUM_THREADS"] == "1"
+    def generate(self, prompts, params):
+        print("a line of vLLM's own")
+        if isinstance(params, list):
+            assert len(prompts) == len(params) == 3 and all(each.ignore_eos for each in params)
+            time.sleep(0.5)
+"""
+
+
+def test_bench_beside_vllm(tmp_path: Path) -> None:
+    """vLLM itself is not installed here: a module of its name takes its place, and sleeps half a second."""
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    small = ["--shape", "test", "--requests", "3", *LENGTHS, "--baseline", "vllm", "--threads", "1", "--json"]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    line = json.loads(run("bench.py", *small, PYTHONPATH=path).splitlines()[-1])
+    (rate,) = line["rates"]["vLLM"]
+    num_output = line["output_tokens_per_second"] * line["seconds"]
+    assert 0 < rate < num_output / 0.5
+    assert len(line["cpu_seconds_of"]["vLLM"]) == 1
+    (tmp_path / "vllm.py").write_text("raise ImportError")
+    assert "vLLM failed in" in run("bench.py", *small, status=1, PYTHONPATH=path)
 
 
 def test_bench_for_machines() -> None:
