@@ -189,7 +189,9 @@ class BlockManager:
         copies = []
         for seq in sequences:
             first = (seq.num_tokens - 1) // size  # as in `blocks_to_grow`
-            if first < len(seq.block_table) and self.blocks[seq.block_table[first]].ref_count > 1:
+            is_written = seq.num_computed_tokens < seq.num_tokens  # not if a beam waits for its siblings
+            is_shared = first < len(seq.block_table) and self.blocks[seq.block_table[first]].ref_count > 1
+            if is_written and is_shared:
                 src = seq.block_table[first]
                 seq.block_table[first] = self.take()
                 self.release(src)

@@ -453,6 +453,22 @@ def test_a_full_last_block_is_not_copied() -> None:
     assert parent.block_table[1] != child.block_table[1]
 
 
+def test_a_beam_that_waits_for_its_siblings_writes_nothing() -> None:
+    """Its last block is full and published, and another request has found it; the pool has no block left."""
+    manager = BlockManager(num_blocks=4, block_size=2)
+    waiting, sibling = family([1, 2, 3, 4], [1, 2, 5, 6])
+    assert manager.allocate([waiting, sibling])
+    compute(manager, waiting)
+    compute(manager, sibling, 3)
+    other = sequence(1, 2, 3, 4, 7)
+    assert manager.allocate([other])
+    assert other.block_table[:2] == waiting.block_table
+    assert manager.num_free_blocks == 0
+    table = list(waiting.block_table)
+    assert manager.append_slots([waiting, sibling]) == []
+    assert waiting.block_table == table
+
+
 def test_out_of_blocks_for_a_copy_changes_nothing() -> None:
     manager = BlockManager(2, 4)
     parent = admit(manager, 1, 2, 3, 4, 5, 6)
