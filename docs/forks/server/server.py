@@ -1,0 +1,236 @@
+"""An HTTP server with OpenAI's API: completions and chat, streamed or whole.
+
+    python docs/forks/server/server.py Qwen/Qwen3-0.6B --port 8000 --config '{"block_size": 32}'
+
+`EngineThread` decides when the engine is used. The functions after it translate JSON to requests, and outputs
+to JSON. Nothing here knows blocks or tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi import Request as Call  # a call may have several prompts; a request of the engine has one
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
+
+from nanopaged import LLM, EngineStats, RequestOutput, SamplingParams
+from nanopaged.sequence import Request
+
+Json = dict[str, Any]
+HARMLESS = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+TEXT_KEYS = {"text_completion": "text", "chat.completion": "message", "chat.completion.chunk": "delta"}
+
+
+class EngineThread:
+    """The one thread that uses the engine, and the queues that carry its outputs to the event loop.
+
+    The engine is not thread-safe, and a step must not block the event loop. So each use of the engine is a
+    job of a pool with one thread: adds and aborts wait in the pool's queue until the step is done. Everything
+    else here happens on the event loop, and needs no lock.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.engine, self.pool = llm, llm.engine, ThreadPoolExecutor(max_workers=1)
+        self.queues: dict[str, asyncio.Queue] = {}  # of the unfinished requests; those of a call share one
+        self.stepper: asyncio.Task | None = None
+
+    async def run(self, function: Callable, *args: Any) -> Any:
+        """The result of `function(*args)`, called between two steps."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
+
+    async def serve(self, requests: list[Request], receive: Callable) -> AsyncIterator[RequestOutput]:
+        """The outputs of a call's requests, as the steps make them. If one is dropped, an HTTPException."""
+        queue: asyncio.Queue[RequestOutput | HTTPException] = asyncio.Queue()
+        for request in requests:
+            self.queues[request.request_id] = queue
+            self.pool.submit(self.engine.queue, request)
+        if self.stepper is None or self.stepper.done():  # it ends in the instant in which it finds no queues
+            self.stepper = asyncio.create_task(self._step())
+        asyncio.create_task(self._drop_with_call(requests, receive))  # the connection keeps it alive
+        num_unfinished = len(requests)
+        while num_unfinished > 0:
+            output = await queue.get()
+            if isinstance(output, HTTPException):
+                raise output
+            num_unfinished -= output.finished
+            yield output
+
+    async def _step(self) -> None:
+        """Step until all requests are finished."""
+        while self.queues:
+            request_ids = list(self.queues)
+            try:
+                outputs = await self.run(self.engine.step)
+            except Exception as error:
+                culprit = getattr(error, "request_id", None)  # the others wait again, and lose no token
+                self.drop(request_ids if culprit is None else [culprit], f"{type(error).__name__}: {error}")
+                continue
+            for output in outputs:
+                if output.request_id in self.queues:  # else it was dropped while the step ran
+                    self.queues[output.request_id].put_nowait(output)
+                    if output.finished:
+                        del self.queues[output.request_id]
+
+    async def _drop_with_call(self, requests: list[Request], receive: Callable) -> None:
+        """ASGI's "disconnect" comes when the client has gone, or has its answer: nothing is left then."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.drop([request.request_id for request in requests], "the client has gone")
+
+    def drop(self, request_ids: Collection[str], reason: str) -> None:
+        """Abort those that are unfinished, and end their calls with an error."""
+        for request_id in request_ids:
+            if request_id in self.queues:
+                self.pool.submit(self.engine.abort_request, request_id)
+                self.queues.pop(request_id).put_nowait(HTTPException(500, reason))
+
+
+def make_requests(llm: LLM, call_id: str, is_chat: bool, body: Json) -> list[Request]:
+    """A request for each prompt, whose id ends in the index of its first choice: 0, n, 2n, …
+
+    `SamplingParams` refuses a field that it does not have, so only the harmless ones are ignored.
+    """
+    options = {name: value for name, value in body.items() if value is not None and name not in HARMLESS}
+    if any(options.pop(name, False) is not False for name in ("logprobs", "top_logprobs", "prompt_logprobs")):
+        raise ValueError("this server returns no log-probabilities")
+    salt = {"cache_salt": options.pop("cache_salt")} if "cache_salt" in options else {}
+    if is_chat:
+        if "chat_template" in (template_options := options.pop("chat_template_kwargs", {})):
+            raise ValueError("chat_template is refused: a template is a program, which may run for long")
+        prompts = [llm.chat_prompt(options.pop("messages", ()), template_options)]
+    else:
+        prompt = options.pop("prompt", "")
+        is_one = not isinstance(prompt, list) or all(isinstance(each, int) for each in prompt)
+        prompts = [prompt] if is_one else prompt
+        prompts = [{"prompt" if isinstance(each, str) else "prompt_token_ids": each} for each in prompts]
+    max_tokens = options.pop("max_tokens", None if is_chat else 16)  # None: as many as the model allows
+    params = SamplingParams(max_tokens=options.pop("max_completion_tokens", max_tokens), **options)
+    make = llm.engine.prompts.make_request
+    return [make(f"{call_id}-{i * params.n}", prompt | salt, params) for i, prompt in enumerate(prompts)]
+
+
+def new_choices(output: RequestOutput, key: str, sent: dict[int, tuple]) -> Iterator[Json]:
+    """A choice of the answer for each completion that has something new.
+
+    `sent` has the length of the text and the finish reason of each choice that was sent; it is updated here.
+    """
+    for index, completion in enumerate(output.outputs, int(output.request_id.rpartition("-")[2])):
+        before, state = sent.get(index, (0, None)), (len(completion.text), completion.finish_reason)
+        if state != before:
+            sent[index], text = state, completion.text[before[0] :]
+            message = {"content": text} if before[0] else {"role": "assistant", "content": text}
+            value = text if key == "text" else message
+            yield {"index": index, key: value, "finish_reason": completion.finish_reason}
+
+
+def usage_of(outputs: Collection[RequestOutput]) -> Json:
+    """Tokens of the prompts and of the completions."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    cached = {"cached_tokens": sum(output.num_cached_tokens for output in outputs)}
+    counts = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    return counts | {"prompt_tokens_details": cached}
+
+
+def error_of(error: HTTPException) -> Json:
+    """An error in OpenAI's format."""
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return {"error": {"message": error.detail, "type": kind, "param": None, "code": error.status_code}}
+
+
+async def events(outputs: AsyncIterator[RequestOutput], head: Json, with_usage: bool) -> AsyncIterator[str]:
+    """The answer as server-sent events: a chunk for each choice that has something new."""
+    last, sent = {}, {}
+    try:
+        async for output in outputs:
+            last[output.request_id] = output
+            for choice in new_choices(output, TEXT_KEYS[head["object"]], sent):
+                yield f"data: {json.dumps(head | {'choices': [choice]})}\n\n"
+        if with_usage:
+            yield f"data: {json.dumps(head | {'choices': [], 'usage': usage_of(last.values())})}\n\n"
+    except HTTPException as error:  # too late for a status
+        yield f"data: {json.dumps(error_of(error))}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def make_app(engine: EngineThread, model: str) -> FastAPI:
+    """The routes. `model` is the name that clients know."""
+    app = FastAPI()
+    app.state.engine = engine
+
+    @app.exception_handler(HTTPException)
+    async def refuse(_: Call, error: HTTPException) -> Response:
+        return JSONResponse(error_of(error), error.status_code)
+
+    @app.post("/v1/completions")
+    @app.post("/v1/chat/completions")
+    async def complete(call: Call) -> Response:
+        is_chat = call.url.path == "/v1/chat/completions"
+        call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}"
+        try:
+            body = await call.json()
+            if not isinstance(body, dict) or body.get("stream") not in (None, False, True):
+                raise TypeError("the body must be a JSON object, in which stream is true or false")
+            if (name := body.pop("model", model)) != model:
+                raise HTTPException(404, f"there is no model {name!r}: this server has {model!r}")
+            stream, stream_options = body.pop("stream", None), dict(body.pop("stream_options", None) or {})
+            requests = await engine.run(make_requests, engine.llm, call_id, is_chat, body)
+        except (TypeError, ValueError, TemplateError) as error:
+            raise HTTPException(400, str(error)) from error
+        kind = "chat.completion" + ".chunk" * bool(stream) if is_chat else "text_completion"
+        head = {"id": call_id, "object": kind, "created": int(time.time()), "model": model}
+        outputs = engine.serve(requests, call.receive)
+        if stream:
+            chunks = events(outputs, head, stream_options.get("include_usage", False))
+            return StreamingResponse(chunks, media_type="text/event-stream")
+        last = {output.request_id: output async for output in outputs}
+        choices = [choice for output in last.values() for choice in new_choices(output, TEXT_KEYS[kind], {})]
+        choices.sort(key=lambda choice: choice["index"])
+        return JSONResponse(head | {"choices": choices, "usage": usage_of(last.values())})
+
+    @app.get("/v1/models")
+    async def models() -> Json:
+        return {"object": "list", "data": [{"id": model, "object": "model", "owned_by": "nanopaged"}]}
+
+    @app.get("/health")
+    async def health() -> EngineStats:
+        return await engine.run(engine.engine.stats)
+
+    return app
+
+
+class Server(uvicorn.Server):
+    """Ctrl-C ends all calls; uvicorn alone would wait for their last tokens."""
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        engine = self.config.app.state.engine
+        engine.drop(list(engine.queues), "the server shuts down")
+        await super().shutdown(sockets)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", help="a folder or a hub id; without it, the model in the box")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--config", type=json.loads, default={}, help="options of EngineConfig, as JSON")
+    args = parser.parse_args()
+    app = make_app(EngineThread(LLM(args.model, **args.config)), args.model or "tiny")
+    with suppress(KeyboardInterrupt):  # which uvicorn raises after the shutdown
+        Server(uvicorn.Config(app, args.host, args.port, timeout_graceful_shutdown=5)).run()
+
+
+if __name__ == "__main__":
+    main()
