@@ -116,7 +116,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def times() -> Times:
-    """Now."""
+    """What the two clocks show now."""
     return time.perf_counter(), time.process_time()
 
 
@@ -344,22 +344,26 @@ def run_vllm(model: str, requests: Requests, args: argparse.Namespace) -> Times:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that its CPU seconds are all
     }
     job = json.dumps({"model": str(model), "requests": requests, "settings": settings})
-    done = subprocess.run(
-        [args.peer_python, "-c", "import bench; bench.serve_vllm()"],
-        cwd=Path(__file__).parent,
-        env=os.environ | environment,
-        input=job,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    if done.returncode != 0:
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench; bench.serve_vllm()"
+    try:
+        done = subprocess.run(
+            [args.peer_python, "-c", code],
+            env=os.environ | environment,
+            input=job,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    except OSError as error:
+        raise SystemExit(f"--peer-python {args.peer_python} cannot be run: {error}") from error
+    results = [line for line in done.stdout.splitlines() if line.startswith("Times ")]
+    if done.returncode != 0 or not results:
         raise SystemExit(f"vLLM failed in {args.peer_python}: is it installed there? Its output is above.")
-    seconds, cpu_seconds = json.loads(done.stdout.splitlines()[-1])
+    seconds, cpu_seconds = map(float, results[-1].split()[1:])
     return seconds, cpu_seconds
 
 
 def serve_vllm() -> None:
-    """In the process of `run_vllm`: read a job, run it, and print its `Times` as the last line."""
+    """In the process of `run_vllm`: read a job, run it, and print a line with its `Times`."""
     import vllm
 
     job = json.load(sys.stdin)
@@ -380,7 +384,7 @@ def serve_vllm() -> None:
     params = [vllm.SamplingParams(max_tokens=n, **options) for _, n in requests]
     began = times()
     llm.generate(prompts, params)
-    print(json.dumps(since(began)), flush=True)
+    print("Times", *since(began), flush=True)
 
 
 # ── the report ────────────────────────────────────────────────────────────────────────────────────

@@ -39,10 +39,13 @@ class NonFiniteLogits(FloatingPointError):
     """
 
     def __init__(self, request_id: str, position: int) -> None:
-        self.request_id = request_id
-        super().__init__(
-            f"the model's logits for request {request_id!r} at position {position} are not finite: abort the "
-            "request, or use a dtype with a wider range"
+        super().__init__(request_id, position)  # so that it can be pickled
+        self.request_id, self.position = request_id, position
+
+    def __str__(self) -> str:
+        return (
+            f"the model's logits for request {self.request_id!r} at position {self.position} are not finite: "
+            "abort the request, or use a dtype with a wider range"
         )
 
 

@@ -14,6 +14,7 @@ tensors: the model runner computes the `ScheduledBatch`.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
@@ -33,6 +34,7 @@ class Scheduler:
         rank: request → its place in the order of service, smallest first. The default is a policy, too: first
             come, first served. Another policy is another function, and may give a request a new rank in every
             step: `scheduler.rank = lambda request: request.num_prompt_tokens` serves short prompts first.
+            Equal ranks are served in order of arrival. It may be called more than once in a step.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.rank: Callable[[Request], Any] = attrgetter("arrival_time")
-        self.waiting: dict[str, Request] = {}  # request id → request, in any order
+        self.waiting: OrderedDict[str, Request] = OrderedDict()  # in order of arrival, preempted ones first
         self.running: list[Request] = []
         self.unreported: list[Request] = []  # finished in a step that then failed; the next step reports them
 
@@ -96,7 +98,7 @@ class Scheduler:
         prefills: list[Sequence] = []
         budget = self.max_num_batched_tokens
 
-        self.running.sort(key=self.rank)
+        self.running = sorted(self.running, key=self.rank)
         i = 0
         while i < len(self.running) and budget > 0:
             request = self.running[i]
@@ -164,6 +166,7 @@ class Scheduler:
             self.num_preemptions_recompute += 1
         request.num_preemptions += 1
         self.waiting[request.request_id] = request
+        self.waiting.move_to_end(request.request_id, last=False)
 
     def _admit(self, request: Request, budget: int, batch: ScheduledBatch) -> bool:
         """Move the first of the waiting requests to `running`; False if blocks or budget do not suffice.
@@ -260,11 +263,11 @@ class Scheduler:
         right wherever the step failed: while scheduling, computing or updating.
 
         Args:
-            requests: every unfinished request.
+            requests: every unfinished request, in order of arrival.
         """
         self.block_manager.reset()
         self.swapper.reset()
-        self.running, self.waiting, self.unreported = [], {}, []
+        self.running, self.waiting, self.unreported = [], OrderedDict(), []
         for request in requests:
             request.start_over()
             if request.live:

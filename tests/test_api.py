@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from conftest import MAX_MODEL_LEN, VOCAB_SIZE, Oracle
 from faults import interrupt_second_append
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from nanopaged.sampler import NonFiniteLogits
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -315,7 +317,18 @@ def test_scores_that_are_not_finite_are_an_error(llm: LLM) -> None:
             engine.step()
         engine.check_invariants()
         engine.abort_request(caught.value.request_id)
+        copy = pickle.loads(pickle.dumps(caught.value))  # as between processes
+        assert (str(copy), copy.request_id) == (str(caught.value), "sick")
+    model.logits = lambda hidden: type(model).logits(model, hidden) * torch.tensor([[1.0], [math.nan]])
+    for request_id in ("well", "sick"):
+        engine.add_request(request_id, [1, 2, 3], GREEDY)
+    with pytest.raises(NonFiniteLogits) as caught:
+        engine.step()
+    assert engine.abort_request(caught.value.request_id).request_id == "sick"
     del model.logits
+    while engine.has_unfinished_requests():
+        (output,) = engine.step()
+    assert (output.request_id, output.finished) == ("well", True)
     assert engine.stats().num_used_blocks == 0
 
 

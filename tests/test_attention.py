@@ -57,7 +57,8 @@ class Case:
             for p in range(cached + new):
                 block, offset = table[p // block_size], p % block_size
                 if p < cached:
-                    k_cache[block, :, offset], v_cache[block, :, offset] = k[p], v[p]
+                    k_cache[block, :, offset] = self.cache.encode(k[p])
+                    v_cache[block, :, offset] = self.cache.encode(v[p])
                 else:
                     slots.append(block * block_size + offset)
         self.metadata = AttentionMetadata(
@@ -157,7 +158,7 @@ def test_the_inputs_of_flash_attention(
 ) -> None:
     """The flat layout of queries and contexts, with the kernel itself replaced by plain PyTorch.
 
-    Contexts are gathered one by one, a few together, or all at once.
+    Contexts are gathered one by one, a few together, or all at once. K/V is stored back to front.
     """
     flash_backend = pytest.importorskip("nanopaged.attention.flash_backend", reason=NO_TRITON)
 
@@ -169,6 +170,8 @@ def test_the_inputs_of_flash_attention(
 
     monkeypatch.setattr(flash_backend, "load_varlen", lambda: dense_varlen)
     monkeypatch.setattr(flash_backend, "GATHER_KEYS", gather_keys)
+    monkeypatch.setattr(KVCache, "encode", lambda self, kv: kv.flip(-1))
+    monkeypatch.setattr(KVCache, "decode", lambda self, stored: stored.flip(-1))
     case = Case(lengths, block_size, (6, 2), 20)
     backend = FlashPrefills(case.cache, 20**-0.5)
     torch.testing.assert_close(case.run(backend), case.dense(), atol=2e-5, rtol=1e-4)

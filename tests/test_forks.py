@@ -22,8 +22,10 @@ ROW = r"\| \[[^\]]+\]\(NAME/README.md\) \| (\d+) \| \+(\d+) −(\d+) \|"
 
 
 def git_apply(patch: Path, *options: str, folder: Path = ROOT) -> str:
-    """The output of `git apply`, which needs no repository."""
-    done = subprocess.run(["git", "apply", *options, patch], cwd=folder, capture_output=True, text=True)
+    """The output of `git apply`. It needs no repository; inside one it would apply nothing to the copy."""
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    command = ["git", "apply", *options, patch]
+    done = subprocess.run(command, cwd=folder, env=outside, capture_output=True, text=True)
     assert done.returncode == 0, f"{patch.name} no longer applies:\n{done.stderr}"
     return done.stdout
 

@@ -98,6 +98,18 @@ def test_prompts_as_dicts(llm: LLM) -> None:
     llm.engine.abort_request("a dict")
 
 
+def test_prompts_with_a_cache_salt(llm: LLM) -> None:
+    """The K/V of a prompt is found again with the same salt only. None is no salt."""
+    llm.reset_prefix_cache()
+    for salt in (None, "a long salt, number 1", "a long salt, number 2"):
+        for found in (0, 32):
+            prompt = {"prompt_token_ids": list(range(3, 43)), "cache_salt": salt}
+            (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+            assert output.num_cached_tokens == found
+    (output,) = llm.generate(list(range(3, 43)), GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens == 32
+
+
 def test_the_output_of_a_tokenizer_is_no_prompt(llm: LLM) -> None:
     """transformers' BatchEncoding is a mapping, but not a dict; a loop over it gives its keys."""
     tokenizer = llm.get_tokenizer()

@@ -151,7 +151,7 @@ class Run:
 
     def step(self) -> None:
         if self.workload.preemption == "directed" and self.engine.scheduler.running:
-            seq = self.engine.scheduler.running[-1].live[0]  # of the request that would be preempted
+            seq = self.engine.scheduler.running[-1].live[0]  # of the request likely to be preempted
             behind = seq.num_tokens - seq.num_computed_tokens > 1
             way = "swap" if behind == (self.rng.random() < 0.9) else "recompute"
             self.engine.scheduler.preemption = way

@@ -326,6 +326,29 @@ def test_another_rank_is_another_policy(make: MakeEngine) -> None:
     assert engine.stats().num_preemptions_recompute > 0
 
 
+def test_the_last_in_rank_is_preempted(make: MakeEngine) -> None:
+    """Also if it arrived first and runs already."""
+    engine = make(num_blocks=8, watermark=0)
+    engine.scheduler.rank = lambda request: -request.arrival_time
+    engine.add_request("early", tokens(1, 12), params(12))
+    engine.step()
+    engine.add_request("late", tokens(50, 12), params(12))
+    assert list(run(engine)) == ["late", "early"]
+    assert engine.stats().num_preemptions_recompute == 1
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_equal_ranks_are_served_in_order_of_arrival(make: MakeEngine, preemption: str) -> None:
+    """Preempted requests before new ones: their prompts have been computed."""
+    engine = make(num_blocks=20, watermark=0, preemption=preemption, num_host_blocks=100)
+    engine.scheduler.rank = lambda request: 0
+    for i in range(12):
+        engine.add_request(str(i), tokens(i, 12), params(30))
+    assert list(run(engine)) == [str(i) for i in range(12)]
+    stats = engine.stats()
+    assert stats.num_preemptions_recompute + stats.num_preemptions_swap > 3
+
+
 def test_a_rank_may_change_from_step_to_step(make: MakeEngine) -> None:
     """The latest request first, until one has waited for 3 steps."""
     engine = make(max_num_seqs=1)

@@ -94,7 +94,9 @@ def test_preemption(tmp_path: Path, num_host_blocks: int, kinds: str) -> None:
     page = tmp_path / "run.html"
     assert [line["said"][0][0] for line in read_trace(page)[1:] if "preempt" in str(line)] == [kinds]
     (preempted,) = said(page, "preempt")
-    assert preempted.startswith("Too few blocks are free: B, the latest request, is preempted. It")
+    assert preempted.startswith(
+        "Too few blocks are free: B, the last in the order of service, is preempted. It"
+    )
     if num_host_blocks:
         assert preempted.endswith("Its blocks 2, 3 and 5 → host blocks 0 to 2.")
         (_, back) = said(page, "swap")

@@ -143,6 +143,21 @@ def test_llama_with_biases_everywhere(tmp_path: Path) -> None:
         assert logprob == pytest.approx(expected[token_id].item(), abs=1e-4)
 
 
+@pytest.mark.parametrize("attention_bias", [False, True])
+def test_qwen2_has_the_same_biases_in_all_checkpoints(tmp_path: Path, attention_bias: bool) -> None:
+    make_checkpoint("qwen2", tmp_path)
+    edit_config(tmp_path, lambda c: c.update(attention_bias=attention_bias))
+    config = read_model_config(tmp_path)
+    assert (config.qkv_bias, config.o_bias) == (True, False)
+
+
+def test_a_window_that_no_layer_uses(qwen3_folder: Path, qwen3: Oracle) -> None:
+    """From layer 2 on, of two layers."""
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "layer_types": None}
+    edit_config(qwen3_folder, lambda c: c.update(window))
+    assert greedy(qwen3_folder, [1, 2, 3] * 5) == qwen3.greedy([1, 2, 3] * 5, 10)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_dtypes(oracle: Oracle, dtype: str) -> None:
     """Computed in that dtype, with first-token log-probabilities close to those of float32."""

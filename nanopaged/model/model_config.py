@@ -161,7 +161,8 @@ def read_model_config(folder: Path) -> ModelConfig:
         )
     window = getattr(hf, "sliding_window", None)  # a family's default, even if the file has none
     others = sorted(set(getattr(hf, "layer_types", None) or ()) - {"full_attention"})
-    if others or window is not None:
+    window_in_all_layers = window is not None and not hasattr(type(hf)(), "layer_types")
+    if others or window_in_all_layers:
         what = f"layers of type {others}" if others else f"sliding_window {window}"
         raise ValueError(f"{file} has {what}, but only full attention is supported")
     attention_bias = bool(getattr(hf, "attention_bias", False))

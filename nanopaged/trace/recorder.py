@@ -17,6 +17,7 @@ import time
 import weakref
 from array import array
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -156,6 +157,7 @@ class Recorder:
         if self.fresh:  # any request may be one that the page does not know
             met = [*running, *(seq.request for seq in batch.sequences), *met]
         new = [request for request in dict.fromkeys(met) if request not in self.known]
+        new.sort(key=attrgetter("arrival_time"))
         line["fresh"], self.fresh = int(self.fresh), False
         line["requests"] = [self._introduce(request) for request in new]
         line["said"] = self._said(batch, new, waiting)

@@ -19,7 +19,7 @@ def arrived(name: str, num_tokens: int, several: str) -> Sentence:
 
 def preempted(name: str, moved: dict[int, int]) -> Sentence:
     """moved: device block → host block; empty if the request is preempted by recomputation."""
-    why = f"Too few blocks are free: {name}, the latest request, is preempted"
+    why = f"Too few blocks are free: {name}, the last in the order of service, is preempted"
     if not moved:
         return "preempt", f"{why}. It gives its blocks back, and its K/V is computed again later."
     return "preempt swap", f"{why}. Its {blocks(moved)} → host {blocks(moved.values())}."

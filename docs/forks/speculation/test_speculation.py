@@ -1,7 +1,7 @@
 """Speculative decoding changes how many steps a text takes, and nothing else.
 
 The proposer is replaced by ones that know the text: always right, always wrong, or right in part. So every
-number of accepted drafts occurs, whatever the model says.
+number of accepted drafts occurs, with any model.
 """
 
 from __future__ import annotations
