@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -556,13 +557,14 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hub_id_is_downloaded(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
-    def download(repo: str, allow_patterns: list[str]) -> str:
-        asked[repo] = allow_patterns
+    def download(repo: str, **patterns: list[str]) -> str:
+        asked[repo] = patterns
         return str(qwen3.folder)
 
     monkeypatch.setattr("nanopaged.model.checkpoint.snapshot_download", download)
     assert greedy("somebody/model", [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
-    assert "*.safetensors" in asked["somebody/model"]
+    assert "*.safetensors" in asked["somebody/model"]["allow_patterns"]
+    assert fnmatch("consolidated.safetensors", *asked["somebody/model"]["ignore_patterns"])
 
 
 def test_broken_json(qwen3_folder: Path) -> None:

@@ -47,7 +47,8 @@ def find_model(model: str | Path | None, with_weights: bool = True) -> Path:
         raise FileNotFoundError(f"{folder} is not a folder: name the one that holds config.json, or a hub id")
     try:
         patterns = CONFIG_FILES + (["*.safetensors"] if with_weights else [])
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        # Mistral's folders have all weights a second time, in a format of their own.
+        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=["consolidated*"]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
             f"{model!r} is not a folder here, and downloading it as a hub id failed: {error}"
