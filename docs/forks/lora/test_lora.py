@@ -49,6 +49,7 @@ def make_adapter(folder: Path, model: PreTrainedModel, seed: int = 0, **fields: 
     """Random A and B, both not zero, in the files that PEFT writes."""
     folder.mkdir(parents=True)
     config = {"peft_type": "LORA", "bias": "none", "r": 4, "lora_alpha": 8, "target_modules": ["v_proj"]}
+    config["auto_mapping"] = {"base_model_class": "Qwen3ForCausalLM", "parent_library": "transformers"}
     config |= fields
     (folder / CONFIG).write_text(json.dumps(config))
     generator, weights = torch.Generator().manual_seed(seed), {}

@@ -214,6 +214,16 @@ def test_nothing_is_preempted_in_vain(clock: Clock) -> None:
     assert served.first["urgent"] == 10
 
 
+def test_nothing_is_preempted_for_a_request_that_would_get_no_tokens(clock: Clock) -> None:
+    """The prompt of 63 tokens has to fit in a step whole, and does not beside two more urgent decodes."""
+    config = {"max_model_len": 64, "max_num_batched_tokens": 64, "enable_chunked_prefill": False}
+    jobs = [Job("urgent 0", 0, 0, 8, 40), Job("urgent 1", 0, 0, 8, 40), Job("middle", 1, 5, 63, 1)]
+    jobs += [Job("ordinary 0", 2, 0, 24, 12), Job("ordinary 1", 2, 0, 24, 12)]
+    served = serve(make(36, **config), jobs, clock)
+    assert set(served.num_preemptions.values()) == {0}
+    assert served.first["middle"] == 40, "when the urgent ones have ended"
+
+
 def test_the_watermark_stays_free_while_others_run(clock: Clock) -> None:
     """10 blocks: four requests have 2 each, the urgent prompt takes 4. With a reserve of 2, two go."""
     jobs = [Job(str(i), 1, 0, 7, 2) for i in range(4)] + [Job("urgent", 0, 1, 15, 1)]
@@ -433,6 +443,8 @@ def test_errors_name_the_value_and_the_way_out() -> None:
     for priority in (1.0, "1", True, None):
         with pytest.raises(TypeError, match=f"priority must be an int, got {priority!r}"):
             by_priority.add_request("a", [1], priority=priority)
+    with pytest.raises(ValueError, match="but must lie between"):
+        by_priority.add_request("a", [1], priority=10**400)
     assert not by_priority.has_unfinished_requests()
 
 

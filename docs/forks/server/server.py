@@ -24,6 +24,7 @@ from fastapi import Request as Call  # a call may have several prompts; a reques
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from nanopaged import LLM, EngineStats, RequestOutput, SamplingParams
 from nanopaged.sequence import Request
@@ -187,7 +188,7 @@ def make_app(engine: EngineThread, model: str) -> FastAPI:
                 raise HTTPException(404, f"there is no model {name!r}: this server has {model!r}")
             stream, stream_options = body.pop("stream", None), dict(body.pop("stream_options", None) or {})
             requests = await engine.run(make_requests, engine.llm, call_id, is_chat, body)
-        except (TypeError, ValueError, TemplateError) as error:
+        except (TypeError, ValueError, RecursionError, TemplateError, ClientDisconnect) as error:
             raise HTTPException(400, str(error)) from error
         kind = "chat.completion" + ".chunk" * bool(stream) if is_chat else "text_completion"
         head = {"id": call_id, "object": kind, "created": int(time.time()), "model": model}

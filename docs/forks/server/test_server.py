@@ -330,7 +330,8 @@ def test_errors_of_the_client(http: httpx.Client, client: openai.OpenAI) -> None
         client.completions.create(model="gpt-4", prompt="a")
     with pytest.raises(openai.BadRequestError, match="top_p is 7"):
         client.completions.create(model="tiny", prompt="a", top_p=7, stream=True)
-    for body in ("{", "[]", "5", b"\xff"):
+    deep = '{"prompt": ' + "[" * 990 + "]" * 990 + "}"
+    for body in ("{", "[]", "5", b"\xff", "[" * 200_000, deep):
         assert http.post("/v1/completions", content=body).status_code == 400
     answer = http.get("/v1/nothing")
     assert (answer.status_code, answer.json()["error"]["message"]) == (404, "Not Found")

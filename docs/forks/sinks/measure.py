@@ -5,8 +5,6 @@ With the patch applied: python docs/forks/sinks/measure.py
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from nanopaged import LLM, SamplingParams
 
 LENGTHS = (64, 256, 1024, 2000)
@@ -46,8 +44,6 @@ if __name__ == "__main__":
         params = SamplingParams(max_tokens=2000, ignore_eos=True, seed=seed)
         (output,) = whole.generate("HERALD:\n", params, use_tqdm=False)
         texts[f"own text {seed}"] = output.outputs[0].token_ids
-    documentation = (Path(__file__).parents[2] / "one-request.md").read_text()[:8000]
-    texts["documentation"] = whole.engine.prompts.encode(documentation)[:2000]
     print("sinks + window", *(f"{n} tokens" for n in LENGTHS), *texts, sep=" | ")
     for variant in VARIANTS:
         llm = make_llm(variant)

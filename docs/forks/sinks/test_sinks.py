@@ -272,6 +272,7 @@ def test_a_request_needs_blocks_for_sinks_and_window_only(qwen3: Oracle) -> None
     [
         ({"window": 28}, "num_sink_tokens .* is 3 .* 28, but must be a multiple of block_size, which is 8"),
         ({"window": 0}, "window is 0, but must be at least 1"),
+        ({"window": None}, "num_sink_tokens needs a window"),
         ({"num_sink_tokens": -1}, "num_sink_tokens is -1, but must be at least 0"),
         ({"enable_prefix_caching": True}, "set enable_prefix_caching=False"),
         ({"trace": "run.html"}, "trace=None"),
