@@ -1,7 +1,7 @@
 """The forks of docs/forks: each patch still applies to the source, and the fork's own test passes.
 
 A fork is a folder with a README, a patch (or a program that needs none) and a test. The test runs in a copy
-of the source, beside the helpers of this folder. The first code block of its README runs there, too.
+of the source, beside the helpers of this folder. The code blocks of its README run there, too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ def git_apply(patch: Path, *options: str, folder: Path = ROOT) -> str:
     return done.stdout
 
 
+def code_blocks(page: Path) -> list[str]:
+    """The Python in a page of the docs."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy of the package and the tests."""
@@ -39,8 +44,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def test_the_examples_of_the_guide_run() -> None:
-    guide = (ROOT / "docs" / "forking.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    blocks = code_blocks(ROOT / "docs" / "forking.md")
     assert len(blocks) == 2
     for block in blocks:
         exec(block, {})
@@ -57,10 +61,9 @@ def test_a_fork_passes_its_own_test(fork: Path, copy: Path) -> None:
     for file in fork.glob("*.py"):
         shutil.copy(file, copy / "tests")
     files = [f"tests/test_{fork.name}.py"]
-    block = re.search(r"```python\n(.*?)```", (fork / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    if block is not None:  # an example; that of a server is its client
-        files.append("tests/test_example.py")
-        (copy / files[-1]).write_text(f"def test_example():\n    exec({block[1]!r}, {{}})\n")
+    for i, block in enumerate(code_blocks(fork / "README.md")):
+        files.append(f"tests/test_example_{i}.py")
+        (copy / files[-1]).write_text(f"def test_example():\n    exec({block!r}, {{}})\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *files],
         cwd=copy,
