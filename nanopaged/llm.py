@@ -132,10 +132,8 @@ class LLM:
         """
         self._dropped += requests
         while self._dropped and not self._lock.locked():
-            with (
-                self._lock,
-                suppress(KeyboardInterrupt),
-            ):  # a second Ctrl-C must not leave some of them queued
+            # A second Ctrl-C must not leave some of them queued.
+            with self._lock, suppress(KeyboardInterrupt):
                 while self._dropped:
                     request = self._dropped[0]
                     if self.engine.requests.get(request.request_id) is request:

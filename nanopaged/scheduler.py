@@ -114,7 +114,7 @@ class Scheduler:
         # A request that was just preempted waits, too. It is rarely admitted again in the same step: of the
         # blocks that it gave back, another request took one, or it needs more itself.
         num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
-        has_room = budget > 0 and num_seqs < self.max_num_seqs
+        has_room = budget > 0 and num_seqs < self.max_num_seqs  # if not, a long queue need not be sorted
         for request in sorted(self.waiting.values(), key=self.rank) if has_room else ():
             num_seqs += request.num_seqs
             if budget == 0 or num_seqs > self.max_num_seqs or not self._admit(request, budget, batch):

@@ -194,9 +194,8 @@ class Recorder:
         full: set[int] = set()  # blocks that siblings share count as computed for all but the first of them
         for request in requests:
             number, before = self.known[request].number, {}
-            if (
-                request.num_sequences > 1 or request.is_beam_search
-            ):  # its sequences may be new ones: forks of those before
+            if request.num_sequences > 1 or request.is_beam_search:
+                # Its sequences may be new ones: forks of those before.
                 before = {i: seen.pop((number, i), None) for i in range(request.num_sequences)}
                 seen |= {(number, seq.index): before[seq.index] for seq in request.live if before[seq.index]}
                 left = {seq.index for seq in request.live}
