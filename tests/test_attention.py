@@ -26,7 +26,7 @@ LAYERS, LAYER = 2, 1
 
 
 class Case:
-    """Sequences with some K/V in the cache and some new, in random blocks; every other slot holds NaN."""
+    """Sequences with some K/V in the cache and some new, in random blocks; all other blocks hold NaN."""
 
     def __init__(
         self,
@@ -35,8 +35,14 @@ class Case:
         heads: tuple[int, int],
         head_dim: int,
         dtype: torch.dtype = torch.float32,
+        unused: float = 0.0,
     ) -> None:
-        """`lengths`: (cached, new) tokens of each sequence; those with one new token first."""
+        """
+        Args:
+            lengths: (cached, new) tokens of each sequence; those with one new token first.
+            unused: what the slots without a token hold, in blocks whose first token is cached. In the engine
+                it is 0, or K/V of a former owner. Blocks whose first token is new hold NaN as yet.
+        """
         torch.manual_seed(sum(cached + new for cached, new in lengths) + block_size + head_dim)
         rng = random.Random(0)
         num_heads, num_kv_heads = heads
@@ -57,6 +63,8 @@ class Case:
             for p in range(cached + new):
                 block, offset = table[p // block_size], p % block_size
                 if p < cached:
+                    if offset == 0:
+                        self.cache.data[block] = unused
                     k_cache[block, :, offset] = self.cache.encode(k[p])
                     v_cache[block, :, offset] = self.cache.encode(v[p])
                 else:
@@ -108,11 +116,10 @@ CASES = {
 def test_backends_equal_dense_attention(
     lengths: list[tuple[int, int]], block_size: int, heads: tuple[int, int], head_dim: int
 ) -> None:
-    """GQA or not, odd head dims, any block size; NaN in unwritten slots must not leak."""
-    case = Case(lengths, block_size, heads, head_dim)
-    expected = case.dense()
-    for backend in ("torch", "reference"):
-        torch.testing.assert_close(case.run(backend), expected, atol=2e-5, rtol=1e-4)
+    """GQA or not, odd head dims, any block size; what unused slots and other blocks hold must not leak."""
+    for backend, unused in (("torch", 0.0), ("torch", 1e4), ("reference", math.nan)):
+        case = Case(lengths, block_size, heads, head_dim, unused=unused)
+        torch.testing.assert_close(case.run(backend), case.dense(), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
@@ -123,7 +130,7 @@ def test_interpreted_kernels_equal_dense_attention(lengths: list[tuple[int, int]
     )
     if not kernels.INTERPRETED:
         pytest.skip("the kernels are compiled here; tests/test_kernels.py has them")
-    case = Case(lengths, block_size, (6, 2), 20)
+    case = Case(lengths, block_size, (6, 2), 20, unused=math.nan)
     torch.testing.assert_close(case.run("triton"), case.dense(), atol=2e-5, rtol=1e-4)
 
 
@@ -232,8 +239,8 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch: pytes
 
 @pytest.mark.parametrize("rows_a_tile", [0, 1, 3, 5])
 def test_many_tiles_of_rows(rows_a_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full rows only, last rows only, both in one tile; a tile too small for a row takes one all the same."""
-    row_bytes = 2 * 64 * 2 * 16 * 4  # K and V of 64 keys, 2 heads of 16, float32
+    """Full rows only, last rows only, both in one tile; a tile is at least one head of a row."""
+    row_bytes = 64 * 2 * 16 * 4  # K of 64 keys, 2 heads of 16, float32
     monkeypatch.setattr("nanopaged.attention.torch_backend.KV_TILE", max(1, rows_a_tile * row_bytes))
     case = Case([(n, 1) for n in (150, 3, 21, 64, 63, 333, 0, 12, 128)], 4, (4, 2), 16)
     torch.testing.assert_close(case.run("torch"), case.dense(), atol=2e-5, rtol=1e-4)
@@ -279,15 +286,19 @@ def test_one_physical_block_read_by_several_sequences() -> None:
 
 
 def test_a_layer_writes_only_its_own_slots() -> None:
-    """Everything but the new tokens' slots of that layer keeps its bytes, NaN included."""
-    case = Case([(5, 1), (2, 6)], 4, (4, 2), 8)
-    before = case.cache.data.clone()
+    """Other slots keep their bytes, NaN included; a block whose first slot is written begins with zeros."""
+    case = Case([(5, 1), (2, 7)], 4, (4, 2), 8)
+    expected = case.cache.data.clone()
+    expected[case.tables[1][1:]] = 0  # the blocks of tokens 4 to 7 and of token 8
     case.run("torch")
-    changed = ~((case.cache.data == before) | (case.cache.data.isnan() & before.isnan()))
-    expected = torch.zeros_like(changed)
-    for slot in case.metadata.slot_mapping.tolist():
-        expected[slot // 4, LAYER, :, :, slot % 4] = True
-    assert torch.equal(changed, expected)
+    k, v = (
+        torch.cat([x[i][cached:] for i, (cached, _) in enumerate(case.lengths)])
+        for x in (case.keys, case.values)
+    )
+    for token, slot in enumerate(case.metadata.slot_mapping.tolist()):
+        expected[slot // 4, LAYER, 0, :, slot % 4] = k[token]
+        expected[slot // 4, LAYER, 1, :, slot % 4] = v[token]
+    torch.testing.assert_close(case.cache.data, expected, atol=0, rtol=0, equal_nan=True)
 
 
 def test_half_precision_stays_close() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from nanopaged.kv_cache import KVCache, to_device
 
 LOG2_E = math.log2(math.e)
 ROW_KEYS = 64  # keys in a row, see `begin_decodes`: smaller matrix products take nearly as long
-KV_TILE = 8 << 20  # bytes of K/V in a tile of rows, see `TorchAttention.begin_decodes`
+KV_TILE = 4 << 20  # bytes of K (or of V) that are gathered at once: what the CPU's cache holds
 QUERY_TILE = 128  # queries of a prefill computed at once: their scores fit in the CPU's cache
 
 
@@ -33,8 +32,8 @@ class TorchAttention:
         begin_decodes    decode     one query a sequence
         begin_prefills   prefill    many queries a sequence
 
-    The attributes that are not set in `__init__` belong to the present step: `num_decodes`; `blocks` and
-    `offsets` of the new tokens' slots; `row_seq`, `tiles` and `buffer` of the decodes; `prefills`.
+    The attributes that are not set in `__init__` belong to the present step, and are described in the
+    method that sets them.
     """
 
     supports_cuda_graphs = False
@@ -67,9 +66,14 @@ class TorchAttention:
     # ── storing ───────────────────────────────────────────────────────────────────────────────────
 
     def begin_store(self, metadata: AttentionMetadata) -> None:
-        """Slots as (block, offset): block_size = 4, slot 9 is block 2, offset 1."""
-        indices = np.array(np.divmod(metadata.slot_mapping, self.cache.block_size))
-        self.blocks, self.offsets = to_device(indices, self.device)
+        """Slots as (block, offset): block_size = 4, slot 9 is block 2, offset 1.
+
+        A block whose first slot is written in this step is filled with zeros, in all layers. `decode` also
+        reads the slots of a block that no token has reached yet. Their weight is 0, but 0 · NaN would be NaN.
+        """
+        blocks, offsets = np.divmod(metadata.slot_mapping, self.cache.block_size)
+        self.cache.data[to_device(blocks[offsets == 0], self.device)] = 0
+        self.blocks, self.offsets = to_device(np.array((blocks, offsets)), self.device)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the encoded k, v [num_tokens, num_kv_heads, head_dim] of the whole batch to their slots."""
@@ -93,8 +97,8 @@ class TorchAttention:
             row_seq    0       2       0        1        2
             keys       64      64      6        20       32
 
-        Rows are computed in tiles of about KV_TILE bytes of K/V. A tile costs a dozen PyTorch calls, so there
-        should be few. But a tile should fit in the CPU's cache, because it is gathered and then read.
+        The head blocks of all rows are cut into tiles of at most KV_TILE bytes: a tile should fit in the
+        CPU's cache, because it is gathered and then read.
         """
         width = max(1, ROW_KEYS // self.cache.block_size)  # blocks in a row
         row_keys = width * self.cache.block_size
@@ -106,78 +110,64 @@ class TorchAttention:
             row_seq += [seq] * (n - 1)
             rest = table[(n - 1) * width : n * width]
             last_blocks += rest + rest[-1:] * (width - len(rest))
-        last_lens = context_lens - (num_rows - 1) * row_keys  # keys in the last row of each sequence
-        is_key = to_device(np.arange(row_keys) < last_lens[:, None], self.device)
-        blocks = to_device(np.array(full_blocks + last_blocks), self.device).view(-1, width)
         row_seq += range(self.num_decodes)
         self.row_seq = to_device(np.array(row_seq), self.device)  # [num_rows]
-        self.tiles = list(self._tiles(blocks, is_key))
-        # For the gathered K and V of a tile: [most head blocks in a tile, block_size · head_dim]
-        pool = self.cache.head_blocks(0)
-        self.buffer = pool.new_empty(len(self.tiles[0].head_blocks), pool.shape[1])
+        last_lens = context_lens - (num_rows - 1) * row_keys  # keys in the last row of each sequence
+        no_key = np.arange(row_keys) >= last_lens[:, None]
+        self.no_key = to_device(no_key[:, None], self.device)  # [num_seqs, 1, row_keys]
 
-    def _tiles(self, blocks: Tensor, is_key: Tensor) -> Iterator[DecodeTile]:
-        """Cut the rows into tiles of nearly equal size: at most KV_TILE bytes, but at least one row.
-
-        Args:
-            blocks: [num_rows, blocks in a row], full rows first.
-            is_key: [num_seqs, keys in a row], which slots of each sequence's last row hold its keys.
-        """
-        num_rows, num_full = len(blocks), len(blocks) - len(is_key)
-        # [2, num_rows, num_kv_heads, blocks in a row], so that the keys of a row and head lie together
-        head_blocks = self.cache.head_block_ids(blocks).transpose(2, 3)
-        is_key = is_key[:, None, None]
-        integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[self.cache.data.element_size()]
-        bits = -is_key.to(integer).mT  # the integer -1 has all bits set
-        bias = torch.where(is_key, 0.0, -math.inf)
-        row_bytes = blocks.shape[1] * self.cache.data[0, 0].nbytes
-        num_tiles = min(num_rows, -(-num_rows * row_bytes // KV_TILE))
-        size = -(-num_rows // num_tiles)
-        for lo in range(0, num_rows, size):
-            hi = min(lo + size, num_rows)
-            first_last = min(max(lo, num_full), hi)  # the tile's first row that needs a mask
-            seqs = slice(first_last - num_full, hi - num_full)  # of the rows with a mask; may be empty
-            last = slice(first_last - lo, hi - lo)
-            ids, row_seq = head_blocks[:, lo:hi].flatten(), self.row_seq[lo:hi]
-            yield DecodeTile(slice(lo, hi), ids, row_seq, last, bits[seqs], bias[seqs])
+        # In the order [2 (K, V), row, KV head, block in the row] the keys of a row and head lie together.
+        blocks = to_device(np.array(full_blocks + last_blocks), self.device).view(-1, width)
+        ids = self.cache.head_block_ids(blocks).transpose(2, 3).reshape(2, -1, width)
+        pool = self.cache.head_blocks(0)  # [head blocks, block_size · head_dim]
+        self.num_tiles = -(-ids[0].numel() * pool[0].nbytes // KV_TILE)
+        self.k_ids, self.v_ids = (half.chunk(self.num_tiles) for half in ids)  # [rows · KV heads, width] each
+        self.buffer = pool.new_empty(self.k_ids[0].numel(), pool.shape[1])
 
     def decode(self, layer: int, q: Tensor) -> Tensor:
         """Attention of one query of each sequence: q → out, both [num_seqs, num_heads, head_dim].
 
-        Each row gives a partial result: its maximum m, its sum l and its output o. The rows of a sequence are
-        then combined as the reference combines blocks, but all at once:
+        The scores of all rows come first, then their softmax over the rows of each sequence, then the values:
 
-            out = Σ w_i · o_i / Σ w_i       with w_i = 2^(m_i - M) · l_i and M = max m_i
+            p_i = 2^(s_i - M) / Σ 2^(s_j - M)       out = Σ p_i · v_i       with M = max s_j
 
-        Scores are multiplied by log2(e), since 2^(x · log2(e)) = e^x and exp2 takes a third of exp's time.
+        The sums go over all keys of a sequence. Scores are multiplied by log2(e), since
+        2^(x · log2(e)) = e^x and exp2 takes a third of exp's time.
         """
         num_seqs, num_heads, head_dim = q.shape
-        num_kv_heads, row_seq = self.cache.shape.num_kv_heads, self.row_seq
-        # [num_seqs, num_kv_heads, group, head_dim]: the query heads that share a KV head lie together
-        q = (q * self.scale).view(num_seqs, num_kv_heads, -1, head_dim)
-        o = q.new_empty((len(row_seq), *q.shape[1:]))
-        m = q.new_empty((len(row_seq), *q.shape[1:3], 1), dtype=torch.float32)
-        l = torch.empty_like(m)
+        row_seq, num_rows = self.row_seq, len(self.row_seq)
         pool = self.cache.head_blocks(layer)
-        for tile in self.tiles:
-            ids = tile.head_blocks
-            kv = torch.index_select(pool, 0, ids, out=self.buffer[: len(ids)])
-            kv = kv.view(2, len(tile.row_seq), num_kv_heads, tile.bits.shape[2], -1)
-            # Slots without a key may hold NaN, and NaN · 0 = NaN: K and V are zeroed there as well as masked.
-            kv[:, tile.last].view(tile.bits.dtype).bitwise_and_(tile.bits)
-            keys, values = self.cache.decode(kv)  # each [rows, num_kv_heads, keys in a row, head_dim]
-            scores = torch.matmul(q.index_select(0, tile.row_seq), keys.mT).float().mul_(LOG2_E)
-            scores[tile.last] += tile.bias
-            torch.amax(scores, -1, keepdim=True, out=m[tile.rows])
-            p = scores.sub_(m[tile.rows]).exp2_()
-            torch.sum(p, -1, keepdim=True, out=l[tile.rows])
-            torch.matmul(p.div_(l[tile.rows]).to(q.dtype), values, out=o[tile.rows])
-        index = row_seq[:, None, None, None].expand_as(m)
-        top = m.new_full((num_seqs, *m.shape[1:]), -math.inf).scatter_reduce_(0, index, m, "amax")
-        weight = m.sub_(top.index_select(0, row_seq)).exp2_().mul_(l)
-        total = torch.zeros_like(top).index_add_(0, row_seq, weight)
-        out = m.new_zeros((num_seqs, *o.shape[1:])).index_add_(0, row_seq, o * weight).div_(total)
-        return out.view(num_seqs, num_heads, head_dim).to(q.dtype)
+        # A matrix product for each row and KV head, with all query heads that share the KV head:
+        # [group, head_dim] · [head_dim, row_keys]
+        q_rows = (q * (self.scale * LOG2_E)).flatten(1).index_select(0, row_seq)
+        q_rows = q_rows.view(num_rows * self.cache.shape.num_kv_heads, -1, head_dim)
+        s = q.new_empty((*q_rows.shape[:2], self.no_key.shape[-1]))
+        for q_tile, ids, s_tile in self._tiles(q_rows, self.k_ids, s):
+            torch.bmm(q_tile, self._gather(pool, ids).mT, out=s_tile)
+
+        s = s.float().view(num_rows, num_heads, -1)
+        s[-num_seqs:].masked_fill_(self.no_key, -math.inf)
+        row_top = s.amax(-1)  # [num_rows, num_heads]
+        top = torch.full_like(row_top[:num_seqs], -math.inf)
+        top.scatter_reduce_(0, row_seq[:, None].expand_as(row_top), row_top, "amax")
+        p = s.sub_(top.index_select(0, row_seq)[..., None]).exp2_()
+        total = torch.zeros_like(top).index_add_(0, row_seq, p.sum(-1))
+        p = p.div_(total.index_select(0, row_seq)[..., None]).to(q.dtype).view(*q_rows.shape[:2], -1)
+
+        o = torch.empty_like(q_rows)
+        for p_tile, ids, o_tile in self._tiles(p, self.v_ids, o):
+            torch.bmm(p_tile, self._gather(pool, ids), out=o_tile)
+        o = o.view(num_rows, num_heads, head_dim).float()
+        return torch.zeros_like(o[:num_seqs]).index_add_(0, row_seq, o).to(q.dtype)
+
+    def _tiles(self, x: Tensor, ids: tuple[Tensor, ...], out: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """The tiles of a matrix product x · (head blocks `ids`) → out."""
+        return zip(x.chunk(self.num_tiles), ids, out.chunk(self.num_tiles), strict=True)
+
+    def _gather(self, pool: Tensor, ids: Tensor) -> Tensor:
+        """Copy head blocks [n, width] out of the pool: K or V [n, keys in a row, head_dim]."""
+        rows = torch.index_select(pool, 0, ids.flatten(), out=self.buffer[: ids.numel()])
+        return self.cache.decode(rows.view(len(ids), self.no_key.shape[-1], -1))
 
     # ── prefills ──────────────────────────────────────────────────────────────────────────────────
 
@@ -203,24 +193,13 @@ class TorchAttention:
         out = torch.empty_like(q)
         for tokens, table, context_len in self.prefills:
             if table is None:
-                keys, values = k[tokens].transpose(0, 1), v[tokens].transpose(0, 1)
+                # Contiguous for each head, because every tile of queries reads them.
+                keys, values = (x[tokens].transpose(0, 1).contiguous() for x in (k, v))
             else:
                 keys = gather_context(k_cache, table, context_len)
                 values = gather_context(v_cache, table, context_len)
             out[tokens] = causal_attention(q[tokens], self.cache.decode(keys), self.cache.decode(values))
         return out
-
-
-@dataclass
-class DecodeTile:
-    """Rows of decodes that are computed together, see `TorchAttention.begin_decodes`."""
-
-    rows: slice  # the tile, among all rows
-    head_blocks: Tensor  # [2 (K, V) · rows · num_kv_heads · blocks in a row], rows of `KVCache.head_blocks`
-    row_seq: Tensor  # [rows], the sequence that reads each row
-    last: slice  # the rows of the tile that are the last of a sequence and need a mask
-    bits: Tensor  # [last rows, 1, keys in a row, 1], all bits set for a key, none for an unused slot
-    bias: Tensor  # [last rows, 1, 1, keys in a row], 0 for a key, -inf for an unused slot
 
 
 def gather_context(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
@@ -257,11 +236,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         visible = context_len - query_len + hi  # keys up to the tile's last query
         tile = q[lo:hi].view(hi - lo, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         queries = tile.reshape(num_kv_heads, -1, head_dim)  # [num_kv_heads, group · tile, head_dim]
-        scores = (queries @ k[:, :visible].transpose(1, 2)).float()
-        scores = scores.view(num_kv_heads, -1, hi - lo, visible)
+        scores = (queries @ k[:, :visible].mT).view(num_kv_heads, -1, hi - lo, visible)
         future = torch.ones(hi - lo, hi - lo, dtype=torch.bool, device=q.device).triu_(1)
         scores[..., visible - (hi - lo) :].masked_fill_(future, -math.inf)
-        p = torch.softmax(scores, -1).to(q.dtype).view(num_kv_heads, -1, visible)
+        p = torch.softmax(scores, -1).view(num_kv_heads, -1, visible)  # in float32 within, for any dtype
         tile = (p @ v[:, :visible]).view(num_kv_heads, -1, hi - lo, head_dim)
         out[lo:hi] = tile.permute(2, 0, 1, 3).reshape(hi - lo, num_heads, head_dim)
     return out
