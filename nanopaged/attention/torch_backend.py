@@ -72,7 +72,7 @@ class TorchAttention:
         reads the slots of a block that no token has reached yet. Their weight is 0, but 0 · NaN would be NaN.
         """
         blocks, offsets = np.divmod(metadata.slot_mapping, self.cache.block_size)
-        self.cache.data[to_device(blocks[offsets == 0], self.device)] = 0
+        self.cache.data.index_fill_(0, to_device(blocks[offsets == 0], self.device), 0)
         self.blocks, self.offsets = to_device(np.array((blocks, offsets)), self.device)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -111,6 +111,7 @@ class TorchAttention:
             rest = table[(n - 1) * width : n * width]
             last_blocks += rest + rest[-1:] * (width - len(rest))
         row_seq += range(self.num_decodes)
+        self.row_keys = row_keys
         self.row_seq = to_device(np.array(row_seq), self.device)  # [num_rows]
         last_lens = context_lens - (num_rows - 1) * row_keys  # keys in the last row of each sequence
         no_key = np.arange(row_keys) >= last_lens[:, None]
@@ -141,7 +142,7 @@ class TorchAttention:
         # [group, head_dim] · [head_dim, row_keys]
         q_rows = (q * (self.scale * LOG2_E)).flatten(1).index_select(0, row_seq)
         q_rows = q_rows.view(num_rows * self.cache.shape.num_kv_heads, -1, head_dim)
-        s = q.new_empty((*q_rows.shape[:2], self.no_key.shape[-1]))
+        s = q.new_empty((*q_rows.shape[:2], self.row_keys))
         for q_tile, ids, s_tile in self._tiles(q_rows, self.k_ids, s):
             torch.bmm(q_tile, self._gather(pool, ids).mT, out=s_tile)
 
@@ -167,7 +168,7 @@ class TorchAttention:
     def _gather(self, pool: Tensor, ids: Tensor) -> Tensor:
         """Copy head blocks [n, width] out of the pool: K or V [n, keys in a row, head_dim]."""
         rows = torch.index_select(pool, 0, ids.flatten(), out=self.buffer[: ids.numel()])
-        return self.cache.decode(rows.view(len(ids), self.no_key.shape[-1], -1))
+        return self.cache.decode(rows.view(len(ids), self.row_keys, -1))
 
     # ── prefills ──────────────────────────────────────────────────────────────────────────────────
 
@@ -193,8 +194,8 @@ class TorchAttention:
         out = torch.empty_like(q)
         for tokens, table, context_len in self.prefills:
             if table is None:
-                # Contiguous for each head, because every tile of queries reads them.
-                keys, values = (x[tokens].transpose(0, 1).contiguous() for x in (k, v))
+                # [num_kv_heads, tokens, head_dim], contiguous because every tile of queries reads them
+                keys, values = (torch.stack(x[tokens].unbind(1)) for x in (k, v))
             else:
                 keys = gather_context(k_cache, table, context_len)
                 values = gather_context(v_cache, table, context_len)
