@@ -44,21 +44,19 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, self.eps, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, self.eps, dtype, device) if config.qk_norm else None
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn, residual: Tensor
-    ) -> Tensor:
-        """x, residual [num_tokens, hidden_size] → residual + attention(x)."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn) -> Tensor:
+        """x [num_tokens, hidden_size] → the same shape."""
         num_heads, num_kv_heads = self.heads
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
         weights = (self.q_norm.weight, self.k_norm.weight) if self.q_norm is not None else None
         qk = norm_rotate(qk, num_heads, weights, self.eps, cos, sin)
         q, k = qk.split(self.heads, dim=1)  # each [num_tokens, its heads, head_dim]
-        return self.o_proj(attention(self.layer, q, k, v).flatten(1), residual)
+        return self.o_proj(attention(self.layer, q, k, v).flatten(1))
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x)). The last linear of each adds the residual x."""
+    """x + attention(norm(x)), then x + MLP(norm(x))."""
 
     def __init__(
         self,
@@ -75,8 +73,8 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, dtype, device, ranks)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn) -> Tensor:
-        x = self.self_attn(self.input_layernorm(x), cos, sin, attention, residual=x)
-        return self.mlp(self.post_attention_layernorm(x), residual=x)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Model(nn.Module):

@@ -26,7 +26,7 @@ def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Pa
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b, with W [out_features, in_features]; plus a residual, if there is one.
+    """y = x Wᵀ + b, with W [out_features, in_features].
 
     Args:
         ranks: if W is split by columns, the ranks whose results add up to y.
@@ -65,24 +65,13 @@ class Linear(nn.Module):
         self._packed = packed
         self.weight = None  # only the packed copy is needed from here on
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [num_tokens, in_features] → [num_tokens, out_features].
-
-        Args:
-            residual: [num_tokens, out_features], added to the result. A GPU adds it within the matrix
-                product, in the memory of the residual (`torch.addmm` would copy it first). On a CPU, oneDNN
-                could do the same, but that was measured to be no faster than adding it afterwards.
-        """
-        if residual is not None and x.is_cuda and self.ranks is None:
-            residual.addmm_(x, self.weight.t())
-            return residual if self.bias is None else residual.add_(self.bias)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, in_features] → [num_tokens, out_features]."""
         if self._packed is not None:
             out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         else:
             out = F.linear(x, self.weight, self.bias)
-        if self.ranks is not None:
-            self.ranks.all_reduce(out)
-        return out if residual is None else out.add_(residual)
+        return out if self.ranks is None else self.ranks.all_reduce(out)
 
 
 class RMSNorm(nn.Module):
@@ -190,12 +179,12 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(hidden, 2 * inner, config.mlp_bias, dtype, device)
         self.down_proj = Linear(inner, hidden, config.mlp_bias, dtype, device, ranks)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x, residual [num_tokens, hidden_size] → residual + MLP(x)."""
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, hidden_size] → the same shape."""
         gate_up = self.gate_up_proj(x)  # [num_tokens, 2 · intermediate_size]
         if FUSED_KERNELS:
             from nanopaged.kernels.fused import fused_silu_mul
 
-            return self.down_proj(fused_silu_mul(gate_up), residual)
+            return self.down_proj(fused_silu_mul(gate_up))
         gate, up = gate_up.chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up), residual)
+        return self.down_proj(F.silu(gate).mul_(up))
