@@ -120,7 +120,7 @@ class TorchAttention:
         # In the order [2 (K, V), row, KV head, block in the row] the keys of a row and head lie together.
         blocks = to_device(np.array(full_blocks + last_blocks), self.device).view(-1, width)
         ids = self.cache.head_block_ids(blocks).transpose(2, 3).reshape(2, -1, width)
-        pool = self.cache.head_blocks(0)  # [head blocks, block_size · head_dim]
+        pool = self.cache.head_blocks(0)  # [head blocks, block_size · slot width]
         self.num_tiles = -(-ids[0].numel() * pool[0].nbytes // KV_TILE)
         self.k_ids, self.v_ids = (half.chunk(self.num_tiles) for half in ids)  # [rows · KV heads, width] each
         self.buffer = pool.new_empty(self.k_ids[0].numel(), pool.shape[1])
@@ -204,14 +204,14 @@ class TorchAttention:
 
 
 def gather_context(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
-    """Copy a sequence's keys (or values) out of its blocks: → [num_kv_heads, context_len, head_dim].
+    """Copy a sequence's keys (or values) out of its blocks: → [num_kv_heads, context_len, slot width].
 
     Args:
-        cache: K or V of one layer, [num_blocks, num_kv_heads, block_size, head_dim].
+        cache: K or V of one layer, [num_blocks, num_kv_heads, block_size, slot width].
         block_table: int64 [at least the blocks of the context].
     """
     num_blocks = -(-context_len // cache.shape[2])
-    blocks = cache.index_select(0, block_table[:num_blocks])  # [blocks, num_kv_heads, block_size, head_dim]
+    blocks = cache.index_select(0, block_table[:num_blocks])  # [blocks, num_kv_heads, block_size, slot width]
     return blocks.transpose(0, 1).flatten(1, 2)[:, :context_len]
 
 
