@@ -47,7 +47,8 @@ class Case:
         rng = random.Random(0)
         num_heads, num_kv_heads = heads
         self.lengths, self.head_dim = lengths, head_dim
-        num_blocks = [-(-(cached + new) // block_size) for cached, new in lengths]
+        # A table has a block for tokens to come, as in a chunk of a prompt.
+        num_blocks = [-(-(cached + new) // block_size) + 1 for cached, new in lengths]
         ids = rng.sample(range(sum(num_blocks) + 3), sum(num_blocks))
         self.tables = [[ids.pop() for _ in range(n)] for n in num_blocks]
         self.cache = KVCache(
@@ -289,7 +290,7 @@ def test_a_layer_writes_only_its_own_slots() -> None:
     """Other slots keep their bytes, NaN included; a block whose first slot is written begins with zeros."""
     case = Case([(5, 1), (2, 7)], 4, (4, 2), 8)
     expected = case.cache.data.clone()
-    expected[case.tables[1][1:]] = 0  # the blocks of tokens 4 to 7 and of token 8
+    expected[case.tables[1][1:3]] = 0  # the blocks of tokens 4 to 7 and of token 8
     case.run("torch")
     k, v = (
         torch.cat([x[i][cached:] for i, (cached, _) in enumerate(case.lengths)])

@@ -66,14 +66,18 @@ class TorchAttention:
     # ── storing ───────────────────────────────────────────────────────────────────────────────────
 
     def begin_store(self, metadata: AttentionMetadata) -> None:
-        """Slots as (block, offset): block_size = 4, slot 9 is block 2, offset 1.
-
-        A block whose first slot is written in this step is filled with zeros, in all layers. `decode` also
-        reads the slots of a block that no token has reached yet. Their weight is 0, but 0 · NaN would be NaN.
-        """
+        """Slots as (block, offset): block_size = 4, slot 9 is block 2, offset 1."""
         blocks, offsets = np.divmod(metadata.slot_mapping, self.cache.block_size)
-        self.cache.data.index_fill_(0, to_device(blocks[offsets == 0], self.device), 0)
+        self.clear(blocks[offsets == 0])
         self.blocks, self.offsets = to_device(np.array((blocks, offsets)), self.device)
+
+    def clear(self, blocks: np.ndarray) -> None:
+        """Fill blocks with zeros, in all layers, when their first slot is about to be written.
+
+        `decode` also reads the slots of a block that no token has reached yet. They have weight 0, but a
+        former owner, or memory that was never written, may have left NaN there, and 0 · NaN = NaN.
+        """
+        self.cache.data.index_fill_(0, to_device(blocks, self.device), 0)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the encoded k, v [num_tokens, num_kv_heads, head_dim] of the whole batch to their slots."""
@@ -104,11 +108,13 @@ class TorchAttention:
         row_keys = width * self.cache.block_size
         context_lens = metadata.context_lens[: self.num_decodes]
         num_rows = -(-context_lens // row_keys)  # of each sequence
+        num_blocks = -(-context_lens // self.cache.block_size)  # a table may have blocks for later tokens too
         full_blocks, row_seq, last_blocks = [], [], []
-        for seq, (table, n) in enumerate(zip(metadata.block_tables, num_rows.tolist(), strict=False)):
+        for seq, (n, used) in enumerate(zip(num_rows.tolist(), num_blocks.tolist(), strict=True)):
+            table = metadata.block_tables[seq]
             full_blocks += table[: (n - 1) * width]
             row_seq += [seq] * (n - 1)
-            rest = table[(n - 1) * width : n * width]
+            rest = table[(n - 1) * width : used]
             last_blocks += rest + rest[-1:] * (width - len(rest))
         row_seq += range(self.num_decodes)
         self.row_keys = row_keys
