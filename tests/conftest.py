@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from nanopaged.kv_cache import KVCache
+
 VOCAB_SIZE = 97
 MAX_MODEL_LEN = 160
 EOS = 7
@@ -42,6 +45,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture(autouse=True)
+def memory_that_was_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small KV caches begin full of NaN, the worst that their memory may hold; large ones would take long."""
+    allocate = KVCache.__init__
+
+    def fill(cache: KVCache, *args: object, **options: object) -> None:
+        allocate(cache, *args, **options)
+        for blocks in (cache.data, cache.host):
+            if blocks.is_cpu and blocks.is_floating_point() and blocks.nbytes < 1 << 25:
+                blocks.fill_(math.nan)
+
+    monkeypatch.setattr(KVCache, "__init__", fill)
 
 
 SHAPE = {

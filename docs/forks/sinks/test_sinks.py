@@ -50,10 +50,10 @@ def oracle_logprobs(oracle: Oracle, token_ids: list[int]) -> torch.Tensor:
 
 
 def make_llm(oracle: Oracle, **options: object) -> LLM:
-    """An engine with a window whose KV cache is full of NaN, so that no slot is read before it is written."""
+    """An engine with a window whose KV cache is full of old K/V, which must not be seen."""
     defaults = {"window": WINDOW, "num_sink_tokens": SINKS, "block_size": BLOCK, "num_blocks": 64}
     llm = LLM(oracle.folder, **defaults | {"enable_prefix_caching": False} | options)
-    llm.engine.runner.kv_cache.data.fill_(torch.nan)
+    llm.engine.runner.kv_cache.data.fill_(1e4)
     return llm
 
 
