@@ -256,9 +256,11 @@ def test_kernel(tmp_path: Path) -> None:
 
 
 def test_roofline() -> None:
-    printed = experiment("roofline", "--shape", "test", "--batch", "1", "3", "--steps", "5")
-    rows = re.findall(r"^(prefill|decode) (\d+) +[\d.]+ .* [\d.]+%$", printed, flags=re.MULTILINE)
-    assert rows == [("prefill", "1"), ("decode", "1"), ("prefill", "3"), ("decode", "3")]
+    sizes = ["--batch", "1", "3", "--context", "8", "20"]
+    printed = experiment("roofline", "--shape", "test", *sizes, "--steps", "5")
+    rows = re.findall(r"^(prefill|decode) (\d x \d+) +[\d.]+ .* [\d.]+%$", printed, flags=re.MULTILINE)
+    steps = ("1 x 8", "3 x 8", "1 x 20", "3 x 20")
+    assert rows == [(name, step) for step in steps for name in ("prefill", "decode")]
 
 
 def test_memory_keeps_the_papers_order(tmp_path: Path) -> None:

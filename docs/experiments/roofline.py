@@ -15,6 +15,7 @@ rest of the step: scheduling and bookkeeping.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import time
@@ -45,7 +46,9 @@ def main() -> None:
     parser.add_argument(
         "--batch", type=at_least(1), nargs="+", help="sequences (default: 1 8 64 256, or 1 8 32 on a CPU)"
     )
-    parser.add_argument("--context", type=at_least(1), default=256, help="tokens in each prompt")
+    parser.add_argument(
+        "--context", type=at_least(1), nargs="+", default=[256], help="tokens in each prompt; one or several"
+    )
     parser.add_argument("--steps", type=at_least(4), default=20, help="decode steps; the median counts")
     parser.add_argument("--block-size", type=at_least(1), default=16, help="tokens in a block")
     parser.add_argument("--backend", default="auto", help="attention_backend")
@@ -53,7 +56,7 @@ def main() -> None:
     on_gpu = pick_device().type == "cuda"
     batches = args.batch or ([1, 8, 64, 256] if on_gpu else [1, 8, 32])
     bandwidth, speed = copy_bandwidth(pick_device()), linear_speed(args.dtype)
-    print(f"{model_name(args)}, prompts of {args.context}; {machine()}")
+    print(f"{model_name(args)}, prompts of {' '.join(map(str, args.context))}; {machine()}")
     print(f"measured limits: {bandwidth / 1e9:.1f} GB/s, {speed / 1e9:,.0f} GFLOP/s")
     print(f"{'step':22} {'ms':>9} {'host':>7} {'model':>9} {'GB':>7} {'GFLOP':>8} {'limit':>8} {'share':>6}")
     for mode in ("graphs", "eager") if on_gpu else ("",):
@@ -65,11 +68,12 @@ def main() -> None:
             enable_prefix_caching=False,
             max_num_seqs=max(batches),
             max_num_batched_tokens=max(8192, max(batches)),
-            max_model_len=args.context + args.steps + 8,
+            max_model_len=max(args.context) + args.steps + 8,
         )
-        time_steps(llm, min(3, max(batches)), args)  # a warm-up
-        for batch in batches:
-            print_rows(time_steps(llm, batch, args), f"{batch} {mode}", bandwidth, speed)
+        time_steps(llm, min(3, max(batches)), min(args.context), args)  # a warm-up
+        for context, batch in itertools.product(args.context, batches):
+            rows = time_steps(llm, batch, context, args)
+            print_rows(rows, f"{batch} x {context} {mode}", bandwidth, speed)
         del llm  # before the next one takes the memory
 
 
@@ -97,14 +101,14 @@ def linear_speed(dtype_name: str) -> float:
         return 2 * n**3 / time_call(lambda: layer(x), device, best=True)
 
 
-def time_steps(llm: LLM, batch: int, args: argparse.Namespace) -> list[Row]:
-    """A prefill step and the median decode step of `batch` sequences."""
+def time_steps(llm: LLM, batch: int, context: int, args: argparse.Namespace) -> list[Row]:
+    """A prefill step and the median decode step of `batch` sequences with `context` prompt tokens."""
     from nanopaged import SamplingParams
 
     engine, rng = llm.engine, random.Random(args.seed)
     params = SamplingParams(temperature=0, max_tokens=args.steps + 4, ignore_eos=True)
     for i in range(batch):
-        engine.add_request(str(i), rng.choices(range(engine.vocab_size), k=args.context), params)
+        engine.add_request(str(i), rng.choices(range(engine.vocab_size), k=context), params)
     steps: list[tuple[float, float, int, int]] = []  # host seconds, model seconds, tokens, keys
     runner = engine.runner
     execute = runner.execute  # replaced by a function that also takes the time
@@ -129,7 +133,7 @@ def time_steps(llm: LLM, batch: int, args: argparse.Namespace) -> list[Row]:
     config, itemsize = runner.model.config, runner.dtype.itemsize
     host, model, prefilled, _ = steps[0]
     # A prompt's token attends to half of the prompt on average. Only last tokens meet the output projection.
-    operations = 2 * prefilled * weights(config) + attention_operations(config, prefilled * args.context / 2)
+    operations = 2 * prefilled * weights(config) + attention_operations(config, prefilled * context / 2)
     prefill = ("prefill", host, model, itemsize * weights(config), operations)
     decodes = [step for step in steps if step[2] == batch][1:-1]
     host, model, _, keys = map(statistics.median, zip(*decodes, strict=True))
