@@ -136,6 +136,8 @@ def time_steps(llm: LLM, batch: int, context: int, args: argparse.Namespace) -> 
     operations = 2 * prefilled * weights(config) + attention_operations(config, prefilled * context / 2)
     prefill = ("prefill", host, model, itemsize * weights(config), operations)
     decodes = [step for step in steps if step[2] == batch][1:-1]
+    if not decodes:
+        raise SystemExit(f"{batch} x {context} were never decoded together: the KV cache is too small")
     host, model, _, keys = map(statistics.median, zip(*decodes, strict=True))
     num_weights = weights(config) + config.vocab_size * config.hidden_size
     bytes_per_key = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
