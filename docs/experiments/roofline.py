@@ -66,7 +66,7 @@ def main() -> None:
             attention_backend=args.backend,
             enforce_eager=mode != "graphs",
             enable_prefix_caching=False,
-            max_num_seqs=max(batches),
+            max_num_seqs=max(batches) + 8,  # a larger pool, since a reserve of it stays free
             max_num_batched_tokens=max(8192, max(batches)),
             max_model_len=max(args.context) + args.steps + 8,
         )
