@@ -97,7 +97,7 @@ class KVCache:
                 pass
 
     def _allocate(self, num_blocks: int, device: torch.device, pin_memory: bool = False) -> Tensor:
-        """Memory for blocks, not initialised: a slot without a token is not read, or is zero."""
+        """Memory for blocks, not initialised: a slot without a token is not read, or has weight 0."""
         shape = self.shape
         sizes = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, self.block_size, shape.head_dim)
         try:

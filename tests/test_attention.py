@@ -26,7 +26,7 @@ LAYERS, LAYER = 2, 1
 
 
 class Case:
-    """Sequences with some K/V in the cache and some new, in random blocks; all other blocks hold NaN."""
+    """Sequences with some K/V in the cache and some new, in random blocks; a new cache is full of NaN."""
 
     def __init__(
         self,
@@ -54,7 +54,6 @@ class Case:
         self.cache = KVCache(
             KVShape(LAYERS, num_kv_heads, head_dim, dtype), sum(num_blocks) + 3, block_size, CPU
         )
-        self.cache.data.fill_(math.nan)
         self.keys = [torch.randn(c + n, num_kv_heads, head_dim).to(dtype) for c, n in lengths]
         self.values = [torch.randn(c + n, num_kv_heads, head_dim).to(dtype) for c, n in lengths]
         self.queries = [torch.randn(n, num_heads, head_dim).to(dtype) for _, n in lengths]

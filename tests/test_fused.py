@@ -99,7 +99,7 @@ def test_the_engine_with_fused_kernels(oracle: Oracle, monkeypatch: pytest.Monke
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TYPES)
 def test_norm_and_linear_on_a_gpu(dtype: torch.dtype) -> None:
-    """Where PyTorch's own kernels are used."""
+    """They have no kernel of ours, but PyTorch's own."""
     torch.manual_seed(0)
     x = randn(7, 96, dtype=dtype)
     norm, linear = RMSNorm(96, 1e-3, dtype, DEVICE), Linear(96, 48, True, dtype, DEVICE)

@@ -127,9 +127,9 @@ class TorchAttention:
         blocks = to_device(np.array(full_blocks + last_blocks), self.device).view(-1, width)
         ids = self.cache.head_block_ids(blocks).transpose(2, 3).reshape(2, -1, width)
         pool = self.cache.head_blocks(0)  # [head blocks, block_size · slot width]
-        self.num_tiles = -(-ids[0].numel() * pool[0].nbytes // KV_TILE)
-        self.k_ids, self.v_ids = (half.chunk(self.num_tiles) for half in ids)  # [rows · KV heads, width] each
-        self.buffer = pool.new_empty(self.k_ids[0].numel(), pool.shape[1])
+        num_tiles = -(-ids[0].numel() * pool[0].nbytes // KV_TILE)
+        self.k_ids, self.v_ids = (half.chunk(num_tiles) for half in ids)  # tiles [rows · KV heads, width]
+        self.buffer = pool.new_empty(self.k_ids[0].numel(), pool.shape[1])  # of `_gather`, for one tile
 
     def decode(self, layer: int, q: Tensor) -> Tensor:
         """Attention of one query of each sequence: q → out, both [num_seqs, num_heads, head_dim].
@@ -169,7 +169,8 @@ class TorchAttention:
 
     def _tiles(self, x: Tensor, ids: tuple[Tensor, ...], out: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """The tiles of a matrix product x · (head blocks `ids`) → out."""
-        return zip(x.chunk(self.num_tiles), ids, out.chunk(self.num_tiles), strict=True)
+        size = len(ids[0])
+        return zip(x.split(size), ids, out.split(size), strict=True)
 
     def _gather(self, pool: Tensor, ids: Tensor) -> Tensor:
         """Copy head blocks [n, width] out of the pool: K or V [n, keys in a row, head_dim]."""
