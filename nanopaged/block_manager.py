@@ -51,11 +51,12 @@ class Block:
     """A physical block and its state.
 
         free ──▶ partial ──▶ full ──▶ cached ──▶ full again (a hit)
-         ▲     one sequence  can be   no reference,  │
-         │     writes it     shared   contents kept  └─▶ or evicted, least recently used first
-         └─────────────────────────────────────────────────────┘
+              one sequence  can be   no reference,
+              writes it     shared   contents kept
+                  ▲                      │
+                  └──────────────────────┘ evicted, least recently used first
 
-    `key` is set while the prefix index names this block.
+    `key` is set while the prefix index names this block. Without references, a block without a key is free.
     """
 
     block_id: int

@@ -57,6 +57,8 @@ class RequestMetrics:
     """What happened to a request. Times are `time.monotonic()` seconds; None = not yet.
 
     Fields:
+        arrival_time: when the request was queued. A step blocks its caller, so a prompt that comes during a
+            step is queued after it.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission (later
             admissions, after a preemption, are not counted).
         num_preemptions: how often the request was preempted.
