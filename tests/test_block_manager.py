@@ -101,12 +101,17 @@ def test_a_prefix_is_shared_up_to_the_first_block_that_differs() -> None:
 
 
 def test_equal_blocks_after_different_beginnings_are_not_shared() -> None:
-    """K/V depends on everything before it: `5 6` after `1 2` is not `5 6` after `3 4`."""
+    """K/V depends on everything before it: `5 6` after `1 2` is not `5 6` after `3 4`.
+
+    It takes three prompts to show a key without its prefix: the third finds `3 4`, and then must not find
+    the `5 6` of the first.
+    """
     manager = BlockManager(16, 2)
-    first = admit(manager, 1, 2, 5, 6, 7)
-    second = admit(manager, 3, 4, 5, 6, 7, computed=False)
-    assert second.num_computed_tokens == 0
-    assert not set(first.block_table) & set(second.block_table)
+    first, second = admit(manager, 1, 2, 5, 6, 7), admit(manager, 3, 4, 8)
+    third = admit(manager, 3, 4, 5, 6, 7, computed=False)
+    assert third.block_table[0] == second.block_table[0]
+    assert third.num_computed_tokens == 2
+    assert not set(first.block_table) & set(third.block_table)
 
 
 def test_the_last_token_is_always_computed() -> None:
