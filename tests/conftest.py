@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +15,7 @@ import torch
 # Without a GPU the kernels are interpreted. This comes before transformers, which imports triton.
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
 
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers  # the model classes are imported when they are used, which takes seconds
 
 from nanopaged.kv_cache import KVCache
 
@@ -35,8 +28,16 @@ torch.set_num_threads(1)  # the models are so small that a second thread only wa
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long the random workloads run: see tests/test_random_runs.py."""
-    parser.addoption("--random-runs", type=int, default=500, help="random workloads of each kind")
+    parser.addoption("--random-runs", type=int, default=300, help="random workloads of each kind")
     parser.addoption("--first-seed", type=int, default=0, help="the seed of the first of them")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With -n: a worker without tests takes some of another's. Slow tests stand side by side in a file."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -85,22 +86,22 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
-FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
-    "llama": lambda **changes: LlamaForCausalLM(
-        LlamaConfig(
+FAMILIES: dict[str, Callable[..., transformers.PreTrainedModel]] = {
+    "llama": lambda **changes: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
             **SHAPE | {"head_dim": 20, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False} | changes
         )
     ),
-    "qwen2": lambda **changes: Qwen2ForCausalLM(
-        Qwen2Config(**SHAPE | {"num_attention_heads": 4, "tie_word_embeddings": False} | changes)
+    "qwen2": lambda **changes: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**SHAPE | {"num_attention_heads": 4, "tie_word_embeddings": False} | changes)
     ),
-    "qwen3": lambda **changes: Qwen3ForCausalLM(
-        Qwen3Config(**SHAPE | {"head_dim": 16, "tie_word_embeddings": True} | changes)
+    "qwen3": lambda **changes: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**SHAPE | {"head_dim": 16, "tie_word_embeddings": True} | changes)
     ),
 }
 
 
-def make_checkpoint(family: str, folder: Path, **changes: object) -> PreTrainedModel:
+def make_checkpoint(family: str, folder: Path, **changes: object) -> transformers.PreTrainedModel:
     """A random model of the family, saved to `folder`. Biases and norms are random, too.
 
     Args:
