@@ -280,6 +280,21 @@ def test_memory_keeps_the_papers_order(tmp_path: Path) -> None:
     assert "<svg" in picture.read_text()
 
 
+def test_memory_splits_the_waste() -> None:
+    """Every slot is of one kind; only ranges of different lengths leave gaps between them."""
+    printed = experiment("memory", "--requests", "150", "--slots", "5000", "--trace", "Alpaca-like")
+    rows = {}
+    for name, shares in re.findall(r"^Alpaca-like +(\w+)(.+%)", printed, flags=re.MULTILINE):
+        rows[name] = [float(share) for share in re.findall(r"([\d.]+)%", shares)[:5]]
+    assert list(rows) == ["max", "pow2", "oracle", "paging"]
+    for real, reserved, internal, external, too_few in rows.values():
+        assert real + reserved + internal + external + too_few == pytest.approx(100, abs=0.3)
+    internal, external = ({name: row[column] for name, row in rows.items()} for column in (2, 3))
+    assert internal["max"] > internal["pow2"] > internal["paging"] > internal["oracle"] == 0
+    assert min(external["pow2"], external["oracle"]) > 5
+    assert external["max"] == external["paging"] == 0
+
+
 def test_memory_says_where_no_request_waits(tmp_path: Path) -> None:
     printed = experiment("memory", "--requests", "20", "--plot", str(tmp_path / "picture.svg"))
     assert re.search(r"^Alpaca-like +paging +all requests fit at once", printed, flags=re.MULTILINE)

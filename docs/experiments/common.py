@@ -94,7 +94,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, shape: str = "100m") ->
 
 
 def add_plot_argument(parser: argparse.ArgumentParser) -> None:
-    """For `save_lines` or `save_bars`. A file that cannot be written is refused before the work starts."""
+    """For a `save_` function. A file that cannot be written is refused before the work starts."""
     parser.add_argument("--plot", type=figure_file, metavar="FILE", help="save a figure as .svg or .png")
 
 
@@ -182,8 +182,12 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 @contextmanager
-def _axes(path: Path) -> Iterator[Axes]:
-    """Axes to draw on; the figure is saved afterwards. Text stays text in an SVG, which keeps it small."""
+def _axes(path: Path, **legend: Any) -> Iterator[Axes]:
+    """Axes to draw on; the figure is saved afterwards. Text stays text in an SVG, which keeps it small.
+
+    Args:
+        legend: where it stands, as matplotlib's `legend` takes it.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -194,7 +198,7 @@ def _axes(path: Path) -> Iterator[Axes]:
         figure, axes = plt.subplots(figsize=(6, 3.6))
         yield axes
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, **legend)
         figure.tight_layout()
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
@@ -241,3 +245,24 @@ def save_bars(
             axes.bar([x + i * width for x in range(len(groups))], heights, width, label=name)
         axes.set_xticks([x + 0.4 - width / 2 for x in range(len(groups))], groups)
         axes.set(xlabel=x_label, ylabel=y_label)
+
+
+def save_stacks(
+    path: Path, groups: dict[str, dict[str, dict[str, float]]], colors: dict[str, str], y_label: str
+) -> None:
+    """Groups of bars, each bar with its parts on top of each other. `colors`: part → its colour."""
+    names, places = [], []
+    with _axes(path, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(colors)) as axes:
+        for group, bars in groups.items():
+            first = places[-1] + 1.6 if places else 0.0
+            places += [first + i for i in range(len(bars))]
+            names += list(bars)
+            middle = (first + places[-1]) / 2
+            axes.text(middle, -0.18, group, ha="center", transform=axes.get_xaxis_transform())
+        bottoms = [0.0] * len(places)
+        for part, color in colors.items():
+            heights = [bar[part] for bars in groups.values() for bar in bars.values()]
+            axes.bar(places, heights, 0.8, bottoms, label=part, color=color)
+            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        axes.set_xticks(places, names)
+        axes.set(ylabel=y_label)

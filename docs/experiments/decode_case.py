@@ -1,4 +1,5 @@
-"""A batch of decodes over scattered blocks, without an engine, for `kernel.py` and `blocksize.py`.
+"""A batch of decodes over scattered blocks, without an engine, for `kernel.py`, `blocksize.py` and
+`interpreted.py`.
 
 Only this file of the experiments uses the inner parts of the attention backends.
 """

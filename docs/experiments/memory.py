@@ -1,32 +1,41 @@
-"""K/V memory that holds real tokens, and requests served at once: contiguous preallocation against pages.
+"""K/V memory that holds real tokens, how the rest is wasted, and requests at once: contiguous against pages.
 
-    python docs/experiments/memory.py --plot docs/memory.svg
+    python docs/experiments/memory.py --plot docs/figures/memory.svg
 
 Requests queue for a pool of K/V slots (15,700 in the paper: OPT-13B on an A100). Contiguous allocation
 reserves one range of slots for a whole request when it is admitted, first come, first served, first fit:
 
     max       2,048 slots, the longest request possible
-    pow2      the prompt, and the next power of two above the output's length
+    pow2      the prompt, and the output's length rounded up to a power of two
     oracle    the prompt and the output exactly, as if the output's length were known in advance
 
-"paging" is the real scheduler and block manager, without a model. All figures are averages over the steps
-in which the queue is not empty (PagedAttention, Fig. 2 and Fig. 13). Lengths are exponentially distributed
-around the means of the paper's traces; the traces themselves are not.
+"paging" is the real scheduler and block manager, without a model. Every slot of the pool is one of these:
+
+    real       it holds the K/V of a token
+    reserved   empty; its request will fill it later
+    internal   empty; its request holds it and never fills it (internal fragmentation)
+    external   free; there are enough free slots for the next request, but not in one range
+    too few    free; all free slots together are too few for the next request
+
+All figures are averages over the steps in which the queue is not empty (PagedAttention, Fig. 2 and Fig. 13;
+its "external & others" is the last two). Lengths are exponentially distributed around the means of the
+paper's traces; the traces themselves are not.
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import random
 from collections.abc import Callable
 from itertools import islice
 
-from common import add_plot_argument, at_least, make_parser, save_bars
+from common import add_plot_argument, at_least, make_parser, save_stacks
 from no_model import TRACES, NoModel, make_request, make_scheduler
 from tqdm import tqdm
 
 from nanopaged import SamplingParams
+from nanopaged.block_manager import blocks_needed
+from nanopaged.scheduler import Scheduler
 
 MAX_LEN = 2048
 MAX_QUEUE = 64  # requests that wait at a time
@@ -36,9 +45,53 @@ POLICIES: dict[str, Callable[[int, int], int]] = {  # (input, output) tokens →
     "oracle": lambda num_input, num_output: num_input + num_output,
 }
 PAPER = {"max": "20.4 %", "pow2": "26.8 %", "oracle": "38.2 %", "paging": "96.3 %"}
+KINDS = {  # of slots → their colours in a figure
+    "real": "#0b5cad",
+    "reserved": "#8ec1f0",
+    "internal": "#e8a33d",
+    "external": "#a01c61",
+    "too few": "#d1d9e0",
+}
 
 Lengths = list[tuple[int, int]]  # (input, output) tokens of each request
-Averages = tuple[float, float] | None  # (share of the slots with a real token, running requests)
+
+
+class Usage:
+    """What the slots of a pool are, summed over the steps in which a request waits."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.steps = self.requests = 0
+        self.slots = dict.fromkeys(KINDS, 0)
+
+    def add(
+        self, steps: int, requests: int, real: int, filled_in_the_end: int, held: int, next_size: int
+    ) -> None:
+        """Count `steps` in which the same requests run and the same one waits.
+
+        Args:
+            real: slots with a token, summed over the steps; the others are slots in each of them.
+            filled_in_the_end: slots in which a token is, or will be before the request ends.
+            held: slots that running requests hold.
+            next_size: slots that the next request needs.
+        """
+        free = self.num_slots - held
+        self.steps += steps
+        self.requests += steps * requests
+        self.slots["real"] += real
+        self.slots["reserved"] += steps * filled_in_the_end - real
+        self.slots["internal"] += steps * (held - filled_in_the_end)
+        self.slots["external" if free >= next_size else "too few"] += steps * free
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Kind of slot → its average share of the pool. They add up to 1."""
+        return {kind: slots / (self.steps * self.num_slots) for kind, slots in self.slots.items()}
+
+    @property
+    def at_once(self) -> float:
+        """Average number of running requests."""
+        return self.requests / self.steps
 
 
 def main() -> None:
@@ -48,31 +101,35 @@ def main() -> None:
         "--slots", type=at_least(MAX_LEN), default=15700, help="tokens for which there is memory"
     )
     parser.add_argument("--block-size", type=at_least(1), default=16, help="tokens in a block")
+    parser.add_argument("--trace", choices=TRACES, nargs="+", default=list(TRACES), help="lengths")
     add_plot_argument(parser)
     args = parser.parse_args()
     print(f"{args.requests} requests a row, {args.slots} slots, blocks of {args.block_size}")
-    print(
-        f"{'trace':15} {'allocation':11} {'real tokens':>12} {'at once':>8}   paper's share (its own traces)"
-    )
-    shares: dict[str, list[float]] = {}
-    for trace, means in TRACES.items():
-        lengths = draw_lengths(means, args.requests, args.seed)
+    kinds = "".join(f"{kind:>10}" for kind in list(KINDS)[1:])
+    print(f"{'trace':15} {'allocation':11}{'real':>7} {'at once':>8}{kinds}   paper's real")
+    bars: dict[str, dict[str, dict[str, float]]] = {}
+    for trace in args.trace:
+        lengths = draw_lengths(TRACES[trace], args.requests, args.seed)
         for policy in (*POLICIES, "paging"):
             if policy == "paging":
-                averages = run_paged(lengths, args)
+                usage = run_paged(lengths, args.slots, args.block_size, args.seed)
             else:
-                averages = run_contiguous(lengths, args.slots, POLICIES[policy])
-            print_row(f"{trace:15} {policy:11}", averages, PAPER[policy])
-            shares.setdefault(policy, []).append(100 * averages[0] if averages else float("nan"))
+                usage = run_contiguous(lengths, args.slots, POLICIES[policy])
+            print_row(f"{trace:15} {policy:11}", usage, PAPER[policy])
+            if usage.steps > 0:
+                shares = {kind: 100 * share for kind, share in usage.shares.items()}
+                bars.setdefault(trace, {})[policy] = shares
     if args.plot:
-        save_bars(args.plot, list(TRACES), shares, "K/V memory with real tokens (%)")
+        save_stacks(args.plot, bars, KINDS, "K/V memory (%)")
 
 
-def print_row(name: str, averages: Averages, paper: str) -> None:
-    if averages is None:
+def print_row(name: str, usage: Usage, paper: str) -> None:
+    if usage.steps == 0:
         print(f"{name} all requests fit at once, no request waits: raise --requests or lower --slots")
     else:
-        print(f"{name} {averages[0]:12.1%} {averages[1]:8.1f}   {paper}", flush=True)
+        real, *rest = usage.shares.values()
+        wasted = "".join(f"{share:10.1%}" for share in rest)
+        print(f"{name}{real:7.1%} {usage.at_once:8.1f}{wasted}   {paper}", flush=True)
 
 
 def draw_lengths(means: tuple[int, int], num: int, seed: int) -> Lengths:
@@ -88,29 +145,34 @@ def draw_lengths(means: tuple[int, int], num: int, seed: int) -> Lengths:
 # ── contiguous allocation ─────────────────────────────────────────────────────────────────────────
 
 
-def run_contiguous(lengths: Lengths, num_slots: int, reserve: Callable[[int, int], int]) -> Averages:
-    """Averages over the steps in which a request waits; None if there is no such step.
+def run_contiguous(lengths: Lengths, num_slots: int, reserve: Callable[[int, int], int]) -> Usage:
+    """Allocate a range for each request, and count the steps in which one waits.
 
     Only the steps in which a request ends are visited. Between two of them each of the n running requests
     grows by a token a step, so the tokens in memory over p steps add up to p·tokens + n·(1 + 2 + … + p).
     """
+    usage = Usage(num_slots)
     holes = [(0, num_slots)]  # (start, length) of the free ranges, in order
     running: list[tuple[int, int, int, int]] = []  # heap of (step of its end, start, reserved, tokens then)
-    now = tokens = steps = token_steps = request_steps = 0
+    now = tokens = filled_in_the_end = held = 0
     for num_input, num_output in tqdm(lengths, leave=False):
-        size = reserve(num_input, num_output)
+        size, final = reserve(num_input, num_output), num_input + num_output
         while (start := take(holes, size)) is None:  # it waits until enough requests have ended
-            end, freed, length, final = heapq.heappop(running)
-            passed, n = end - now, len(running) + 1
-            token_steps += passed * tokens + n * passed * (passed + 1) // 2
-            request_steps += passed * n
-            steps += passed
-            tokens += n * passed - final
+            end = running[0][0]
+            passed, n = end - now, len(running)
+            real = passed * tokens + n * passed * (passed + 1) // 2
+            usage.add(passed, n, real, filled_in_the_end, held, size)
+            _, its_start, its_size, its_tokens = heapq.heappop(running)
+            give_back(holes, its_start, its_size)
+            tokens += n * passed - its_tokens
+            filled_in_the_end -= its_tokens
+            held -= its_size
             now = end
-            give_back(holes, freed, length)
-        heapq.heappush(running, (now + num_output, start, size, num_input + num_output))
+        heapq.heappush(running, (now + num_output, start, size, final))
         tokens += num_input
-    return (token_steps / (steps * num_slots), request_steps / steps) if steps else None
+        filled_in_the_end += final
+        held += size
+    return usage
 
 
 def take(holes: list[tuple[int, int]], size: int) -> int | None:
@@ -136,11 +198,11 @@ def give_back(holes: list[tuple[int, int]], start: int, length: int) -> None:
 # ── paging ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_paged(lengths: Lengths, args: argparse.Namespace) -> Averages:
-    """The same averages for the real scheduler and block manager."""
-    num_blocks = args.slots // args.block_size
-    scheduler = make_scheduler(num_blocks, args.block_size, enable_prefix_caching=False)
-    runner, steps, token_steps, request_steps, num_finished = NoModel(args.seed), 0, 0, 0, 0
+def run_paged(lengths: Lengths, num_slots: int, block_size: int, seed: int = 0) -> Usage:
+    """The same count for the real scheduler and block manager."""
+    usage = Usage(num_slots)
+    scheduler = make_scheduler(num_slots // block_size, block_size, enable_prefix_caching=False)
+    runner, num_finished = NoModel(seed), 0
     coming = enumerate(lengths)
     with tqdm(total=len(lengths), leave=False) as bar:
         while num_finished < len(lengths):
@@ -150,15 +212,27 @@ def run_paged(lengths: Lengths, args: argparse.Namespace) -> Averages:
                 scheduler.add(make_request(str(i), [0] * num_input, params))
             batch = scheduler.schedule()
             if scheduler.waiting:
-                steps += 1
-                request_steps += len(scheduler.running)
-                token_steps += sum(
-                    seq.num_computed_tokens + seq.num_scheduled_tokens for seq in scheduler.sequences
-                )
+                count_blocks(usage, scheduler)
             finished = sum(request.finished for request in scheduler.update(batch, runner.execute(batch)))
             num_finished += finished
             bar.update(finished)
-    return (token_steps / (steps * args.slots), request_steps / steps) if steps else None
+    return usage
+
+
+def count_blocks(usage: Usage, scheduler: Scheduler) -> None:
+    """Count one step. Only the slots at the end of each sequence's last block are held without a token."""
+    size, num_running = scheduler.block_size, len(scheduler.running)
+    real = held = filled_in_the_end = 0
+    for seq in scheduler.sequences:
+        room = len(seq.block_table) * size
+        final = seq.request.num_prompt_tokens + seq.request.params.max_tokens - 1  # the last needs no K/V
+        real += seq.num_computed_tokens + seq.num_scheduled_tokens
+        held += room
+        filled_in_the_end += min(room, final)
+    assert held - real <= num_running * (size - 1), "more is empty than the end of a block for each request"
+    following = min(scheduler.waiting.values(), key=scheduler.rank)
+    next_size = blocks_needed(following.live[0].num_tokens, size) * size
+    usage.add(1, num_running, real, filled_in_the_end, held, next_size)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Tensor parallelism: time of a decode step, bytes of its message, and memory of each rank.
 
-    python docs/experiments/ranks.py --ranks 1 2 4 --plot docs/ranks.svg
+    python docs/experiments/ranks.py --ranks 1 2 4 --plot ranks.svg
 
 All ranks are on this machine and share its cores, so several are slower than one on a CPU. `added` is the
 share of the step in which rank 0 waits for the others and adds up partial results (all-reduce).

@@ -1,0 +1,68 @@
+"""Triton's decode kernel on a CPU: interpreted, over blocks in any order, beside the reference.
+
+    python docs/experiments/interpreted.py
+
+A slot without a key holds NaN. One NaN that is read and not masked would make a whole output NaN. Triton's
+interpreter runs the programs of a kernel one after another, with numpy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+from common import at_least, make_parser
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--keys", type=at_least(1), nargs="+", default=[5, 37, 300], help="of each sequence")
+    parser.add_argument("--splits", type=at_least(1), nargs="+", default=[1, 2, 4], help="of each context")
+    parser.add_argument("--block-size", type=at_least(1), default=16, help="slots in a block")
+    args = parser.parse_args()
+
+    import torch
+    from decode_case import DecodeCase, KVSizes
+    from torch.nn.utils.rnn import pad_sequence
+
+    from nanopaged.attention.reference_backend import reference_paged_attention
+
+    try:
+        from nanopaged.kernels.paged_attention import decode_settings, paged_decode
+    except ImportError as error:
+        raise SystemExit(f"Triton, which pip installs on Linux only, cannot be imported: {error}") from None
+
+    torch.manual_seed(args.seed)
+    sizes = KVSizes(num_layers=1, num_kv_heads=2, group=2, head_dim=64, dtype=torch.float32)
+    case = DecodeCase(args.keys, args.block_size, sizes, torch.device("cpu"), args.seed)
+    unused = set(range(len(case.cache.data))).difference(*case.tables)
+    case.cache.data[list(unused)] = math.nan
+    for table, n in zip(case.tables, args.keys, strict=True):
+        for cache in (case.k, case.v):
+            cache[table[-1], :, n - (len(table) - 1) * args.block_size :] = math.nan  # behind the last key
+    scale = sizes.head_dim**-0.5
+    expected = torch.stack(
+        [
+            reference_paged_attention(q, case.k, case.v, table, n, scale)
+            for q, table, n in zip(case.q, case.tables, args.keys, strict=True)
+        ]
+    )
+
+    tables = pad_sequence([torch.tensor(table, dtype=torch.int32) for table in case.tables], batch_first=True)
+    where = tables, torch.arange(len(tables)), torch.tensor(args.keys)
+    constants, _ = decode_settings(sizes.group, sizes.head_dim, args.block_size, 1, torch.float32)
+    tiles = [-(-n // constants["TILE"]) for n in args.keys]
+    print(f"sequences of {args.keys} keys, blocks of {args.block_size}, tiles of {constants['TILE']} keys")
+    print("splits  programs  with keys  largest difference from the reference")
+    for splits in args.splits:
+        out = paged_decode(case.q, case.k, case.v, *where, scale, splits)
+        with_keys = sizes.num_kv_heads * sum(-(-t // -(-t // splits)) for t in tiles)
+        difference = (out - expected).abs().max().item()  # NaN is not below anything
+        verdict = "below 0.000001" if difference < 1e-6 else f"{difference}"
+        print(f"{splits:6}  {len(tables) * sizes.num_kv_heads * splits:8}  {with_keys:9}  {verdict}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""One rank and two ranks of the tiny model on a CPU: what each holds, what they send, and the tokens of both.
+
+    python docs/experiments/two_ranks.py
+
+The prompts have a common beginning, so their tables share a block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from common import at_least, make_parser
+
+if TYPE_CHECKING:
+    from nanopaged import LLM
+
+PROMPTS = [[3, 5, 7, 9, 11, 13, 15], [3, 5, 7, 9, 17, 19]]  # 7 and 6 tokens, of which 4 are the same
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--max-tokens", type=at_least(4), default=6, help="generated for each prompt")
+    args = parser.parse_args()
+
+    from nanopaged import LLM
+
+    columns, tokens, messages = [], [], []
+    for size in (1, 2):
+        llm = LLM(tensor_parallel_size=size, dtype="float32", block_size=4, num_blocks=16, seed=args.seed)
+        messages, num_all_reduces = watch(llm)
+        tokens.append(generate(llm, args.max_tokens))
+        columns.append(held(llm) | {"all-reduces of a step": num_all_reduces[0] // args.max_tokens})
+        del llm  # the worker ends
+    print(f"{'each rank has':24}{'1 rank':>8}{'2 ranks':>9}")
+    for name, value in columns[0].items():
+        print(f"{name:24}{value:8,}{columns[1][name]:9,}")
+    print("tokens of both:", "the same" if tokens[0] == tokens[1] else f"different: {tokens}")
+    print("\nthe message of the first decode step:")
+    for name, value in messages[1].items():
+        print(f"  {name}: {value}")
+    print("\nblock_tables of all messages:")
+    for number, message in enumerate(messages, start=1):
+        print(f"  step {number}: {message['block_tables']}")
+
+
+def watch(llm: LLM) -> tuple[list[dict[str, Any]], list[int]]:
+    """Keep the messages of the engine's steps, and count its all-reduces."""
+    ranks, messages, num_all_reduces = llm.engine.runner.ranks, [], [0]
+    if ranks is None:
+        return messages, num_all_reduces
+    encode, all_reduce = ranks.encode, ranks.all_reduce
+
+    def kept(inputs: Any) -> dict[str, Any]:
+        messages.append(encode(inputs))
+        return messages[-1]
+
+    def counted(x: Any) -> Any:
+        num_all_reduces[0] += 1
+        return all_reduce(x)
+
+    ranks.encode, ranks.all_reduce = kept, counted
+    return messages, num_all_reduces
+
+
+def generate(llm: LLM, max_tokens: int) -> list[list[int]]:
+    from nanopaged import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def held(llm: LLM) -> dict[str, int]:
+    """What rank 0 has of the model and of the KV cache."""
+    runner = llm.engine.runner
+    share, cache = runner.model.share, runner.kv_cache
+    return {
+        "query heads": share.num_heads,
+        "KV heads": share.num_kv_heads,
+        "columns of the MLP": share.intermediate_size,
+        "rows of the vocabulary": runner.model.embed_tokens.num_embeddings,
+        "blocks": runner.num_blocks,
+        "bytes of a block": cache.data[0].nbytes,
+    }
+
+
+if __name__ == "__main__":
+    main()
