@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from pathlib import Path
 
 import pytest
 from conftest import tokens
@@ -105,11 +103,3 @@ def test_a_snapshot_cannot_be_changed() -> None:
     snapshot = make_engine(num_blocks=6).snapshot()
     with pytest.raises(dataclasses.FrozenInstanceError):
         snapshot.num_steps = 5
-
-
-def test_the_drawing_in_the_docs(capsys: pytest.CaptureFixture) -> None:
-    """docs/sharing.md: what its code prints."""
-    page = (Path(__file__).parents[1] / "docs" / "sharing.md").read_text(encoding="utf-8")
-    code, printed = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, flags=re.DOTALL).groups()
-    exec(code, {})
-    assert capsys.readouterr().out == printed

@@ -1,0 +1,225 @@
+"""Pages of the docs as programs: their fenced blocks, and how they are run.
+
+The kinds of fenced block:
+
+    python                          runs; the blocks of a page share a namespace
+    output                          what the block before it prints
+    console                         `$ command` lines, which must succeed, and their output
+    sh                              commands without output
+    python title="FILE: NAME"       a quotation: these lines stand in this function or class
+    diff title="FILE"               a broken variant of the source: the console block after it must fail
+    text                            a drawing, which is not checked
+
+In an output, … is any text in a line (a line of its own: any lines), and ≈ 12.3 is any number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+KINDS = {"python", "output", "console", "sh", "diff", "text"}
+
+# Measurements that take minutes: the scripts that test_scripts.py runs with small sizes. Here only their
+# options are read, and a page shows their figures in a table, never as the output of the command.
+TEST_SCRIPTS = (ROOT / "tests" / "test_scripts.py").read_text(encoding="utf-8")
+LONG = ["bench.py"] + [
+    f"docs/experiments/{name}.py" for name in set(re.findall(r'experiment\(\s*"(\w+)"', TEST_SCRIPTS))
+]
+# Commands that the tests of the pages run with these sizes.
+SMALL = {
+    "example.py": "--max-tokens 4",
+    "docs/experiments/ranks.py": "--shape test --ranks 1 --sequences 1 --steps 2",
+    "docs/experiments/tracing.py": "--sequences 1 --steps 4",
+}
+# Commands that need what a test does not have, and what runs them instead.
+ELSEWHERE = {
+    "python3 -m venv": ".ci/run",
+    "pip install": ".ci/run installs the extra `test`, which contains the others that work without a GPU",
+    "server.py Qwen": "the test beside it starts the server",
+    "--peer-python PATH": "tests/test_scripts.py, with a module in place of vLLM",
+    "nanopaged/tiny/train.py": "nothing: it wants a text, and a minute for its first step",
+    "torchrun": "tests/test_parallel.py, with a script of its own",
+}
+
+
+@dataclass
+class Block:
+    """A fenced block of a page; `line` is the first line of its text."""
+
+    kind: str
+    title: str
+    text: str
+    line: int
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(found[1], found[2] or "", found[3], text.count("\n", 0, found.start(3)) + 1)
+        for found in FENCE.finditer(text)
+    ]
+
+
+def copy_repository(folder: Path) -> Path:
+    """A copy of the project. The hub id of the README's example is a folder there: the tiny model."""
+    ignore = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist")
+    copy = folder / "copy"
+    shutil.copytree(ROOT, copy, ignore=ignore)
+    shutil.copytree(copy / "nanopaged" / "tiny", copy / "Qwen" / "Qwen3-0.6B")
+    return copy
+
+
+def environment(copy: Path) -> dict[str, str]:
+    """The environment of a reader who works in the copy."""
+    # On a CI server (CI, BUILD_NUMBER) pytest does not shorten its summary to the width of the screen.
+    not_theirs = {"TRITON_INTERPRET", "CI", "BUILD_NUMBER", "PYTEST_ADDOPTS"}
+    shown = {name: value for name, value in os.environ.items() if name not in not_theirs}
+    paths = [str(Path(sys.executable).parent), shown.get("PATH", "")]
+    return shown | {
+        "PATH": os.pathsep.join(paths),
+        "PYTHONPATH": str(copy),
+        "PYTHONDONTWRITEBYTECODE": "1",  # a file that is broken and mended within a second would be stale
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take a second to import
+        "PYTHONIOENCODING": "utf-8",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # the pages show what a CPU prints
+        "HF_HUB_OFFLINE": "1",
+        "TQDM_DISABLE": "1",
+        "GIT_CEILING_DIRECTORIES": str(copy.parent),
+        "COLUMNS": "100",
+    }
+
+
+def execute(command: str | list[str | Path], copy: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program, or a line of shell, as a reader who works in the copy does."""
+    return subprocess.run(
+        command,
+        shell=isinstance(command, str),
+        cwd=copy,
+        env=environment(copy),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+
+
+def check_output(shown: str, printed: str, where: str) -> None:
+    """Compare what a page shows with what was printed."""
+    pattern = ""
+    for line in shown.rstrip("\n").split("\n"):
+        if line.strip() == "…":
+            pattern += r"(?:.*\n)*?"
+            continue
+        for part in re.split(r"(…| *≈ ?[\d.,]*\d)", line.rstrip()):
+            if part == "…":
+                pattern += ".*"
+            elif "≈" in part:
+                pattern += r" *(?:≈ ?)?[\d.,]*\d"
+            else:
+                pattern += re.escape(part)
+        pattern += "\n"
+    lines = "\n".join(line.rstrip() for line in printed.rstrip("\n").split("\n")) + "\n"
+    assert re.fullmatch(pattern, lines), f"{where} shows\n\n{shown}\nbut this is printed:\n\n{lines}"
+
+
+RUN_BLOCKS = """
+import contextlib, io, json, sys
+sys.path.insert(0, "")
+with open(sys.argv[1], encoding="utf-8") as file:
+    blocks = json.load(file)
+namespace, printed = {"__name__": "__main__"}, []
+for line, code in blocks:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile("\\n" * (line - 1) + code, sys.argv[2], "exec"), namespace)
+    printed.append(out.getvalue())
+with open(sys.argv[1], "w", encoding="utf-8") as file:
+    json.dump(printed, file)
+"""
+
+
+def run_python(page: Path, copy: Path) -> None:
+    """Run the Python blocks of a page in one process, and compare what they print."""
+    blocks = blocks_of(page)
+    code = [block for block in blocks if block.kind == "python" and not block.title]
+    exchange = copy.parent / "blocks.json"
+    exchange.write_text(json.dumps([[block.line, block.text] for block in code]), encoding="utf-8")
+    done = execute([sys.executable, "-c", RUN_BLOCKS, exchange, page.name], copy)
+    assert done.returncode == 0, done.stderr
+    printed = dict(zip(map(id, code), json.loads(exchange.read_text("utf-8")), strict=True))
+    for block, after in zip(blocks, blocks[1:], strict=False):
+        if id(block) in printed and after.kind == "output":
+            check_output(after.text, printed[id(block)], f"{page.name}:{after.line}")
+
+
+def commands_of(block: Block) -> Iterator[tuple[str, str]]:
+    """The commands of a console or sh block, each with the output shown. `> ` continues a command."""
+    command, shown = None, ""
+    for line in block.text.splitlines():
+        if block.kind == "sh":
+            command = f"{command or ''}{line}\n"
+            if not line.endswith("\\"):
+                yield re.sub(r"( +#.*)?\n$", "", command), ""
+                command = None
+        elif line.startswith("$ "):
+            if command is not None:
+                yield command, shown
+            command, shown = line[2:], ""
+        elif line.startswith("> "):
+            command = f"{command}\n{line[2:]}"
+        else:
+            shown += line + "\n"
+    if command is not None:
+        yield command, shown
+
+
+def run_commands(page: Path, copy: Path) -> str:
+    """Run the commands of a page, and compare what they print. Returns everything that they printed."""
+    diff, everything = None, ""
+    for block in blocks_of(page):
+        if block.kind == "diff":
+            diff, original = block, break_source(copy, block, page.name)
+        if block.kind not in ("console", "sh"):
+            continue
+        where = f"{page.name}:{block.line}"
+        for command, shown in commands_of(block):
+            if any(name in command for name in ELSEWHERE):
+                continue
+            if not shown:
+                command += "".join(
+                    f" {sizes}" for name, sizes in SMALL.items() if f"python {name}" in command
+                )
+                command += " --help" * any(f"python {name}" in command for name in LONG)
+            done = execute(command, copy)
+            failed = done.returncode != 0
+            assert failed == (diff is not None), f"{where}: $ {done.args}\n{done.stdout}{done.stderr}"
+            if shown:
+                check_output(shown, done.stdout, where)
+            everything += done.stdout
+        if diff is not None:
+            (copy / diff.title).write_text(original, encoding="utf-8")
+            diff = None
+    return everything
+
+
+def break_source(copy: Path, diff: Block, page: str) -> str:
+    """Apply a diff without line numbers to the copy. Returns the file as it was."""
+    where = f"{page}:{diff.line}"
+    original = (copy / diff.title).read_text(encoding="utf-8")
+    lines = diff.text.splitlines()
+    assert all(line[:1] in ("", " ", "+", "-") for line in lines), f"{where}: not a diff"
+    old = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "+")
+    new = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "-")
+    assert original.count(old) == 1, f"{where}: these lines stand {original.count(old)} times in {diff.title}"
+    (copy / diff.title).write_text(original.replace(old, new), encoding="utf-8")
+    return original

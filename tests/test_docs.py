@@ -1,0 +1,322 @@
+"""README and docs: every code block and command runs, its output is as shown, and every reference resolves.
+
+The kinds of block, and what is compared, are described in doc_pages.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import io
+import keyword
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import textwrap
+import tokenize
+from functools import cache
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from doc_pages import (
+    FENCE,
+    KINDS,
+    ROOT,
+    Block,
+    blocks_of,
+    copy_repository,
+    execute,
+    run_commands,
+    run_python,
+)
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+FIGURES = [file for file in sorted((DOCS / "figures").glob("*.py")) if file.name != "svg.py"]
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/")
+
+
+def pages_to_run(*kinds: str) -> list[Path]:
+    """The pages with blocks of these kinds.
+
+    A fork's own page runs with its patch, in test_forks.py. Chinese pages have the code of the English ones.
+    """
+    pages = [page for page in PAGES if page.parent.parent.name != "forks" and page.parent.name != "zh"]
+    return [page for page in pages if any(b.kind in kinds and not b.title for b in blocks_of(page))]
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=named)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the project, to run a page in."""
+    return copy_repository(tmp_path)
+
+
+# ── code ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@each_page
+def test_every_block_is_of_a_known_kind(page: Path) -> None:
+    """A misspelled kind would not be checked; an output needs a block that prints it."""
+    text = page.read_text(encoding="utf-8")
+    blocks = blocks_of(page)
+    fences = re.findall(r"^ *```", text, flags=re.MULTILINE)
+    assert len(fences) == 2 * len(blocks), "a fence is indented, not closed, or has an unknown option"
+    indented = re.search(r"\n\n {4,}\S.*", prose_of(page))
+    assert indented is None, f"a code block without a fence is not checked: {indented[0].strip()}"
+    before = Block("", "", "", 0)
+    for block in blocks:
+        where = f"{page.name}:{block.line}"
+        assert block.kind in KINDS, f"{where}: no kind, or an unknown one: {block.kind!r}"
+        if block.kind == "output":
+            assert (before.kind, before.title) == ("python", ""), f"{where}: an output of what?"
+        if block.kind == "text":
+            assert not re.search(r"^(\$ |>>> )", block.text, flags=re.MULTILINE), (
+                f"{where}: text with commands"
+            )
+        if before.kind == "diff":
+            assert block.kind == "console", f"{where}: a diff is followed by the test that catches it"
+        before = block
+    assert before.kind != "diff"
+
+
+def need_triton(page: Path) -> None:
+    """Chapter 9 runs the Triton kernels in their interpreter; Triton exists for Linux only."""
+    if page.name == "09-gpu.md":
+        pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("page", pages_to_run("python"), ids=named)
+def test_python_prints_what_the_page_shows(page: Path, copy: Path) -> None:
+    need_triton(page)
+    run_python(page, copy)
+
+
+@pytest.mark.parametrize("page", pages_to_run("console", "sh"), ids=named)
+def test_commands_print_what_the_page_shows(page: Path, copy: Path) -> None:
+    need_triton(page)
+    run_commands(page, copy)
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "zh").glob("[0-9]*.md")), ids=named)
+def test_chinese_pages_have_the_code_of_the_english_ones(page: Path) -> None:
+    chinese, english = (
+        [(block.kind, block.title, block.text) for block in blocks_of(each) if block.kind != "text"]
+        for each in (page, DOCS / page.name)
+    )
+    assert chinese == english
+
+
+@each_page
+def test_quotations_stand_in_the_source(page: Path) -> None:
+    for block in blocks_of(page):
+        if block.kind != "python" or not block.title:
+            continue
+        where = f"{page.name}:{block.line}"
+        file, _, name = block.title.partition(": ")
+        source = definition(file, name)
+        position = 0
+        for part in re.split(r"^ *# …\n", textwrap.dedent(block.text), flags=re.MULTILINE):
+            if part.strip():
+                found = find_lines(part, source, position)
+                assert found is not None, f"{where}: not in {block.title}:\n{part}"
+                position = found
+
+
+def find_lines(part: str, source: str, position: int) -> int | None:
+    """Where the lines of `part` end in `source`, from `position` on; they may be indented alike there."""
+    for indent in ("", " " * 4, " " * 8, " " * 12, " " * 16):
+        lines = textwrap.indent(textwrap.dedent(part), indent)
+        found = source.find(lines, position)
+        if found >= 0 and (found == 0 or source[found - 1] == "\n"):
+            return found + len(lines)
+    return None
+
+
+def definition(file: str, name: str) -> str:
+    """The source of a function, method or class; of the file without a name."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    if not name:
+        return text
+    body, node = ast.parse(text).body, None
+    for part in name.split("."):
+        named_so = [each for each in body if getattr(each, "name", None) == part]
+        assert len(named_so) == 1, f"{file} has no {name}"
+        node, body = named_so[0], named_so[0].body
+    first = min([node.lineno, *[each.lineno for each in node.decorator_list]])
+    lines = text.splitlines(keepends=True)[first - 1 : node.end_lineno]
+    return textwrap.dedent("".join(lines))
+
+
+# ── references ────────────────────────────────────────────────────────────────────────────────────
+
+
+def prose_of(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+@cache
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as code hosts make them: `## A b, c` → a-b-c."""
+    anchors: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", prose_of(page), flags=re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        number = sum(anchor == slug or re.fullmatch(rf"{slug}-\d+", anchor) is not None for anchor in anchors)
+        anchors.add(f"{slug}-{number}" if number else slug)
+    return anchors
+
+
+@each_page
+def test_links_resolve(page: Path) -> None:
+    """Files and headings. Addresses in the web are not asked."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
+        if re.match(r"(https?|mailto):", target):
+            continue
+        path, _, anchor = unquote(target).partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert file.is_relative_to(ROOT)
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors_of(file), f"{page.name} links to {target}: no such heading"
+
+
+@cache
+def known_names() -> frozenset[str]:
+    """Every name and every word of a string in the project's Python files, and in the names of its files."""
+    names = set(dir(builtins)) | set(keyword.kwlist)
+    for file in ROOT.rglob("*"):
+        if any(part.startswith(".") for part in file.relative_to(ROOT).parts):
+            continue
+        names |= set(re.findall(r"\w+", file.name))
+        if file.suffix != ".py" or file.name == Path(__file__).name:
+            continue
+        for token in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
+            if token.type == tokenize.NAME:
+                names.add(token.string)
+            elif token.type == tokenize.STRING or tokenize.tok_name[token.type].startswith("FSTRING"):
+                names |= set(re.findall(r"\w+", token.string))
+    return frozenset(names)
+
+
+@cache
+def known_classes() -> dict[str, set[str]]:
+    """Classes of the package → names that stand in their bodies, those of their base classes included."""
+    nodes: dict[str, ast.ClassDef] = {}
+    for file in (ROOT / "nanopaged").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                nodes[node.name] = node
+
+    def members(name: str) -> set[str]:
+        node = nodes.get(name)
+        if node is None:
+            return set()
+        found = {each.name for each in node.body if hasattr(each, "name")}
+        found |= {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
+        found |= {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+        return found.union(*[members(base.id) for base in node.bases if isinstance(base, ast.Name)])
+
+    return {name: members(name) for name in nodes}
+
+
+LIBRARIES = ("torch", "numpy", "transformers", "triton", "ray")
+# Names of other programs that the docs set or mention, which no Python file of ours has.
+FOREIGN = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "THP_MEM_ALLOC_ENABLE", "trust_remote_code"}
+
+
+def unknown_names(code: str) -> list[str]:
+    """The names in a piece of inline code that the project does not have: `Sequence.num_tokns` → itself."""
+    if re.match(r"https?:|/", code):
+        return []
+    unknown = []
+    for dotted in re.findall(r"[A-Za-z_][\w.]*\w", code):
+        first, *rest = dotted.split(".")
+        if first in LIBRARIES:
+            try:
+                pkgutil.resolve_name(dotted)
+            except (ImportError, AttributeError):
+                unknown.append(dotted)
+        elif first in known_classes() and rest:
+            unknown += [dotted] if rest[0] not in known_classes()[first] else []
+        else:
+            like_code = [part for part in (first, *rest) if "_" in part or re.search("[a-z][A-Z]", part)]
+            unknown += [part for part in like_code if part not in known_names() | FOREIGN]
+    return unknown
+
+
+@each_page
+def test_names_exist(page: Path) -> None:
+    """Inline code that looks like a name is a name of the source. Other projects' names stand in italics."""
+    defined = {
+        name
+        for block in blocks_of(page)
+        if block.kind == "python" and not block.title
+        for name in re.findall(r"\w+", block.text)
+    }
+    for patch in page.parent.glob("*.patch"):  # a fork's page names what the fork adds
+        defined |= set(re.findall(r"\w+", patch.read_text(encoding="utf-8")))
+    for code in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose_of(page)):
+        unknown = [name for name in unknown_names(code) if name.split(".")[-1] not in defined]
+        assert not unknown, f"{page.name}: `{code}` names {', '.join(unknown)}"
+
+
+@cache
+def help_of(file: str) -> str:
+    return subprocess.run([sys.executable, ROOT / file, "--help"], capture_output=True, text=True).stdout
+
+
+@each_page
+def test_commands_have_their_options(page: Path) -> None:
+    """`python file.py --option`, in a block or in a sentence: the file exists, and has the option."""
+    commands = r"python ([\w/]+\.py)((?: [^`\n|#]*)?)"
+    for file, options in re.findall(commands, page.read_text(encoding="utf-8")):
+        if file == "script.py":  # the reader's own
+            continue
+        assert (ROOT / file).exists(), f"{page.name}: there is no {file}"
+        for option in re.findall(r" (--[\w-]+)", options):
+            assert re.search(rf"{option}\b", help_of(file)), f"{page.name}: {file} has no {option}"
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Without a warning: no page is missing, every link resolves in the site as well."""
+    config = DOCS / "site" / "mkdocs.yml"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", config, "-d", tmp_path]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, env=quiet, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ── figures ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("script", FIGURES, ids=lambda script: script.stem)
+def test_figures_are_those_that_their_scripts_draw(script: Path, copy: Path) -> None:
+    picture = script.with_suffix(".svg")
+    (copy / picture.relative_to(ROOT)).unlink()
+    done = execute([sys.executable, script.relative_to(ROOT)], copy)
+    assert done.returncode == 0, done.stderr
+    drawn = (copy / picture.relative_to(ROOT)).read_text(encoding="utf-8")
+    assert drawn == picture.read_text(encoding="utf-8"), f"run python docs/figures/{script.name} again"
+
+
+def test_every_picture_is_shown_with_its_script() -> None:
+    """A page that shows a figure says which command drew it."""
+    shown: set[str] = set()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
+            picture = (page.parent / target).resolve()
+            shown.add(picture.name)
+            assert re.search(rf"{picture.stem}\.py", text), f"{page.name}: which script drew {target}?"
+    pictures = {file.name for file in DOCS.rglob("*") if file.suffix in (".svg", ".png")}
+    assert shown == pictures, "pictures that no page shows, or that are missing"
