@@ -29,8 +29,8 @@ ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 KINDS = {"python", "output", "console", "sh", "diff", "text"}
 
-# Measurements that take minutes: the scripts that test_scripts.py runs with small sizes. Here only their
-# options are read, and a page shows their figures in a table, never as the output of the command.
+# Measurements that take minutes: test_scripts.py runs these scripts with small sizes, and test_docs.py looks
+# up their options. A page shows their figures in a table, never as the output of the command.
 TEST_SCRIPTS = (ROOT / "tests" / "test_scripts.py").read_text(encoding="utf-8")
 LONG = ["bench.py"] + [
     f"docs/experiments/{name}.py" for name in set(re.findall(r'experiment\(\s*"(\w+)"', TEST_SCRIPTS))
@@ -47,7 +47,7 @@ ELSEWHERE = {
     "pip install": ".ci/run installs the extra `test`, which contains the others that work without a GPU",
     "server.py Qwen": "the test beside it starts the server",
     "--peer-python PATH": "tests/test_scripts.py, with a module in place of vLLM",
-    "nanopaged/tiny/train.py": "nothing: it wants a text, and a minute for its first step",
+    "nanopaged/tiny/train.py": "tests/test_scripts.py, which takes one small step",
     "torchrun": "tests/test_parallel.py, with a script of its own",
 }
 
@@ -196,10 +196,11 @@ def run_commands(page: Path, copy: Path) -> str:
             if any(name in command for name in ELSEWHERE):
                 continue
             if not shown:
+                if any(f"python {name}" in command for name in LONG):
+                    continue
                 command += "".join(
                     f" {sizes}" for name, sizes in SMALL.items() if f"python {name}" in command
                 )
-                command += " --help" * any(f"python {name}" in command for name in LONG)
             done = execute(command, copy)
             failed = done.returncode != 0
             assert failed == (diff is not None), f"{where}: $ {done.args}\n{done.stdout}{done.stderr}"

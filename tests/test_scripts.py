@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from nanopaged import LLM, SamplingParams
 
 ROOT = Path(__file__).parents[1]
 MEASUREMENTS = ["bench.py"] + [
@@ -103,6 +106,30 @@ def test_the_tour_shows_everything(tmp_path: Path) -> None:
         assert '["preempt swap"' in lines
         assert '["preempt",' in lines, "preempted by recomputation"
     assert in_docs.stat().st_size < 400_000
+
+
+# ── the tiny model ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One small step; the engine serves what was saved. Compiling the layers would take a minute."""
+    spec = importlib.util.spec_from_file_location("train", ROOT / "nanopaged" / "tiny" / "train.py")
+    train = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(train)
+    monkeypatch.setattr(train, "SHORT_ROWS", (2, 32))
+    monkeypatch.setattr(train, "LONG_ROWS", (1, 64))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **options: None)
+    speeches = [f"ROMEO:\nHow now, my lord number {i}?\n\nJULIET:\nGood morrow!\n\n" for i in range(40)]
+    play, out = tmp_path / "play.txt", tmp_path / "model"
+    play.write_text("".join(speeches))
+    files = ["--train", str(play), "--val", str(play), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["train.py", *files, "--minutes", "0.0001", "--threads", "1"])
+    train.main()
+    llm = LLM(out, dtype="float32", num_blocks=100)
+    (output,) = llm.chat(
+        [{"role": "user", "content": "Good morrow!"}], SamplingParams(max_tokens=4, ignore_eos=True)
+    )
+    assert len(output.outputs[0].token_ids) == 4
 
 
 # ── bench.py ──────────────────────────────────────────────────────────────────────────────────────
@@ -334,11 +361,11 @@ def test_chunked(tmp_path: Path) -> None:
 
 def test_endurance() -> None:
     """Requests are aborted, swapped and recomputed, and afterwards no block is in use."""
-    printed = experiment("endurance", "--requests", "3000", "--model-requests", "50")
+    printed = experiment("endurance", "--requests", "1500", "--model-requests", "50")
     rows = re.findall(
         r"^ +([\d,]+) +(\d+) +(\d+) +(\d+)(?: +[\d.]+){3} +[\d,]+ +(\d+)$", printed, re.MULTILINE
     )
-    assert [row[0] for row in rows[9:11]] == ["3,000", "5"]
+    assert [row[0] for row in rows[9:11]] == ["1,500", "5"]
     assert len(rows) == 20
     assert min(map(int, rows[9][1:4])) > 0
     assert {row[4] for row in rows} == {"0"}

@@ -5,8 +5,7 @@
 The paper's engine had a K/V tensor for each layer, so swapping a block took 2 · num_layers small copies, and
 small blocks swapped badly. Here all layers of a block are contiguous (block-major), and swapping it is one
 copy; the paper's layout (layer-major) is measured for comparison. Then whole runs in pools that are too small
-for
-all requests: output tokens per second with preemption="swap" and with "recompute".
+for all requests: output tokens per second with preemption="swap" and with "recompute".
 
 Finally the admission watermark, the share of the blocks that must stay free when a request is admitted while
 others run: without one, a request takes the last blocks, is soon preempted, and computes its prompt again.
