@@ -294,6 +294,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, env=quiet, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    for name, language in (("00-map.html", "en"), ("zh/00-map.html", "zh")):
+        assert f'<html lang="{language}"' in (tmp_path / name).read_text(encoding="utf-8")
 
 
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: the source files that the pages link to become pages of the site."""
+"""Hooks of MkDocs: pages for the source files that are linked to, and the language of Chinese pages."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(_page_of(path), posixpath.dirname(page.file.src_uri))
 
     return markdown if page.file.src_uri.startswith("source/") else LINK.sub(lead, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Name the language of a Chinese page: a browser chooses its font by it, a screen reader its voice."""
+    in_chinese = page.file.src_uri.startswith("zh/")
+    return output.replace('<html lang="en"', '<html lang="zh"', 1) if in_chinese else output
 
 
 def _linked_sources(markdown: str, src_uri: str) -> set[str]:
