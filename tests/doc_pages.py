@@ -6,9 +6,9 @@ The kinds of fenced block:
     output                          what the block before it prints
     console                         `$ command` lines, which must succeed, and their output
     sh                              commands without output
-    python title="FILE: NAME"       a quotation: these lines stand in this function or class
-    diff title="FILE"               a broken variant of the source: the console block after it must fail
     text                            a drawing, which is not checked
+    python, first line # FILE: NAME a quotation: the other lines stand in this function or class
+    diff, first line --- FILE       a broken variant of the source: the console block after it must fail
 
 In an output, … is any text in a line (a line of its own: any lines), and ≈ 12.3 is any number.
 """
@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^```(\w*)\n(?:(?:# |--- )([\w/]+\.py(?:: [\w.]+)?)\n)?(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 KINDS = {"python", "output", "console", "sh", "diff", "text"}
 
 # Measurements that take minutes: test_scripts.py runs these scripts with small sizes, and test_docs.py looks
@@ -54,12 +56,12 @@ ELSEWHERE = {
 
 @dataclass
 class Block:
-    """A fenced block of a page; `line` is the first line of its text."""
+    """A fenced block of a page."""
 
     kind: str
-    title: str
-    text: str
-    line: int
+    title: str  # of a quotation FILE: NAME, of a diff FILE, otherwise empty
+    text: str  # without the line of the title
+    line: int  # the first line of the text
 
 
 def blocks_of(page: Path) -> list[Block]:
