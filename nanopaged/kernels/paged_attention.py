@@ -204,8 +204,9 @@ def decode_settings(
     """The constants of a compiled `decode_kernel`, and its launch options.
 
     A tensor core multiplies 16 rows at once, so a smaller group of query heads is padded. That costs
-    arithmetic only, which is not the bottleneck. A tile is 16 KB of K and 16 KB of V (64 keys of 128 in
-    bfloat16). Then a streaming multiprocessor has room for four or five programs, and no registers spill.
+    registers, and arithmetic, which is not the bottleneck. A tile is 16 KB of K and 16 KB of V (64 keys of
+    128 in bfloat16). Then a streaming multiprocessor has room for four or five programs, and no registers
+    spill.
 
     Args:
         group: query heads that share a KV head.
