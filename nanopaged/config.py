@@ -26,11 +26,16 @@ PREEMPTIONS = ("auto", "swap", "recompute")
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
-OUR_NAMES = {  # options of vLLM, nano-vllm and transformers → the one of ours that serves the purpose
+OUR_NAMES = {  # options of vLLM, nano-vllm, SGLang and transformers → the one of ours that serves the purpose
     "gpu_memory_utilization": "memory_utilization",
     "num_gpu_blocks_override": "num_blocks",
     "num_kvcache_blocks": "num_blocks",
+    "num_cpu_blocks": "num_host_blocks",
+    "swap_space": "num_host_blocks",
     "kvcache_block_size": "block_size",
+    "page_size": "block_size",
+    "mem_fraction_static": "memory_utilization",
+    "chunked_prefill_size": "max_num_batched_tokens",
     "best_of": "n",
     "num_return_sequences": "n",
     "do_sample": "temperature",

@@ -48,6 +48,8 @@ def test_keywords(llm: LLM) -> None:
     [
         (EngineConfig, "gpu_memory_utilization", "memory_utilization"),
         (EngineConfig, "num_gpu_blocks_override", "num_blocks"),
+        (EngineConfig, "num_cpu_blocks", "num_host_blocks"),
+        (EngineConfig, "page_size", "block_size"),
         (EngineConfig, "blok_size", "block_size"),
         (SamplingParams, "max_new_tokens", "max_tokens"),
         (BeamSearchParams, "num_beams", "beam_width"),
