@@ -32,7 +32,7 @@ FENCE = re.compile(
 KINDS = {"python", "output", "console", "sh", "diff", "text"}
 
 # Measurements that take minutes: test_scripts.py runs these scripts with small sizes, and test_docs.py looks
-# up their options. A page shows their figures in a table, never as the output of the command.
+# up their options. Here only the commands run whose output a page shows.
 TEST_SCRIPTS = (ROOT / "tests" / "test_scripts.py").read_text(encoding="utf-8")
 LONG = ["bench.py"] + [
     f"docs/experiments/{name}.py" for name in set(re.findall(r'experiment\(\s*"(\w+)"', TEST_SCRIPTS))
