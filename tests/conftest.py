@@ -22,13 +22,14 @@ from nanopaged.kv_cache import KVCache
 VOCAB_SIZE = 97
 MAX_MODEL_LEN = 160
 EOS = 7
+RANDOM_RUNS = 300  # of each kind: enough for every event that test_random_runs.py lists
 
 torch.set_num_threads(1)  # the models are so small that a second thread only waits
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long the random workloads run: see tests/test_random_runs.py."""
-    parser.addoption("--random-runs", type=int, default=300, help="random workloads of each kind")
+    parser.addoption("--random-runs", type=int, default=RANDOM_RUNS, help="random workloads of each kind")
     parser.addoption("--first-seed", type=int, default=0, help="the seed of the first of them")
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from shutil import copy
 
 import pytest
+from conftest import RANDOM_RUNS
 from fake_runner import VOCAB_SIZE, FakeRunner
 from faults import STAGES, FailAtLine
 from random_workloads import FAKE_TOKEN_TEXTS, LONGEST, Asked, Fault, Workload, forked, mixed, tiny
@@ -345,7 +346,7 @@ def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
             raise AssertionError(f"{error}\n{say_how_to_repeat(workload, make_workload)}") from error
         happened += run.happened
     print(f"{make_workload.__name__}: {num} runs, {dict(sorted(happened.items()))}")
-    if num >= 500:
+    if num >= RANDOM_RUNS:
         events = EVENTS + (MIXED_EVENTS if make_workload is mixed else [])
         missing = [event for event in events if not happened[event]]
         assert not missing, f"the workloads no longer cover everything: {missing}"
