@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from itertools import count
+from collections.abc import Iterator
+from itertools import count, pairwise
 
 import fake_runner
 import pytest
@@ -51,38 +52,135 @@ def test_no_broken_character_is_ever_shown(tokenizer: PreTrainedTokenizerBase, t
         assert later.startswith(earlier)
 
 
-def test_text_is_what_the_tokenizer_decodes(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Random tokens, valid text or not; only half a character at the very end is held back."""
-    rng = random.Random(0)
-    for _ in range(200):
-        token_ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randint(1, 40))]
-        whole = tokenizer.decode(token_ids, skip_special_tokens=True)
-        shown = feed(tokenizer, token_ids)[-1]
+# Characters of one to four bytes, in scripts that a vocabulary may have as words, parts or bytes only.
+LETTERS = "ab .éßж한쀤툁漢字🙂👩\u200d\u0301"
+
+
+def byte_level_tokenizer(rng: random.Random, data: bytes) -> tuple[Tokenizer, list[int]]:
+    """A vocabulary of pieces of `data` at any byte, so that tokens end one character and begin the next.
+
+    Returns it, and `data` in its tokens.
+    """
+    kept = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {byte: chr(byte) for byte in kept}  # GPT-2's: other bytes are letters from 256 on
+    letters |= {byte: chr(256 + i) for i, byte in enumerate(sorted(set(range(256)) - set(kept)))}
+    cuts = [0, *sorted(rng.sample(range(1, len(data)), rng.randint(0, len(data) - 1))), len(data)]
+    pieces = ["".join(letters[byte] for byte in data[lo:hi]) for lo, hi in pairwise(cuts)]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys([*letters.values(), *pieces]))}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, [vocab[piece] for piece in pieces]
+
+
+def sentencepiece_tokenizer(rng: random.Random, data: bytes) -> tuple[Tokenizer, list[int]]:
+    """Like Llama 2's (or Gemma's): what is not in the vocabulary is spelt in bytes, each a token.
+
+    Returns it, and `data` in its tokens: at random as pieces or in bytes.
+    """
+    text = data.decode(errors="replace").replace(" ", "▁")
+    letters = [letter for letter in sorted(set(text) - {"\ufffd"}) if rng.random() < 0.6]
+    pairs = [a + b for a, b in pairwise(text) if {a, b} <= set(letters)]
+    names = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *letters, *pairs]
+    vocab = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    strip = [decoders.Strip(" ", 1, 0)] if rng.random() < 0.5 else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    token_ids, i = [], 0
+    while i < len(text):
+        piece = next((p for p in (text[i : i + 2], text[i]) if p in vocab and rng.random() < 0.9), None)
+        spelt = text[i].replace("▁", " ").replace("\ufffd", "é").encode()
+        token_ids += [vocab[piece]] if piece else [1 + byte for byte in spelt]
+        i += len(piece or text[i])
+    return tokenizer, token_ids
+
+
+def drawn_outputs(num: int) -> Iterator[tuple[random.Random, Tokenizer, list[int]]]:
+    """Vocabularies, and outputs in their tokens: texts, a third of them with invalid bytes or cut short."""
+    for seed in range(num):
+        rng = random.Random(seed)
+        data = "".join(rng.choice(LETTERS) for _ in range(rng.randint(1, 30))).encode()
+        if seed % 3 == 0:
+            at = rng.randrange(len(data))
+            data = data[:at] + bytes(rng.choices([0xFF, 0xE2, 0x9F], k=rng.randint(1, 5))) + data[at:]
+        make = byte_level_tokenizer if rng.random() < 0.5 else sentencepiece_tokenizer
+        tokenizer, token_ids = make(rng, data)
+        if seed % 3 == 0:  # in any vocabulary: tokens that no text has in this order
+            at = rng.randrange(len(token_ids) + 1)
+            token_ids[at:at] = rng.choices(token_ids, k=rng.randint(0, 3))
+            del token_ids[rng.randint(max(1, len(token_ids) - 3), len(token_ids)) :]
+        if seed % 4 == 0:
+            tokenizer.add_special_tokens(["<end>"])  # gives no text
+            for _ in range(rng.randint(1, 12)):
+                token_ids.insert(rng.randrange(len(token_ids) + 1), tokenizer.token_to_id("<end>"))
+        yield rng, tokenizer, token_ids
+
+
+def test_what_is_streamed_put_together_is_the_decode_of_all_tokens() -> None:
+    """For any vocabulary. Past bug: a token that ended one character and began the next broke the text."""
+    for _, tokenizer, token_ids in drawn_outputs(1500):
+        detokenizer, shown = Detokenizer(tokenizer), ""
+        for n in range(1, len(token_ids) + 1):
+            now = detokenizer.visible(token_ids[:n], finished=False)
+            assert now.startswith(shown), "what was shown is taken back"
+            shown = now
+        whole = tokenizer.decode(token_ids)
+        assert detokenizer.visible(token_ids, finished=True) == whole
         assert whole.startswith(shown)
-        assert set(whole[len(shown) :]) <= {"\ufffd"}
+        assert Detokenizer(tokenizer).visible(token_ids, finished=True) == whole, "asked only at the end"
 
 
-def test_special_tokens_and_invalid_bytes_between_characters(tokenizer: PreTrainedTokenizerBase) -> None:
-    special, accent, face = tokenizer.all_special_ids[0], tokenizer.encode("é"), tokenizer.encode("🙂")
-    assert (len(accent), len(face)) == (2, 4)
-    pieces = [
-        [special],
-        [special] * 20,
-        accent,
-        accent[:1],
-        accent[:1] * 9,
-        face,
-        face[:3],
-        tokenizer.encode(" a"),
-    ]
-    rng = random.Random(0)
-    for _ in range(500):
-        token_ids = [token_id for _ in range(rng.randint(1, 9)) for token_id in rng.choice(pieces)]
-        whole = tokenizer.decode(token_ids, skip_special_tokens=True)
-        shown = feed(tokenizer, token_ids)
-        assert all(whole.startswith(text) for text in shown)
-        assert set(whole[len(shown[-1]) :]) <= {"\ufffd"}
-        assert len(whole) - len(shown[-1]) <= 3
+def test_only_what_may_still_change_is_held_back() -> None:
+    """Half a character, or the byte tokens at the end."""
+    for _, tokenizer, token_ids in drawn_outputs(1000):
+        detokenizer = Detokenizer(tokenizer)
+        for n in range(1, len(token_ids) + 1):
+            shown, end = detokenizer.visible(token_ids[:n], finished=False), n
+            while end > 0 and tokenizer.id_to_token(token_ids[end - 1]).startswith(("<0x", "<end>")):
+                end -= 1
+            settled = tokenizer.decode(token_ids[:end])
+            assert shown in (settled, settled.removesuffix("\ufffd"))
+
+
+def test_a_stop_string_cuts_the_decode_of_the_tokens_so_far() -> None:
+    """As soon as it is there, for any vocabulary; the text before it is as without stop strings."""
+    num_stopped = 0
+    for rng, tokenizer, token_ids in drawn_outputs(1500):
+        whole = tokenizer.decode(token_ids)
+        begin = rng.randrange(max(1, len(whole)))
+        stop = (whole[begin : begin + rng.randint(1, 4)] or "x", rng.choice(LETTERS))
+        if "\ufffd" in stop[0]:
+            continue
+        detokenizer, shown = Detokenizer(tokenizer, stop), ""
+        for n in range(1, len(token_ids) + 1):
+            so_far, found = tokenizer.decode(token_ids[:n]), detokenizer.find_stop(token_ids[:n])
+            assert (found is not None) == any(s in so_far for s in stop)
+            now = detokenizer.visible(token_ids[:n], finished=found is not None)
+            assert now.startswith(shown), "what was shown is taken back"
+            shown = now
+            if found is not None:
+                assert shown == so_far[: min(so_far.find(s) for s in stop if s in so_far)]
+                assert so_far.startswith(shown + found)
+                num_stopped += 1
+                break
+        else:
+            assert detokenizer.visible(token_ids, finished=True) == whole
+    assert num_stopped > 500
+
+
+def test_a_korean_text_in_tokens_of_a_real_vocabulary() -> None:
+    """쀤툁 in Qwen's tokens: EC | 80 | A4 ED | 88 | 81. The third ends one character and begins the next."""
+    names = ["ì", "Ģ", "¤í", "Ī", "ģ"]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    assert tokenizer.decode([*range(5)]) == "쀤툁"
+    shown = [Detokenizer(tokenizer).visible([*range(n)], finished=False) for n in range(1, 6)]
+    assert shown == ["", "", "쀤", "쀤", "쀤툁"]
+    for stop in ((), ("x",)):
+        detokenizer = Detokenizer(tokenizer, stop)
+        assert [detokenizer.visible([*range(n)], finished=False) for n in range(1, 6)] == shown
+        assert detokenizer.visible([*range(5)], finished=True) == "쀤툁"
 
 
 def test_no_token_is_decoded_again_and_again(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -91,6 +189,7 @@ def test_no_token_is_decoded_again_and_again(tokenizer: PreTrainedTokenizerBase)
     class CountingTokenizer:
         num_decoded = 0
         get_added_tokens_decoder = tokenizer.backend_tokenizer.get_added_tokens_decoder
+        token_to_id = tokenizer.backend_tokenizer.token_to_id
 
         def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
             self.num_decoded += len(token_ids)
@@ -102,41 +201,6 @@ def test_no_token_is_decoded_again_and_again(tokenizer: PreTrainedTokenizerBase)
         for n in range(1, 1001):
             detokenizer.find_stop([token_id] * n)
         assert counting.num_decoded < 100_000
-
-
-def byte_fallback_tokenizer() -> Tokenizer:
-    """Like Llama 2's: what is not in the vocabulary is spelt in bytes, each a token."""
-    names = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "▁the", "é"]
-    vocab = {name: i for i, name in enumerate(names)}
-    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
-
-
-def test_bytes_that_are_no_character_do_not_stop_a_text() -> None:
-    """They may change what a decoder made of the bytes before them: what was shown stays."""
-    tokenizer = byte_fallback_tokenizer()
-    euro, shown = [1 + byte for byte in "€".encode()], []
-    detokenizer, output = Detokenizer(tokenizer), []
-    for token_id in [*euro, euro[0], 258]:
-        output.append(token_id)
-        shown.append(detokenizer.visible(output, False))
-    assert shown == ["", "", "€", "€", "€\ufffda"]
-    rng = random.Random(0)
-    for _ in range(1000):
-        token_ids: list[int] = []
-        for _ in range(rng.randint(1, 12)):
-            token_ids += rng.choice([euro, [rng.choice(euro)], [rng.randrange(257, 261)], [1 + ord("A")]])
-        whole, last = Detokenizer(tokenizer), ""
-        for n in range(1, len(token_ids) + 1):
-            assert whole.visible(token_ids[:n], False).startswith(last)
-            last = whole.visible(token_ids[:n], False)
-        expected = tokenizer.decode(token_ids)
-        if "\ufffd" not in expected:
-            late = Detokenizer(tokenizer)  # asked for the first time when all is there
-            assert whole.visible(token_ids, True) == late.visible(token_ids, True) == expected
 
 
 def test_a_stop_string_split_over_tokens_ends_the_text_before_it(
