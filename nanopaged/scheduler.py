@@ -16,6 +16,8 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heappush
+from itertools import count
 from operator import attrgetter
 from typing import Any
 
@@ -25,16 +27,72 @@ from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 from nanopaged.swap import Swapper
 
 
+class WaitingQueue(OrderedDict[str, Request]):
+    """The waiting requests by id, in order of arrival, preempted ones first. `first` is the first by rank.
+
+    A heap holds their ranks, so a step takes the same time however long the queue is. A rank is computed when
+    a request begins to wait. If the rank of the first request has changed since, all ranks are computed
+    again: a rank that changes from step to step is followed, but each step then takes a time that grows with
+    the queue (measured in docs/04-scheduling.md, "FCFS"). If the rank of another request alone becomes
+    better, this is noticed only when all ranks are computed again; `rank_again` does that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heap: list[tuple[Any, int, Request]] = []  # (rank, place, request); the first is the smallest
+        self._unranked: list[tuple[int, Request]] = []  # have come since the last step
+        self._last, self._front = count(1), count(-1, -1)  # places among equal ranks: 1 2 3 …, -1 -2 -3 …
+
+    def add(self, request: Request) -> None:
+        """Behind all others."""
+        self[request.request_id] = request
+        self._unranked.append((next(self._last), request))
+
+    def put_back(self, request: Request) -> None:
+        """Before all others: it was preempted."""
+        self[request.request_id] = request
+        self.move_to_end(request.request_id, last=False)
+        self._unranked.append((next(self._front), request))
+
+    def update_ranks(self, rank: Callable[[Request], Any]) -> None:
+        """Before a step: rank the requests that have come, or all of them if the first one's rank changed."""
+        for place, request in self._unranked:
+            heappush(self._heap, (rank(request), place, request))
+        self._unranked = []
+        if self and (rank(self.first()) != self._heap[0][0] or len(self._heap) > 2 * len(self)):
+            self.rank_again(rank)
+
+    def rank_again(self, rank: Callable[[Request], Any]) -> None:
+        """Compute all ranks, and forget the requests that were aborted."""
+        self._heap = [(rank(r), place, r) for _, place, r in self._heap if self.get(r.request_id) is r]
+        heapify(self._heap)
+
+    def first(self) -> Request:
+        """The first request. There must be one."""
+        while self.get(self._heap[0][2].request_id) is not self._heap[0][2]:  # it was aborted
+            heappop(self._heap)
+        return self._heap[0][2]
+
+    def take_first(self) -> None:
+        """Remove the first request: it is admitted."""
+        _, _, request = heappop(self._heap)
+        del self[request.request_id]
+
+    def discard(self, request: Request) -> bool:
+        """Remove a request, if it waits. Returns whether it did."""
+        return self.pop(request.request_id, None) is not None
+
+
 class Scheduler:
     """The waiting and the running requests, over one block manager.
 
-    Each step sorts both by `rank`. Admission takes the first of `waiting`, preemption the last of `running`.
+    Both are served by `rank`. Admission takes the first of `waiting`, preemption the last of `running`.
 
     Attributes:
         rank: request → its place in the order of service, smallest first. The default is a policy, too: first
-            come, first served. Another policy is another function, and may give a request a new rank in every
-            step: `scheduler.rank = lambda request: request.num_prompt_tokens` serves short prompts first.
-            Equal ranks are served in order of arrival. It may be called more than once in a step.
+            come, first served. Another policy is another function:
+            `scheduler.rank = lambda request: request.num_prompt_tokens` serves short prompts first. Equal
+            ranks are served in order of arrival. `WaitingQueue` says when ranks are computed.
     """
 
     def __init__(
@@ -56,7 +114,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.rank: Callable[[Request], Any] = attrgetter("arrival_time")
-        self.waiting: OrderedDict[str, Request] = OrderedDict()  # in order of arrival, preempted ones first
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.unreported: list[Request] = []  # finished in a step that then failed; the next step reports them
 
@@ -72,11 +130,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Put a new request into the waiting queue."""
-        self.waiting[request.request_id] = request
+        self.waiting.add(request)
 
     def abort(self, request: Request) -> None:
         """Remove a request from its queue, and free its blocks at once."""
-        if self.waiting.pop(request.request_id, None) is None:
+        if not self.waiting.discard(request):
             (self.running if request.live else self.unreported).remove(request)
         self.swapper.release(request)
         for seq in request.live:
@@ -114,10 +172,11 @@ class Scheduler:
         # A request that was just preempted waits, too. It is rarely admitted again in the same step: of the
         # blocks that it gave back, another request took one, or it needs more itself.
         num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
-        has_room = budget > 0 and num_seqs < self.max_num_seqs  # if not, a long queue need not be sorted
-        for request in sorted(self.waiting.values(), key=self.rank) if has_room else ():
+        self.waiting.update_ranks(self.rank)
+        while self.waiting and budget > 0:
+            request = self.waiting.first()
             num_seqs += request.num_seqs
-            if budget == 0 or num_seqs > self.max_num_seqs or not self._admit(request, budget, batch):
+            if num_seqs > self.max_num_seqs or not self._admit(request, budget, batch):
                 break  # no request overtakes the first one, even if it needs fewer blocks
             budget = self._schedule_tokens(request, budget, decodes, prefills)
 
@@ -165,8 +224,7 @@ class Scheduler:
                 seq.candidates = None  # recomputing the last token of a beam gives its candidates again
             self.num_preemptions_recompute += 1
         request.num_preemptions += 1
-        self.waiting[request.request_id] = request
-        self.waiting.move_to_end(request.request_id, last=False)
+        self.waiting.put_back(request)
 
     def _admit(self, request: Request, budget: int, batch: ScheduledBatch) -> bool:
         """Move the first of the waiting requests to `running`; False if blocks or budget do not suffice.
@@ -188,7 +246,7 @@ class Scheduler:
                 return False
             if not self.block_manager.allocate(request.live, look_up, num_reserved):
                 return False
-        del self.waiting[request.request_id]
+        self.waiting.take_first()
         self.running.append(request)
         batch.admitted.append(request)
         return True
@@ -267,10 +325,10 @@ class Scheduler:
         """
         self.block_manager.reset()
         self.swapper.reset()
-        self.running, self.waiting, self.unreported = [], OrderedDict(), []
+        self.running, self.waiting, self.unreported = [], WaitingQueue(), []
         for request in requests:
             request.start_over()
             if request.live:
-                self.waiting[request.request_id] = request
+                self.waiting.add(request)
             else:
                 self.unreported.append(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from itertools import count
 
@@ -12,7 +13,7 @@ from fake_runner import FakeRunner, next_token
 from faults import interrupt_at_line, interrupt_second_append
 
 from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
-from nanopaged.sequence import ScheduledBatch, StepResult
+from nanopaged.sequence import Request, ScheduledBatch, StepResult
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -357,6 +358,41 @@ def test_a_rank_may_change_from_step_to_step(make: MakeEngine) -> None:
     for name in arrivals:
         engine.add_request(name, tokens(10 * arrivals[name], 4), params(3))
     assert list(run(engine)) == ["3", "2", "1", "0"]
+
+
+def test_a_long_queue_costs_a_step_nothing(make: MakeEngine) -> None:
+    """With a thousand waiting requests a step asks for as many ranks as with ten, if none is admitted."""
+    asked = {}
+    for length in (10, 1000):
+        engine, calls = make(num_blocks=8, watermark=0), count()
+        engine.scheduler.rank = lambda request, calls=calls: (next(calls), request.num_prompt_tokens)[1]
+        engine.add_request("first", tokens(1, 4), params(28))
+        for i in range(length):
+            engine.add_request(f"waits {i}", tokens(2, 28 + i % 2), params(2))
+        engine.step()  # ranks them all
+        before = next(calls)
+        for _ in range(4):
+            engine.step()
+        asked[length] = next(calls) - before
+        assert engine.stats().num_waiting == length
+    assert asked[10] == asked[1000]
+
+
+def test_aborted_requests_are_neither_served_nor_kept(make: MakeEngine) -> None:
+    """Also behind one that waits: they leave the queue at once, its heap in time; ids may be used again."""
+    engine = make(num_blocks=8, watermark=0)
+    engine.add_request("runs", tokens(1, 4), params(28))
+    engine.add_request("waits", tokens(2, 30), params(2))
+    for turn in range(20):
+        for i in range(10):
+            engine.add_request(str(i), tokens(i, 28), params(2))
+        engine.step()
+        if turn < 19:
+            for i in range(10):
+                engine.abort_request(str(i))
+    gc.collect()
+    assert sum(type(thing) is Request for thing in gc.get_objects()) < 60
+    assert list(run(engine)) == ["runs", "waits", *map(str, range(10))]
 
 
 def test_an_interrupted_fork_still_fits(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
