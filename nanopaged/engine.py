@@ -109,7 +109,8 @@ class LLMEngine:
 
         Args:
             with_outputs: False returns an empty list. `LLM.generate` reads its outputs only at the end, and
-                building hundreds of `RequestOutput`s takes longer than scheduling them.
+                building hundreds of `RequestOutput`s takes longer than scheduling them. Requests of
+                `add_request` that finish are reported by the next step with outputs.
         """
         if not self.requests:
             return []
@@ -121,7 +122,10 @@ class LLMEngine:
             if self.trace is not None:
                 self.trace.record(batch, self.num_steps + 1)
             for request in [request for request in advanced if request.finished]:
-                del self.requests[request.request_id]
+                if with_outputs or request.is_polled:
+                    del self.requests[request.request_id]
+                else:
+                    self.scheduler.unreported.append(request)
         self.num_steps += 1
         return outputs
 

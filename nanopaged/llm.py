@@ -6,6 +6,7 @@ blocks and no tensors. A server would use `LLMEngine` directly.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, suppress
@@ -21,10 +22,12 @@ from transformers import PreTrainedTokenizerBase
 from nanopaged.config import BeamSearchParams, EngineConfig
 from nanopaged.engine import LLMEngine
 from nanopaged.prompts import Params, Prompt
-from nanopaged.sequence import Request
+from nanopaged.sequence import NonFiniteLogits, Request
 from nanopaged.text.outputs import RequestOutput
 
 Message = dict[str, Any]
+
+logger = logging.getLogger("nanopaged")
 
 
 def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
@@ -107,8 +110,6 @@ class LLM:
                 self.engine.prompts.make_request(self._new_id(), prompt, its_params)
                 for prompt, its_params in zip(prompts, params, strict=True)
             ]
-            for request in requests:
-                self.engine.queue(request)
             self._run(requests, use_tqdm)
         return [request.output() for request in requests]
 
@@ -156,19 +157,41 @@ class LLM:
         return self.generate(prompts, params, use_tqdm)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
-        """Step until all `requests` are done, with a progress bar that shows tokens per second."""
-        left = requests
-        bar = tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not use_tqdm)
+        """Queue the requests and step until all are done. A progress bar shows tokens per second."""
+        queued, num_others = self.engine.requests, len(self.engine.requests)
         tokens_before = self.engine.scheduler.num_generated_tokens
-        with bar:
-            while left:
-                self.engine.step(with_outputs=False)
-                still = [request for request in left if request.live]
-                bar.update(len(left) - len(still))
-                left = still
+        options = {} if use_tqdm else {"disable": True}  # without the option, TQDM_DISABLE=1 counts
+        with tqdm(total=len(requests), desc="Generating", unit="prompt", **options) as bar:
+            for request in requests:
+                self._queue(request)
+            first = 0  # the first one that is not done; looking at all of them in each step would take long
+            while first < len(requests):
+                self._step(requests)
+                while first < len(requests) and requests[first].finished:
+                    first += 1
+                bar.update(max(first, len(requests) - max(0, len(queued) - num_others)) - bar.n)
                 seconds = bar.format_dict["elapsed"]
                 tokens = self.engine.scheduler.num_generated_tokens - tokens_before
                 bar.set_postfix_str(f"{tokens / max(seconds, 1e-6):.0f} tokens/s", refresh=False)
+
+    def _queue(self, request: Request) -> None:
+        request.is_polled = True
+        self.engine.queue(request)
+
+    def _step(self, mine: list[Request]) -> None:
+        """A step of the engine. If the logits of another call's request are not finite, that call fails."""
+        try:
+            self.engine.step(with_outputs=False)
+        except NonFiniteLogits as error:
+            request = self.engine.requests[error.request_id]
+            if request in mine:
+                raise
+            self.engine.abort_request(error.request_id)
+            request.error = error
+            if not request.is_polled:  # its owner gets its output from the next step of the engine
+                logger.warning("%s", error)
+                self.engine.requests[error.request_id] = request
+                self.engine.scheduler.unreported.append(request)
 
     def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt, yielding its state after every step that gave it a token.
@@ -188,14 +211,16 @@ class LLM:
         with self._serving([request]):
             with self._lock:
                 request.request_id = self._new_id()
-                self.engine.queue(request)
+                self._queue(request)
             num_shown, output = 0, None
             while output is None or not output.finished:
                 with self._lock:
                     if not request.finished:  # a step of another stream may have finished it
-                        self.engine.step(with_outputs=False)
+                        self._step([request])
                     output = request.output()
                 self._abort([])
+                if request.error is not None:
+                    raise request.error
                 num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
                 if num_tokens > num_shown or output.finished:
                     num_shown = num_tokens

@@ -25,28 +25,10 @@ from torch import Tensor
 
 from nanopaged.config import SamplingParams
 from nanopaged.kv_cache import to_device
-from nanopaged.sequence import Sample, ScheduledBatch, Sequence
+from nanopaged.sequence import NonFiniteLogits, Sample, ScheduledBatch, Sequence
 from nanopaged.text.outputs import Logprob
 
 VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
-
-
-class NonFiniteLogits(FloatingPointError):
-    """The model's logits for a request are not finite. The engine can go on without it.
-
-    Attributes:
-        request_id: of the request, for `LLMEngine.abort_request`.
-    """
-
-    def __init__(self, request_id: str, position: int) -> None:
-        super().__init__(request_id, position)  # so that it can be pickled
-        self.request_id, self.position = request_id, position
-
-    def __str__(self) -> str:
-        return (
-            f"the model's logits for request {self.request_id!r} at position {self.position} are not finite: "
-            "abort the request, or use a dtype with a wider range"
-        )
 
 
 @dataclass(slots=True)

@@ -116,7 +116,7 @@ class Scheduler:
         self.rank: Callable[[Request], Any] = attrgetter("arrival_time")
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
-        self.unreported: list[Request] = []  # finished in a step that then failed; the next step reports them
+        self.unreported: list[Request] = []  # finished, but no step has returned their outputs yet
 
         self.num_preemptions_recompute = 0
         self.num_preemptions_swap = 0
@@ -298,7 +298,7 @@ class Scheduler:
             seq.request.live.remove(seq)
         finished = [request for request in advanced if not request.live]
         for request in finished:
-            request.finish_time = now
+            request.finish_time = request.finish_time or now
         if finished:
             self.running = [request for request in self.running if request.live]
         self.unreported = []

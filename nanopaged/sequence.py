@@ -157,7 +157,7 @@ class Sequence:
             self.check_stop()
 
     def output(self) -> CompletionOutput:
-        """The output so far. Its lists are copies: the user may change them."""
+        """The output so far, see `CompletionOutput`."""
         token_ids, text = self.token_ids[self.request.num_prompt_tokens :], ""
         if self.detokenizer is not None:
             stopped_by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
@@ -195,6 +195,8 @@ class Request:
     live: list[Sequence] = field(default_factory=list)  # the unfinished ones
     hypotheses: list[Sequence] = field(default_factory=list)  # of a beam search: the best finished texts
     prompt_logprobs: list[Logprobs | None] | None = None  # filled as the prompt is computed, if wanted
+    is_polled: bool = False  # by `LLM`, which looks at its requests itself: no step need report their end
+    error: Exception | None = None  # why it was aborted, for the call that waits for it
 
     arrival_time: float = field(default_factory=time.monotonic)
     first_token_time: float | None = None
@@ -248,7 +250,7 @@ class Request:
         self.live = [seq for seq in self.sequences if not seq.finished]
 
     def output(self) -> RequestOutput:
-        """The outputs so far. Their lists are copies: the user may change them."""
+        """The outputs so far, see `RequestOutput`."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -296,3 +298,21 @@ class StepResult:
 
     samples: list[list[Sample]]
     prompt_logprobs: dict[Request, list[Logprobs]] = field(default_factory=dict)
+
+
+class NonFiniteLogits(FloatingPointError):
+    """The model's logits for a request are not finite. The engine can go on without it.
+
+    Attributes:
+        request_id: of the request, for `LLMEngine.abort_request`.
+    """
+
+    def __init__(self, request_id: str, position: int) -> None:
+        super().__init__(request_id, position)  # so that it can be pickled
+        self.request_id, self.position = request_id, position
+
+    def __str__(self) -> str:
+        return (
+            f"the model's logits for request {self.request_id!r} at position {self.position} are not finite: "
+            "abort the request, or use a dtype with a wider range"
+        )

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from conftest import MAX_MODEL_LEN, VOCAB_SIZE, Oracle
 from faults import interrupt_second_append
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from nanopaged.sampler import NonFiniteLogits
+from nanopaged.sequence import NonFiniteLogits, ScheduledBatch, StepResult
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -332,6 +333,45 @@ def test_scores_that_are_not_finite_are_an_error(llm: LLM) -> None:
     assert engine.stats().num_used_blocks == 0
 
 
+def sick(llm: LLM, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, the logits of requests with this prompt are not finite."""
+    execute = llm.engine.runner.execute
+
+    def fail(batch: ScheduledBatch) -> StepResult:
+        for seq in batch.sequences:
+            if seq.request.prompt_token_ids == prompt:
+                raise NonFiniteLogits(seq.request.request_id, seq.num_tokens)
+        return execute(batch)
+
+    monkeypatch.setattr(llm.engine.runner, "execute", fail)
+
+
+def test_logits_that_are_not_finite_fail_their_own_call_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past bug: a call that stepped the engine failed with another one's id, and aborted its own request."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    alone = {n: llm.generate([n, n], params, use_tqdm=False)[0].outputs[0].token_ids for n in (1, 2)}
+    well, ill = llm.stream([1, 1], params), llm.stream([3, 3], params)
+    next(well)
+    next(ill)
+    llm.engine.add_request("theirs", [3, 3], params)
+    sick(llm, [3, 3], monkeypatch)
+    with pytest.raises(NonFiniteLogits, match="llm-"):
+        llm.generate([[3, 3], [2, 2]], params, use_tqdm=False)
+    (output,) = llm.generate([[2, 2]], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == alone[2]
+    *_, last = well
+    assert last.outputs[0].token_ids == alone[1]
+    with pytest.raises(NonFiniteLogits, match="llm-"):
+        list(ill)
+    (output,) = llm.engine.step()  # the owner of a request of the engine gets it aborted
+    assert (output.request_id, output.outputs[0].finish_reason) == ("theirs", "abort")
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.engine.stats().num_used_blocks == 0
+    llm.engine.check_invariants()
+
+
 def test_an_interrupt_while_a_step_is_booked(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C between two sequences: the next step reports the one that had finished, the others go on."""
     engine = tiny.engine
@@ -362,6 +402,29 @@ def test_generate_returns_its_own_requests_and_serves_the_others(llm: LLM) -> No
     (theirs,) = llm.engine.step()
     assert (theirs.request_id, len(theirs.outputs[0].token_ids)) == ("theirs", 6)
     llm.engine.abort_request("theirs")
+
+
+def test_requests_of_the_engine_that_end_meanwhile_are_reported_by_its_next_step(llm: LLM) -> None:
+    """Past bug: the steps of generate and stream ended them, and their outputs were lost."""
+    short, long = (SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 9))
+    ((expected, *_),) = [output.outputs for output in llm.generate([[1, 2]], short, use_tqdm=False)]
+    for serve in (
+        lambda: llm.generate([[3, 4], [5]], long, use_tqdm=False),
+        lambda: list(llm.stream([3, 4], long)),
+    ):
+        for request_id in ("a", "b"):
+            llm.engine.add_request(request_id, [1, 2], short)
+        serve()
+        assert llm.engine.has_unfinished_requests()
+        assert llm.engine.abort_request("b").finished
+        serve()
+        (output,) = llm.engine.step()
+        assert (output.request_id, output.outputs[0].token_ids) == ("a", expected.token_ids)
+        assert output.metrics.finish_time < time.monotonic()
+        assert output.outputs[0].finish_reason == "length"
+        assert not llm.engine.has_unfinished_requests()
+        assert llm.engine.step() == []
+        llm.engine.check_invariants()
 
 
 def test_generate_ends_when_others_abort_its_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,10 @@ class RequestMetrics:
 class RequestOutput:
     """The state of a request after a step; the last one has `finished=True`.
 
+    It stays as it is while the request goes on. The lists of its outputs are copies. `prompt_token_ids` and
+    the dicts of log-probabilities are the same objects in every output of the request, because copying them
+    at each token would take long; the engine does not read them again.
+
     Fields:
         prompt: the text, if the prompt came as text or from `chat`.
         prompt_logprobs: one dict for each prompt token, None for the first, if wanted.
