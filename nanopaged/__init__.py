@@ -4,6 +4,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nanopaged.checks.foreign_names import explain_import
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.text.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 # machine it may spin for one that has no core ("A busy machine" in docs/benchmarks.md).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+__version__ = "0.1.0"
 
 __all__ = [
     "LLM",
@@ -36,6 +39,8 @@ _WITH_TORCH = {"LLM": "nanopaged.llm", "LLMEngine": "nanopaged.engine"}
 def __getattr__(name: str) -> Any:
     """Import PyTorch only with the names that need it; scripts over the bookkeeping alone start at once."""
     if name not in _WITH_TORCH:
+        if (explanation := explain_import(name)) is not None:
+            raise ImportError(explanation)  # `from nanopaged import …` would hide the text of another error
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_WITH_TORCH[name]), name)
 

@@ -12,39 +12,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from nanopaged.checks.foreign_names import explain, options_of, refuse_change
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's other names
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch", "reference")
 NO_TOP_K = 1 << 24  # more than any vocabulary, and exact in float32
 LOAD_FORMATS = ("auto", "dummy")
 PREEMPTIONS = ("auto", "swap", "recompute")
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-
-OUR_NAMES = {  # options of vLLM, nano-vllm, SGLang and transformers → the one of ours that serves the purpose
-    "gpu_memory_utilization": "memory_utilization",
-    "num_gpu_blocks_override": "num_blocks",
-    "num_kvcache_blocks": "num_blocks",
-    "num_cpu_blocks": "num_host_blocks",
-    "swap_space": "num_host_blocks",
-    "kvcache_block_size": "block_size",
-    "page_size": "block_size",
-    "mem_fraction_static": "memory_utilization",
-    "chunked_prefill_size": "max_num_batched_tokens",
-    "best_of": "n",
-    "num_return_sequences": "n",
-    "do_sample": "temperature",
-    "max_new_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "stop_strings": "stop",
-    "eos_token_id": "stop_token_ids",
-    "num_beams": "beam_width",
-}
 
 
 def _require(condition: bool, message: str) -> None:
@@ -101,14 +83,10 @@ class _Options:
     """The base of the classes below: the error for an unknown keyword says what may have been meant."""
 
     def __new__(cls: type[_T], *args: Any, **options: Any) -> _T:  # with Any, editors would show no options
-        names = [option.name for option in fields(cls)]
-        for name in options:
-            if name not in names:
-                meant = get_close_matches(name, names, 1, 0.8)  # at 0.7, allowed_token_ids is stop_token_ids
-                if OUR_NAMES.get(name) in names:
-                    meant = [OUR_NAMES[name]]
-                hint = f"did you mean {meant[0]!r}?" if meant else f"its options are {', '.join(names)}"
-                raise TypeError(f"{cls.__name__} has no option {name!r}: {hint}")
+        known = [option.name for option in fields(cls)]
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise TypeError(f"{cls.__name__} has no option {explain(unknown, known, options_of(cls))}")
         return super().__new__(cls)
 
 
@@ -119,9 +97,9 @@ class EngineConfig(_Options):
     Fields:
         model: a folder with config.json, safetensors and a tokenizer, or a Hugging Face hub id.
             None is the tiny model in the box.
-        dtype: the type of weights, activations and K/V: "float32", "bfloat16" or "float16", as a name or as
-            torch's own. "auto" takes the checkpoint's.
-        device: "auto" (CUDA if there is one), or a name that torch knows: "cpu", "cuda", "cuda:1".
+        dtype: the type of weights, activations and K/V: "float32", "bfloat16" or "float16", as a name
+            ("float" and "half" too) or as torch's own. "auto" takes the checkpoint's.
+        device: "auto" (CUDA if there is one), or a device of torch or its name: "cpu", "cuda", "cuda:1".
         block_size: token slots in a block, 1 or more; 16 is the paper's default (§7.2).
         num_blocks: blocks of the KV cache. None measures the free memory and uses what
             `memory_utilization` allows, but no more than `max_num_seqs` sequences of full length could fill.
@@ -186,9 +164,12 @@ class EngineConfig(_Options):
     def __post_init__(self) -> None:
         if self.model is not None and not isinstance(self.model, str | Path):
             raise TypeError(f"model must be a folder, a hub id or None, got {self.model!r}")
+        if type(self.device).__module__ == "torch":  # torch.device("cuda")
+            object.__setattr__(self, "device", str(self.device))
         if not isinstance(self.device, str):
             raise TypeError(f"device must be a name such as 'cpu' or 'cuda:0', got {self.device!r}")
-        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))  # torch.bfloat16
+        dtype = str(self.dtype).removeprefix("torch.")  # torch.bfloat16
+        object.__setattr__(self, "dtype", DTYPE_NAMES.get(dtype, dtype))
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _check_choice("preemption", self.preemption, PREEMPTIONS)
@@ -399,3 +380,7 @@ def _as_tuple(name: str, value: object) -> tuple:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list, got {value!r} ({type(value).__name__})")
     return tuple(value)
+
+
+for _options in (EngineConfig, SamplingParams, BeamSearchParams):
+    _options.__setattr__ = refuse_change  # dataclass has set another one, which does not say what to do

@@ -15,7 +15,8 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import EngineConfig
+from nanopaged.checks.foreign_names import with_hints
+from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.model.checkpoint import find_model, load_tokenizer, read_eos_token_ids
 from nanopaged.model.model_config import read_model_config
 from nanopaged.model.parallel import start
@@ -60,6 +61,7 @@ class LLMEngine:
         self.config = config
         folder = find_model(config.model, with_weights=config.load_format == "auto")
         model_config = read_model_config(folder)
+        self.model_name = str(config.model or folder.name)
         self.tokenizer: PreTrainedTokenizerBase | None = load_tokenizer(folder)
         self.vocab_size = model_config.vocab_size
         self.max_model_len = config.max_model_len or model_config.max_position_embeddings
@@ -100,7 +102,7 @@ class LLMEngine:
         if config.trace is not None:
             self.trace = Recorder(config.trace, folder.name, self.scheduler, self.tokenizer)
 
-    def step(self, with_outputs: bool = True) -> list[RequestOutput]:
+    def step(self, with_outputs: bool = True, keep: bool = False) -> list[RequestOutput]:
         """Compute one batch. Returns the requests that got a token, finished or not.
 
         If a step fails, the exception is raised to the caller and no generated token is lost: every request
@@ -109,8 +111,8 @@ class LLMEngine:
 
         Args:
             with_outputs: False returns an empty list. `LLM.generate` reads its outputs only at the end, and
-                building hundreds of `RequestOutput`s takes longer than scheduling them. Requests of
-                `add_request` that finish are reported by the next step with outputs.
+                building hundreds of `RequestOutput`s takes longer than scheduling them.
+            keep: leave the requests of `add_request` that finish to the next step, which reports them.
         """
         if not self.requests:
             return []
@@ -122,10 +124,10 @@ class LLMEngine:
             if self.trace is not None:
                 self.trace.record(batch, self.num_steps + 1)
             for request in [request for request in advanced if request.finished]:
-                if with_outputs or request.is_polled:
-                    del self.requests[request.request_id]
-                else:
+                if keep and not request.is_polled:
                     self.scheduler.unreported.append(request)
+                else:
+                    del self.requests[request.request_id]
         self.num_steps += 1
         return outputs
 
@@ -143,6 +145,7 @@ class LLMEngine:
                 self.trace.record_failure(error, self.num_steps)
             raise
 
+    @with_hints(SamplingParams)
     def add_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> None:
         """Queue a prompt (a text, token ids, or a dict of one of them) for generation.
 

@@ -14,16 +14,22 @@ from itertools import count
 from numbers import Integral
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from nanopaged.config import BeamSearchParams, EngineConfig
+from nanopaged.checks.foreign_names import ForeignAttributes, with_hints
+from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.engine import LLMEngine
-from nanopaged.prompts import Params, Prompt
+from nanopaged.prompts import Params, Prompt, token_rows
 from nanopaged.sequence import NonFiniteLogits, Request
 from nanopaged.text.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from nanopaged.checks.engine_options import EngineOptions
 
 Message = dict[str, Any]
 
@@ -32,6 +38,8 @@ logger = logging.getLogger("nanopaged")
 
 def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
     """The prompts as a list; a single prompt (a text, or token ids) becomes a list of one."""
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        return token_rows(prompts)
     if isinstance(prompts, str | Mapping) or (hasattr(prompts, "tolist") and prompts.ndim < 2):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
@@ -57,7 +65,7 @@ def _text_of(message: Message) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-class LLM:
+class LLM(ForeignAttributes):
     """Prompts in, texts out.
 
     llm = LLM()                                    # the tiny model in the box
@@ -69,12 +77,19 @@ class LLM:
     Raises: as `EngineConfig` and `LLMEngine`.
     """
 
-    def __init__(self, model: str | Path | None = None, **config: Any) -> None:
+    def __init__(self, model: str | Path | None = None, **config: Unpack[EngineOptions]) -> None:
         self.engine = LLMEngine(EngineConfig(model=model, **config))
         self._count = count()
         self._lock = Lock()
         self._dropped: list[Request] = []  # of calls that have ended; to be aborted
 
+    def __repr__(self) -> str:
+        engine, runner = self.engine, self.engine.runner
+        dtype, device = str(runner.dtype).removeprefix("torch."), str(runner.device)
+        blocks = f"{runner.num_blocks} blocks of {engine.config.block_size} tokens"
+        return f"LLM(model={engine.model_name!r}, {dtype=}, {device=}, {blocks})"
+
+    @with_hints(SamplingParams)
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -86,6 +101,7 @@ class LLM:
         Args:
             prompts: a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; or a list of
                 such prompts. {"prompt": text, "cache_salt": name} shares K/V only with prompts of that salt.
+                The output of a transformers tokenizer is taken, too: a prompt for each of its texts.
             sampling_params: one for all prompts, or a list with one for each. None is `SamplingParams()`.
 
         Raises:
@@ -95,8 +111,10 @@ class LLM:
         if params is None or isinstance(params, Params):
             params = [params] * len(prompts)
         if isinstance(params, dict) or not isinstance(params, Iterable):
+            hint = f": write SamplingParams(**{params!r})" if isinstance(params, dict) else ""
             raise TypeError(
-                f"sampling_params are SamplingParams, or a list with one for each prompt, got {params!r}"
+                "sampling_params are SamplingParams, or a list with one for each prompt, got "
+                f"{params!r}{hint}"
             )
         params = list(params)
         if len(params) != len(prompts):
@@ -141,6 +159,7 @@ class LLM:
                         self.engine.abort_request(request.request_id)
                     self._dropped.remove(request)
 
+    @with_hints(BeamSearchParams)
     def beam_search(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -181,7 +200,7 @@ class LLM:
     def _step(self, mine: list[Request]) -> None:
         """A step of the engine. If the logits of another call's request are not finite, that call fails."""
         try:
-            self.engine.step(with_outputs=False)
+            self.engine.step(with_outputs=False, keep=True)
         except NonFiniteLogits as error:
             request = self.engine.requests[error.request_id]
             if request in mine:
@@ -193,6 +212,7 @@ class LLM:
                 self.engine.requests[error.request_id] = request
                 self.engine.scheduler.unreported.append(request)
 
+    @with_hints(SamplingParams)
     def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt, yielding its state after every step that gave it a token.
 
@@ -226,6 +246,7 @@ class LLM:
                     num_shown = num_tokens
                     yield output
 
+    @with_hints(SamplingParams)
     def chat(
         self,
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from functools import cached_property
 from numbers import Integral
 from typing import Any
 
@@ -24,6 +25,28 @@ Prompt = str | SequenceOf[int] | dict[str, Any]
 """A text, token ids, or a dict of {"prompt": text, "prompt_token_ids": ids} with one of them or both. Prompts
 with different values of "cache_salt" in it share no K/V."""
 Params = SamplingParams | BeamSearchParams
+
+
+def token_rows(encoding: Mapping[str, Any]) -> list[list[int]]:
+    """The token ids in the output of a transformers tokenizer: a row for each text, without padding."""
+    ids, mask = (
+        value.tolist() if hasattr(value, "tolist") else value
+        for value in (encoding["input_ids"], encoding.get("attention_mask"))
+    )
+    if not ids or not isinstance(ids[0], list):
+        ids, mask = [ids], mask and [mask]
+    if mask is None:
+        return ids
+    return [
+        [token_id for token_id, is_text in zip(row, its_mask, strict=True) if is_text]
+        for row, its_mask in zip(ids, mask, strict=True)
+    ]
+
+
+def refuse_message(item: object) -> None:
+    """Raise ValueError if an item of a prompt is a chat message."""
+    if isinstance(item, Mapping) and "role" in item:
+        raise ValueError(f"messages are for chat: llm.chat(messages, params); got {item!r}")
 
 
 class PromptProcessor:
@@ -60,11 +83,19 @@ class PromptProcessor:
         """
         params = params if params is not None else SamplingParams()
         if not isinstance(params, Params):
-            raise TypeError(f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}")
+            hint = f": write SamplingParams(**{params!r})" if isinstance(params, dict) else ""
+            got = type(params).__name__
+            raise TypeError(f"params must be SamplingParams or BeamSearchParams, got {got}{hint}")
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {request_id!r}")
         text, salt = prompt if isinstance(prompt, str) else None, None
-        if isinstance(prompt, Mapping):
+        refuse_message(prompt)
+        if isinstance(prompt, Mapping) and "input_ids" in prompt:
+            rows = token_rows(prompt)
+            if len(rows) != 1:
+                raise ValueError(f"these are the tokens of {len(rows)} texts: give them to LLM.generate")
+            prompt = rows[0]
+        elif isinstance(prompt, Mapping):
             text, salt = prompt.get("prompt"), prompt.get("cache_salt")
             unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
             if not prompt or unknown or not isinstance(text, str | None):
@@ -93,11 +124,27 @@ class PromptProcessor:
         return request
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text. Raises ValueError if the model has no tokenizer."""
+        """The tokens of a text.
+
+        Raises:
+            ValueError: the model has no tokenizer, or the text is so long that it cannot fit. (Tokenising
+                40 MB would take minutes.)
+        """
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer: give the prompt as a list of token ids")
         text.encode()  # half of a surrogate pair, which no tokenizer takes, is a ValueError
+        # Normalisation may join up to 4 characters into one.
+        if len(text) > 4 * self.max_model_len and len(text) > 4 * self.max_model_len * self._longest_token:
+            raise ValueError(
+                f"the prompt has {len(text):,} characters, but max_model_len is {self.max_model_len} tokens, "
+                f"which have at most {self._longest_token} characters each: shorten it"
+            )
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -113,6 +160,7 @@ class PromptProcessor:
         if not token_ids:
             raise ValueError("the prompt is empty: it needs at least one token")
         for token_id in token_ids:
+            refuse_message(token_id)
             if not isinstance(token_id, Integral) or isinstance(token_id, bool):
                 raise TypeError(f"token ids must be ints, got {token_id!r} in the prompt")
             if not 0 <= token_id < self.vocab_size:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanopaged.checks.foreign_names import ForeignAttributes
+
 
 class Logprob(float):
     """A token's natural-log probability. It is a float that also knows the token's rank (1 = most likely).
@@ -27,7 +29,7 @@ Logprobs = dict[int, Logprob]
 
 
 @dataclass(slots=True)
-class CompletionOutput:
+class CompletionOutput(ForeignAttributes):
     """One of the outputs of a request.
 
     Fields:
@@ -72,7 +74,7 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(ForeignAttributes):
     """The state of a request after a step; the last one has `finished=True`.
 
     It stays as it is while the request goes on. The lists of its outputs are copies. `prompt_token_ids` and
