@@ -222,18 +222,30 @@ def test_mistakes(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Full:
-        def write(self, text: str) -> int:
-            raise OSError("No space left on device")
-
+    """A limit on the size of files stands for the disk."""
+    resource = pytest.importorskip("resource", reason="Windows has no limit on the size of files")
     engine = make_engine(tmp_path / "run.html")
     engine.add_request("a", tokens(5, 7), greedy(3))
     engine.step()
-    monkeypatch.setattr(engine.trace, "file", Full())
-    run_to_end(engine)
-    assert caplog.messages == [f"the trace {tmp_path / 'run.html'} ends here: No space left on device"]
+    file = engine.trace.file
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "run.html").stat().st_size + 40, limits[1]))
+    try:
+        run_to_end(engine)
+        file.close()  # as at the exit of the program: nothing is left to be written
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (message,) = caplog.messages
+    assert message.startswith(f"the trace {tmp_path / 'run.html'} ends here: ")
+    assert engine.scheduler.num_generated_tokens == 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_page_that_cannot_be_written_is_named_at_the_start() -> None:
+    with pytest.raises(OSError, match="the trace cannot be written: No space left on device: '/dev/full'"):
+        make_engine(Path("/dev/full"))
 
 
 def test_an_interrupt_while_a_step_is_recorded_loses_no_output(

@@ -17,9 +17,10 @@ import time
 import weakref
 from array import array
 from dataclasses import dataclass
+from io import FileIO
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -73,6 +74,9 @@ class Recorder:
 
     Attributes:
         path: the page; it is complete after every step.
+
+    Raises:
+        OSError: the page cannot be written.
     """
 
     def __init__(
@@ -86,20 +90,24 @@ class Recorder:
         self.known: dict[Request, Known] = {}  # the unfinished ones
         self.known_tokens: set[int] = set()  # whose text is in the page
         self.forget()
-        # Every line goes out at once.
-        self.file: TextIO | None = self.path.open("w", encoding="utf-8", buffering=1)
-        weakref.finalize(self, self.file.close)
-        self.file.write(PAGE.read_text(encoding="utf-8"))
-        self._write(
-            {
-                "model": model,
-                "block_size": self.manager.block_size,
-                "num_blocks": self.manager.num_blocks,
-                "num_host_blocks": scheduler.swapper.num_host_blocks,
-                "budget": scheduler.max_num_batched_tokens,
-                "preemption": scheduler.preemption,
-            }
-        )
+        header = {
+            "model": model,
+            "block_size": self.manager.block_size,
+            "num_blocks": self.manager.num_blocks,
+            "num_host_blocks": scheduler.swapper.num_host_blocks,
+            "budget": scheduler.max_num_batched_tokens,
+            "preemption": scheduler.preemption,
+        }
+        page = PAGE.read_bytes()
+        try:
+            # Without a buffer every line goes out at once, and nothing is left that could fail at the end.
+            self.file: FileIO | None = self.path.open("wb", buffering=0)
+            weakref.finalize(self, self.file.close)
+            _write_all(self.file, page + _as_json(header))
+        except OSError as error:
+            raise OSError(
+                error.errno, f"the trace cannot be written: {error.strerror}", str(self.path)
+            ) from error
 
     def forget(self) -> None:
         """Let the next line be a whole state instead of changes."""
@@ -132,12 +140,10 @@ class Recorder:
 
     def _write(self, line: dict[str, Any]) -> None:
         """Append a line. If that fails (the disk is full), the trace ends, and the engine goes on."""
-        # A "<" could end the script element that the lines are in.
-        text = json.dumps(line, separators=(",", ":")).replace("<", "\\u003c")
         if self.file is None:
             return
         try:
-            self.file.write(text + "\n")
+            _write_all(self.file, _as_json(line))
         except OSError as error:
             self.file = None
             logger.warning("the trace %s ends here: %s", self.path, error)
@@ -395,6 +401,17 @@ class Recorder:
         unused = [block_id for block_id in blocks if self.manager.blocks[block_id].ref_count == 0]
         cached = [block_id for block_id in unused if block_id in self.manager.cached]
         return cached, [block_id for block_id in unused if block_id not in self.manager.cached]
+
+
+def _as_json(line: dict[str, Any]) -> bytes:
+    """A line of the page. In it, a "<" could end the script element that the lines are in."""
+    return json.dumps(line, separators=(",", ":")).replace("<", "\\u003c").encode() + b"\n"
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    """When a disk becomes full, a write stores what still fits, and only the next one raises OSError."""
+    while data:
+        data = data[file.write(data) :]
 
 
 def _several(request: Request) -> str:
