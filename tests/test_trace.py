@@ -142,6 +142,26 @@ def test_abort_and_failure(tmp_path: Path) -> None:
     assert aborted[1] == "C is aborted."
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_another_request_with_the_id_of_an_aborted_one(tmp_path: Path, n: int) -> None:
+    """The page tells requests apart, not ids: the first one does not wait because the second one does."""
+    engine = make_engine(tmp_path / "run.html", max_num_seqs=n)
+    engine.add_request("a", tokens(5, 7), greedy(9, n=n, seed=1))
+    engine.add_request("b", tokens(50, 7), greedy(9))
+    engine.step()
+    engine.abort_request("a")
+    engine.add_request("a", tokens(80, 7), greedy(4, n=n, seed=1))
+    run_to_end(engine)
+    assert not said(tmp_path / "run.html", "preempt")
+    assert [text.split(" ")[0] for text in said(tmp_path / "run.html", "arrive")] == ["A", "B", "C"]
+    aborted, *others = said(tmp_path / "run.html", "finish")
+    assert aborted.startswith("A is aborted: block 0 stays in the prefix cache")
+    assert [text.partition(":")[0] for text in others[-2:]] == [
+        "B is finished (length)",
+        "C is finished (length)",
+    ]
+
+
 def test_words() -> None:
     assert sentences.blocks([3]) == "block 3"
     assert sentences.blocks([1, 3, 4, 5, 6, 9, 10]) == "blocks 1, 3 to 6, 9 and 10"

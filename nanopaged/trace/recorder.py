@@ -309,7 +309,7 @@ class Recorder:
             for request in new
         ]
         for request in reversed(self.running):
-            if request in batch.admitted or request.request_id in self.scheduler.waiting:
+            if request in batch.admitted or self._waits(request):
                 said.append(self._preempted(request, dict(batch.swap_out)))
         for request in batch.admitted:
             said += self._admitted(request, dict(batch.swap_in))
@@ -320,13 +320,17 @@ class Recorder:
         said += self._computed(batch)
         for request in dict.fromkeys([*self.running, *batch.admitted]):
             several = request.num_sequences > 1
-            if (several or request.finished) and request.request_id not in self.scheduler.waiting:
+            if (several or request.finished) and not self._waits(request):
                 said += self._forked_and_finished(request)
         if waiting != self.waiting:
             for request in self.waiting:
                 if request.finished and request not in batch.admitted:
                     said.append(sentences.finished(self.known[request].name, "abort", [], []))
         return said
+
+    def _waits(self, request: Request) -> bool:
+        """Its id is not enough: once a request is gone, another one may have the same id."""
+        return self.scheduler.waiting.get(request.request_id) is request
 
     def _name(self, seq: Sequence) -> str:
         """A, or A1, A2, … if the request has, or will have, several sequences."""
@@ -361,9 +365,8 @@ class Recorder:
         said, decodes = [], []
         for i, seq in enumerate(batch.sequences):
             seen = self.seen.get((self.known[seq.request].number, seq.index))
-            known = seen is not None and seen.seq is seq
-            num_tokens = seen.num_tokens if known else seq.request.num_prompt_tokens
-            first = self.manager.started.get(seq, seen.num_computed_tokens if known else 0)
+            num_tokens = seen.num_tokens if seen is not None else seq.request.num_prompt_tokens
+            first = self.manager.started.get(seq, seen.num_computed_tokens if seen is not None else 0)
             if i < batch.num_decodes and num_tokens > seq.request.num_prompt_tokens:
                 decodes.append(self._name(seq))
             else:
