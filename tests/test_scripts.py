@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -229,6 +230,16 @@ def test_mistakes_are_told_before_the_work(arguments: list[str], complaint: str)
     assert complaint in experiment(name, *rest, status=2)
 
 
+def test_labels_of_a_logarithmic_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs" / "experiments")
+    common = importlib.import_module("common")
+    picture = tmp_path / "picture.svg"
+    common.save_lines(picture, [1, 2], {"a line": [0.02, 2.5e6]}, "x", "y", log_y=True)
+    texts = set(re.findall(r">([^<>]+)</text>", picture.read_text()))
+    assert texts >= {"0.03", "0.1", "0.3", "1", "3", "10", "300", "1,000", "1,000,000"}
+    assert "0" not in texts
+
+
 # ── docs/experiments: what they measure ───────────────────────────────────────────────────────────
 
 
@@ -323,9 +334,14 @@ def test_memory_splits_the_waste() -> None:
 
 
 def test_memory_says_where_no_request_waits(tmp_path: Path) -> None:
-    printed = experiment("memory", "--requests", "20", "--plot", str(tmp_path / "picture.svg"))
+    """In a row as in the figure."""
+    picture = tmp_path / "picture.svg"
+    printed = experiment("memory", "--requests", "20", "--plot", str(picture))
     assert re.search(r"^Alpaca-like +paging +all requests fit at once", printed, flags=re.MULTILINE)
     assert re.search(r"^Alpaca-like +max +[\d.]+% +7\.0 ", printed, flags=re.MULTILINE)
+    texts = re.findall(r">([^<>]+)</text>", picture.read_text())
+    assert texts.count("no request waits") == printed.count("all requests fit at once") == 6
+    assert texts.count("paging") == 2, "its place is not left out"
 
 
 def test_larger_blocks_waste_more(tmp_path: Path) -> None:

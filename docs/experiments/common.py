@@ -229,7 +229,7 @@ def save_lines(
         if log_y:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))  # labels at 1, 3, 10, 30, …
-            axes.yaxis.set_major_formatter("{x:,.0f}")
+            axes.yaxis.set_major_formatter("{x:,.10g}")  # 0.3 and 1,000,000, which {x:g} writes as 1e+06
             axes.minorticks_off()
         else:
             axes.set_ylim(bottom=0)
@@ -248,9 +248,18 @@ def save_bars(
 
 
 def save_stacks(
-    path: Path, groups: dict[str, dict[str, dict[str, float]]], colors: dict[str, str], y_label: str
+    path: Path,
+    groups: dict[str, dict[str, dict[str, float]]],
+    colors: dict[str, str],
+    y_label: str,
+    why_empty: str,
 ) -> None:
-    """Groups of bars, each bar with its parts on top of each other. `colors`: part → its colour."""
+    """Groups of bars, each bar with its parts, in percent, on top of each other.
+
+    Args:
+        colors: part → its colour.
+        why_empty: stands in the place of a bar without parts.
+    """
     names, places = [], []
     with _axes(path, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(colors)) as axes:
         for group, bars in groups.items():
@@ -259,10 +268,14 @@ def save_stacks(
             names += list(bars)
             middle = (first + places[-1]) / 2
             axes.text(middle, -0.18, group, ha="center", transform=axes.get_xaxis_transform())
+        stacks = [bar for bars in groups.values() for bar in bars.values()]
+        for place, bar in zip(places, stacks, strict=True):
+            if not bar:
+                axes.text(place, 2, why_empty, ha="center", rotation=90)
         bottoms = [0.0] * len(places)
         for part, color in colors.items():
-            heights = [bar[part] for bars in groups.values() for bar in bars.values()]
+            heights = [bar.get(part, 0.0) for bar in stacks]
             axes.bar(places, heights, 0.8, bottoms, label=part, color=color)
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
         axes.set_xticks(places, names)
-        axes.set(ylabel=y_label)
+        axes.set(ylabel=y_label, ylim=(0, 105))

@@ -116,11 +116,10 @@ def main() -> None:
             else:
                 usage = run_contiguous(lengths, args.slots, POLICIES[policy])
             print_row(f"{trace:15} {policy:11}", usage, PAPER[policy])
-            if usage.steps > 0:
-                shares = {kind: 100 * share for kind, share in usage.shares.items()}
-                bars.setdefault(trace, {})[policy] = shares
+            shares = usage.shares if usage.steps > 0 else {}
+            bars.setdefault(trace, {})[policy] = {kind: 100 * share for kind, share in shares.items()}
     if args.plot:
-        save_stacks(args.plot, bars, KINDS, "K/V memory (%)")
+        save_stacks(args.plot, bars, KINDS, "K/V memory (%)", why_empty="no request waits")
 
 
 def print_row(name: str, usage: Usage, paper: str) -> None:
