@@ -25,7 +25,7 @@ from torch import Tensor
 
 from nanopaged.config import SamplingParams
 from nanopaged.kv_cache import to_device
-from nanopaged.sequence import NonFiniteLogits, Sample, ScheduledBatch, Sequence
+from nanopaged.sequence import NonFiniteLogits, NoTokenAllowed, Sample, ScheduledBatch, Sequence
 from nanopaged.text.outputs import Logprob
 
 VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
@@ -114,6 +114,7 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
 
     Raises:
         NonFiniteLogits: those of a request.
+        NoTokenAllowed: nothing is left to choose from for a request.
     """
     ready = [seq for seq in batch.sequences if seq.needs_sample]  # row i of the logits belongs to ready[i]
     beams = [row for row, seq in enumerate(ready) if seq.request.is_beam_search]
@@ -138,7 +139,8 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
             samples[row].append(token)
     for seq, tokens in zip(ready, samples, strict=True):
         if not math.isfinite(tokens[0].logprob):
-            raise NonFiniteLogits(seq.request.request_id, seq.num_tokens)
+            error = NoTokenAllowed if tokens[0].logprob == -math.inf else NonFiniteLogits
+            raise error(seq.request.request_id, seq.num_tokens)
     rows = iter(samples)
     return [next(rows) if seq.needs_sample else [] for seq in batch.sequences]
 
@@ -153,6 +155,8 @@ def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:
 def propose_for_beams(logits: Tensor, beams: list[Sequence]) -> list[list[Sample]]:
     """The most likely next tokens of each beam, in falling order, without the banned ones.
 
+    A beam whose tokens are all banned proposes one of them, with a log-probability of -inf.
+
     Args:
         logits: [num_beams, vocab_size]; row i belongs to `beams[i]`.
     """
@@ -163,14 +167,18 @@ def propose_for_beams(logits: Tensor, beams: list[Sequence]) -> list[list[Sample
     num = [seq.request.num_candidates for seq in beams]
     best = logprobs.topk(min(max(num), logits.shape[-1]))
     all_ids, all_values = torch.stack((best.indices.double(), best.values.double())).tolist()
-    return [
-        [Sample(int(t), value) for t, value in zip(ids[:n], values[:n], strict=True) if t not in its_banned]
-        for ids, values, n, its_banned in zip(all_ids, all_values, num, banned, strict=True)
-    ]
+    proposals = []
+    for ids, values, n in zip(all_ids, all_values, num, strict=True):
+        tokens = list(map(Sample, map(int, ids[:n]), values[:n]))
+        proposals.append([token for token in tokens if token.logprob != -math.inf] or tokens[:1])
+    return proposals
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
-    """One token for each row of `logits` [num_rows, vocab_size] (float32): the most likely one, or a draw."""
+    """One token for each row of `logits` [num_rows, vocab_size] (float32): the most likely one, or a draw.
+
+    A row in which no token is allowed gets some token, with a log-probability of -inf.
+    """
     logprobs = allowed = logits.log_softmax(-1)
     if metadata.penalties is not None:
         allowed = penalize(logits, *metadata.penalties)
@@ -182,7 +190,8 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
         token_ids = draw_tokens(filtered_probs(allowed, metadata), metadata.uniform)
         if metadata.any_greedy:
             token_ids = torch.where(metadata.is_greedy[:, 0] > 0, allowed.argmax(-1), token_ids)
-    return gather_logprobs(logprobs, token_ids, metadata.num_logprobs)
+    is_masked = allowed is not logprobs
+    return gather_logprobs(logprobs, token_ids, metadata.num_logprobs, allowed if is_masked else None)
 
 
 def penalize(logits: Tensor, where: Tensor, numbers: Tensor) -> Tensor:
@@ -279,16 +288,22 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     return drawn[:, 0].clamp(max=vocab_size - 1)
 
 
-def gather_logprobs(logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int | None]) -> list[Sample]:
+def gather_logprobs(
+    logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int | None], allowed: Tensor | None = None
+) -> list[Sample]:
     """Each row's token and its log-probability; if wanted, the most likely tokens and theirs as well.
 
     Args:
         logprobs: [num_rows, vocab_size].
         token_ids: [num_rows], the drawn tokens (or the actual ones, in a prompt).
         num_logprobs: for each row, how many of the most likely tokens to return, or None.
+        allowed: scores like `logprobs`, -inf where a token is not allowed. If the row's token is not, its
+            log-probability is -inf, too.
     """
     token_ids = token_ids[:, None]
     chosen = logprobs.gather(1, token_ids)
+    if allowed is not None:
+        chosen = chosen.masked_fill(allowed.gather(1, token_ids) == -math.inf, -math.inf)
     columns = [token_ids, chosen.double()]
     most = max(set(num_logprobs) - {None}, default=None)
     if most is not None:

@@ -316,3 +316,13 @@ class NonFiniteLogits(FloatingPointError):
             f"the model's logits for request {self.request_id!r} at position {self.position} are not finite: "
             "abort the request, or use a dtype with a wider range"
         )
+
+
+class NoTokenAllowed(NonFiniteLogits):
+    """Every token of the vocabulary is banned for a request, or masked. The engine can go on without it."""
+
+    def __str__(self) -> str:
+        return (
+            f"no token is allowed for request {self.request_id!r} at position {self.position}: its banned "
+            "tokens or its mask leave none of the vocabulary; abort the request, or allow a token"
+        )

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import Oracle, random_prompts
+from conftest import VOCAB_SIZE, Oracle, random_prompts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -16,8 +16,17 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanopaged import LLM, SamplingParams
-from nanopaged.sampler import VOCAB_CHUNK, SampleRow, SamplingMetadata, filtered_probs, sample, uniform
+from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.sampler import (
+    VOCAB_CHUNK,
+    NonFiniteLogits,
+    SampleRow,
+    SamplingMetadata,
+    filtered_probs,
+    sample,
+    uniform,
+)
+from nanopaged.sequence import Sequence
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -210,6 +219,64 @@ def test_banned_tokens_are_never_drawn_but_logprobs_stay_the_models_own(temperat
         assert drawn.logprob == pytest.approx(expected[drawn.token_id].item(), abs=1e-5)
         assert drawn.logprobs[4] == pytest.approx(expected[4].item(), abs=1e-5)
         assert (drawn.logprobs[4].rank, drawn.logprobs[drawn.token_id].rank) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, logprobs=2),
+        SamplingParams(),
+        SamplingParams(temperature=1e-30),
+        SamplingParams(top_k=3, top_p=0.9, min_p=0.1),
+        SamplingParams(top_p=0.5, presence_penalty=1),
+    ],
+)
+def test_a_row_in_which_no_token_is_allowed_is_marked(params: SamplingParams) -> None:
+    """Its log-probability is -inf, whatever the filters made of the row; the other rows are unchanged."""
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
+    rows = rows_of(params, 3, token_counts={5: 1})
+    alone = sample(logits, SamplingMetadata(rows, CPU))
+    rows[1].banned_token_ids = range(VOCAB)
+    first, stuck, last = sample(logits, SamplingMetadata(rows, CPU))
+    assert stuck.logprob == -math.inf
+    assert [first, last] == [alone[0], alone[2]]
+    assert math.isfinite(first.logprob + last.logprob)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(seed=1, n=2),
+        BeamSearchParams(beam_width=2, max_tokens=16),
+    ],
+    ids=["greedy", "samples", "beams"],
+)
+def test_a_mask_that_allows_nothing_is_an_error(
+    params: SamplingParams | BeamSearchParams, qwen3: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar can come to a dead end: its request is named and can be aborted, the others go on."""
+    banned = Sequence.banned_token_ids
+
+    def no_way_on(seq: Sequence) -> range | frozenset[int]:
+        is_stuck = seq.request.request_id == "stuck" and seq.num_output_tokens == 2
+        return range(VOCAB_SIZE) if is_stuck else banned.fget(seq)
+
+    monkeypatch.setattr(Sequence, "banned_token_ids", property(no_way_on))
+    llm = LLM(qwen3.folder, num_blocks=50)
+    engine = llm.engine
+    expected = qwen3.greedy([4, 5], 6)
+    engine.add_request("well", [4, 5], SamplingParams(temperature=0, max_tokens=6))
+    engine.add_request("stuck", [1, 2, 3], params)
+    engine.step()
+    engine.step()
+    with pytest.raises(NonFiniteLogits, match="no token is allowed for request 'stuck' at position 5") as it:
+        engine.step()
+    engine.abort_request(it.value.request_id)
+    while engine.has_unfinished_requests():
+        (output,) = engine.step()
+    assert output.outputs[0].token_ids == expected
+    engine.check_invariants()
 
 
 @pytest.mark.parametrize(("seen", "unseen"), [(3.0, 2.0), (-1.0, -1.5)])
