@@ -95,7 +95,7 @@ class ModelRunner:
         mebibytes = self.num_blocks * shape.block_bytes(config.block_size) >> 20
         size = f"{self.num_blocks:,} blocks of {config.block_size} tokens ({mebibytes:,} MiB)"
         logger.info("KV cache: %s, and %s blocks for swapped requests", size, f"{self.num_host_blocks:,}")
-        self.attention = make_attention(config.attention_backend, self.kv_cache, model_config.head_dim**-0.5)
+        self.attention = make_attention(config.attention_backend, self.kv_cache, model_config.attention_scale)
         self.graphs = None
         if self.device.type == "cuda" and self.attention.supports_cuda_graphs and not config.enforce_eager:
             from nanopaged.model.cuda_graphs import DecodeGraphs

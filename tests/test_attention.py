@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanopaged.attention import make_attention
 from nanopaged.attention.metadata import AttentionMetadata
-from nanopaged.attention.reference_backend import reference_paged_attention
+from nanopaged.attention.reference_backend import ScoreMod, reference_paged_attention
 from nanopaged.attention.torch_backend import QUERY_TILE, TorchAttention, causal_attention
 from nanopaged.kv_cache import KVCache, KVShape
 
@@ -78,24 +78,31 @@ class Case:
             seq_ids=list(range(len(lengths))),
         )
 
-    def run(self, backend: str | TorchAttention) -> Tensor:
+    def run(self, backend: str | TorchAttention, score_mod: ScoreMod | None = None) -> Tensor:
         if isinstance(backend, str):
-            backend = make_attention(backend, self.cache, self.head_dim**-0.5)
+            backend = make_attention(backend, self.cache, self.head_dim**-0.5, score_mod)
         backend.begin_step(self.metadata)
         new_k = torch.cat([k[c:] for k, (c, _) in zip(self.keys, self.lengths, strict=True)])
         new_v = torch.cat([v[c:] for v, (c, _) in zip(self.values, self.lengths, strict=True)])
         return backend(LAYER, torch.cat(self.queries), new_k, new_v)
 
-    def dense(self) -> Tensor:
-        """softmax(q Kᵀ / √d) V with a causal mask, one sequence at a time, in float64."""
+    def dense(self, cap: float = math.inf, window: int = 1 << 60) -> Tensor:
+        """softmax(q Kᵀ / √d) V with a causal mask, one sequence at a time, in float64.
+
+        Args:
+            cap: of the scores, as cap · tanh(score / cap).
+            window: keys that a query attends to, its own included.
+        """
         out = []
         for q, k, v, (cached, new) in zip(self.queries, self.keys, self.values, self.lengths, strict=True):
             group = q.shape[1] // k.shape[1]
             k = k.double().repeat_interleave(group, dim=1)
             v = v.double().repeat_interleave(group, dim=1)
             scores = torch.einsum("qhd,khd->hqk", q.double(), k) / math.sqrt(self.head_dim)
-            future = torch.arange(cached + new)[None] > torch.arange(cached, cached + new)[:, None]
-            p = scores.masked_fill(future, -math.inf).softmax(-1)
+            if cap < math.inf:
+                scores = cap * (scores / cap).tanh()
+            age = torch.arange(cached, cached + new)[:, None] - torch.arange(cached + new)[None]
+            p = scores.masked_fill((age < 0) | (age >= window), -math.inf).softmax(-1)
             out.append(torch.einsum("hqk,khd->qhd", p, v))
         return torch.cat(out).float()
 
@@ -120,6 +127,27 @@ def test_backends_equal_dense_attention(
     for backend, unused in (("torch", 0.0), ("torch", 1e4), ("reference", math.nan)):
         case = Case(lengths, block_size, heads, head_dim, unused=unused)
         torch.testing.assert_close(case.run(backend), case.dense(), atol=2e-5, rtol=1e-4)
+
+
+def softcap(layer: int, scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    return 0.5 * (scores / 0.5).tanh() if layer == LAYER else scores * math.nan
+
+
+def window(layer: int, scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    return scores.masked_fill(keys <= queries - 9, -math.inf)
+
+
+@pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("block_size", [4, 7, 16, 100])
+def test_a_score_mod_changes_the_scores_before_the_softmax(
+    lengths: list[tuple[int, int]], block_size: int
+) -> None:
+    """A softcap and a window, as in Gemma 2: in decodes and prefills, with blocks before the window."""
+    for backend, unused in (("torch", 0.0), ("torch", 1e4), ("reference", math.nan)):
+        for score_mod, changes in ((softcap, {"cap": 0.5}), (window, {"window": 9})):
+            case = Case(lengths, block_size, (6, 2), 20, unused=unused)
+            got, expected = case.run(backend, score_mod), case.dense(**changes)
+            torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
@@ -225,6 +253,10 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch: pytes
         make_attention("flash", cache, 1.0)
     with pytest.raises(ValueError, match="attention_backend is 'magic', but must be one of .*'triton'"):
         make_attention("magic", cache, 1.0)
+    for backend in ("triton", "flash"):
+        with pytest.raises(ValueError, match=f"'{backend}' cannot run here: its kernels have no place for a"):
+            make_attention(backend, cache, 1.0, softcap)
+    assert type(make_attention("auto", cache, 1.0, softcap)) is TorchAttention
     if importlib.util.find_spec("triton"):
         monkeypatch.setattr("nanopaged.kernels.paged_attention.INTERPRETED", False)
         with pytest.raises(ValueError, match="'triton' cannot run here: .*need a GPU.*TRITON_INTERPRET=1"):

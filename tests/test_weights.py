@@ -8,20 +8,29 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import FAMILIES, LLAMA3_ROPE, Oracle, make_checkpoint, random_prompts
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.model import model_config
 from nanopaged.model.checkpoint import TINY_MODEL, read_eos_token_ids
-from nanopaged.model.layers import rotary_frequencies
+from nanopaged.model.layers import ACTIVATIONS, rotary_frequencies
 from nanopaged.model.model_config import LIMITS, MAY_BE_NULL, Family, read_model_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -221,6 +230,46 @@ def test_eos_ids_that_are_no_ids(qwen3_folder: Path, eos: object) -> None:
     edit_config(qwen3_folder, lambda c: c.update(eos_token_id=eos), "generation_config.json")
     with pytest.raises(ValueError, match=r"generation_config\.json has eos_token_id .*, but token ids are"):
         LLM(qwen3_folder, num_blocks=8)
+
+
+# ── what a new family may change ──────────────────────────────────────────────────────────────────
+
+
+def test_a_family_with_another_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of the table of families and a function; the other families still refuse its name."""
+    model = make_checkpoint("llama", tmp_path, hidden_act="gelu_pytorch_tanh")
+    with pytest.raises(ValueError, match="hidden_act 'gelu_pytorch_tanh', but only 'silu' or 'swish' is"):
+        LLM(tmp_path, num_blocks=8)
+    llama = replace(model_config.FAMILIES["llama"], activations=("gelu_pytorch_tanh",))
+    monkeypatch.setitem(model_config.FAMILIES, "llama", llama)
+    monkeypatch.setitem(ACTIVATIONS, "gelu_pytorch_tanh", partial(F.gelu, approximate="tanh"))
+    compare_logprobs(LLM(tmp_path, num_blocks=8), model)
+
+
+def test_the_attention_scale_is_the_configs(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill and decode; transformers has the same scale in each layer."""
+    model = copy.deepcopy(qwen3.model)
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.07
+    monkeypatch.setattr(
+        "nanopaged.engine.read_model_config",
+        lambda folder: replace(read_model_config(folder), attention_scale=0.07),
+    )
+    compare_logprobs(LLM(qwen3.folder, num_blocks=8, max_num_batched_tokens=7), model)
+
+
+@torch.inference_mode()
+def compare_logprobs(llm: LLM, model: PreTrainedModel) -> None:
+    """Of a prompt and of the tokens that follow it, to 1e-4."""
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6] * 4
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0, logprobs=0)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    (completion,) = output.outputs
+    tokens = prompt + completion.token_ids
+    rows = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    got = [*output.prompt_logprobs[1:], *completion.logprobs]
+    for row, token_id, logprobs in zip(rows, tokens[1:], got, strict=True):
+        assert logprobs[token_id] == pytest.approx(row[token_id].item(), abs=1e-4)
 
 
 # ── what must be refused, by name ─────────────────────────────────────────────────────────────────

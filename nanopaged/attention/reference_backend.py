@@ -5,7 +5,8 @@ Read this backend first. The other backends compute the same, and the tests comp
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,9 +14,18 @@ from torch import Tensor
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.kv_cache import KVCache
 
+ScoreMod = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""score_mod(layer, scores, queries, keys) → other scores, see `nanopaged.attention`."""
+
 
 def reference_paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: list[int], context_len: int, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: list[int],
+    context_len: int,
+    scale: float,
+    score_mod: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Attention of one query to its sequence, block by block, with a running softmax.
 
@@ -30,6 +40,7 @@ def reference_paged_attention(
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim].
         block_table: the physical blocks of the sequence, in order.
         context_len: keys that the query attends to: all up to and including its own.
+        score_mod: of this layer.
 
     Returns:
         [num_heads, head_dim]
@@ -37,7 +48,8 @@ def reference_paged_attention(
     num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     queries = q.float().view(num_kv_heads, -1, head_dim)  # the heads that share a KV head lie together
-    m = torch.full((*queries.shape[:2], 1), -math.inf, device=q.device)  # maximum of the scores so far
+    # The maximum of the scores so far. It is not -inf: a block may be masked, and -inf - -inf is NaN.
+    m = torch.full((*queries.shape[:2], 1), torch.finfo(torch.float32).min, device=q.device)
     l = torch.zeros_like(m)  # sum of exp(score - m)
     acc = torch.zeros_like(queries)  # sum of exp(score - m) · value
     for i, block_id in enumerate(block_table):
@@ -47,6 +59,9 @@ def reference_paged_attention(
         keys = k_cache[block_id, :, :here].float()  # [num_kv_heads, here, head_dim]
         values = v_cache[block_id, :, :here].float()
         scores = scale * queries @ keys.transpose(1, 2)  # [num_kv_heads, group, here]
+        if score_mod is not None:
+            positions = torch.arange(context_len, device=q.device)
+            scores = score_mod(scores, positions[-1:], positions[i * block_size :][:here])
         m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
         p = torch.exp(scores - m_new)
         rescale = torch.exp(m - m_new)
@@ -61,9 +76,10 @@ class ReferenceAttention:
 
     supports_cuda_graphs = False
 
-    def __init__(self, cache: KVCache, scale: float) -> None:
+    def __init__(self, cache: KVCache, scale: float, score_mod: ScoreMod | None = None) -> None:
         self.cache = cache
         self.scale = scale
+        self.score_mod = score_mod
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Keep the metadata of the step for its layers."""
@@ -77,12 +93,13 @@ class ReferenceAttention:
             block_id, offset = divmod(slot, self.cache.block_size)
             k_cache[block_id, :, offset], v_cache[block_id, :, offset] = k[token], v[token]
         k_cache, v_cache = self.cache.decode(k_cache), self.cache.decode(v_cache)
+        score_mod = partial(self.score_mod, layer) if self.score_mod is not None else None
         out, token = torch.empty_like(q), 0
         lens = zip(self.metadata.query_lens.tolist(), self.metadata.context_lens.tolist(), strict=True)
         for block_table, (query_len, context_len) in zip(self.metadata.block_tables, lens, strict=True):
             for position in range(context_len - query_len, context_len):
                 out[token] = reference_paged_attention(
-                    q[token], k_cache, v_cache, block_table, position + 1, self.scale
+                    q[token], k_cache, v_cache, block_table, position + 1, self.scale, score_mod
                 )
                 token += 1
         return out

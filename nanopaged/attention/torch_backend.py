@@ -7,13 +7,16 @@ work for large operations. Decodes have one query each, so all decodes of a batc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanopaged.attention.metadata import AttentionMetadata
+from nanopaged.attention.reference_backend import ScoreMod
 from nanopaged.kv_cache import KVCache, to_device
 
 LOG2_E = math.log2(math.e)
@@ -38,9 +41,10 @@ class TorchAttention:
 
     supports_cuda_graphs = False
 
-    def __init__(self, cache: KVCache, scale: float) -> None:
+    def __init__(self, cache: KVCache, scale: float, score_mod: ScoreMod | None = None) -> None:
         self.cache = cache
         self.scale = scale
+        self.score_mod = score_mod
         self.device = cache.data.device
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
@@ -123,6 +127,9 @@ class TorchAttention:
         no_key = np.arange(row_keys) >= last_lens[:, None]
         self.no_key = to_device(no_key[:, None], self.device)  # [num_seqs, 1, row_keys]
 
+        if self.score_mod is not None:
+            self.positions = self._positions(row_seq, context_lens)
+
         # In the order [2 (K, V), row, KV head, block in the row] the keys of a row and head lie together.
         blocks = to_device(np.array(full_blocks + last_blocks), self.device).view(-1, width)
         ids = self.cache.head_block_ids(blocks).transpose(2, 3).reshape(2, -1, width)
@@ -153,6 +160,8 @@ class TorchAttention:
             torch.bmm(q_tile, self._gather(pool, ids).mT, out=s_tile)
 
         s = s.float().view(num_rows, num_heads, -1)
+        if self.score_mod is not None:
+            s = self.score_mod(layer, s / LOG2_E, *self.positions) * LOG2_E
         s[-num_seqs:].masked_fill_(self.no_key, -math.inf)
         row_top = s.amax(-1)  # [num_rows, num_heads]
         top = torch.full_like(row_top[:num_seqs], -math.inf)
@@ -166,6 +175,20 @@ class TorchAttention:
             torch.bmm(p_tile, self._gather(pool, ids), out=o_tile)
         o = o.view(num_rows, num_heads, head_dim).float()
         return torch.zeros_like(o[:num_seqs]).index_add_(0, row_seq, o).to(q.dtype)
+
+    def _positions(self, row_seq: list[int], context_lens: np.ndarray) -> tuple[Tensor, Tensor]:
+        """The position of each row's query [num_rows, 1, 1], and those of its keys [num_rows, 1, row_keys].
+
+        In the example of `begin_decodes`: queries 69 95 69 19 95, keys from 0, 0, 64, 0 and 64 on.
+        """
+        seen: Counter[int] = Counter()
+        first_keys = []
+        for seq in row_seq:
+            first_keys.append(seen[seq] * self.row_keys)
+            seen[seq] += 1
+        queries = context_lens[row_seq][:, None, None] - 1
+        keys = np.array(first_keys)[:, None, None] + np.arange(self.row_keys)
+        return to_device(queries, self.device), to_device(keys, self.device)
 
     def _tiles(self, x: Tensor, ids: tuple[Tensor, ...], out: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """The tiles of a matrix product x · (head blocks `ids`) → out."""
@@ -197,6 +220,7 @@ class TorchAttention:
         A prefill without a cached context reads the new k, v directly; else its blocks are gathered first.
         """
         k_cache, v_cache = self.cache.layer(layer)
+        score_mod = partial(self.score_mod, layer) if self.score_mod is not None else None
         q = q * self.scale
         out = torch.empty_like(q)
         for tokens, table, context_len in self.prefills:
@@ -206,7 +230,8 @@ class TorchAttention:
             else:
                 keys = gather_context(k_cache, table, context_len)
                 values = gather_context(v_cache, table, context_len)
-            out[tokens] = causal_attention(q[tokens], self.cache.decode(keys), self.cache.decode(values))
+            keys, values = self.cache.decode(keys), self.cache.decode(values)
+            out[tokens] = causal_attention(q[tokens], keys, values, score_mod)
         return out
 
 
@@ -222,7 +247,9 @@ def gather_context(cache: Tensor, block_table: Tensor, context_len: int) -> Tens
     return blocks.transpose(0, 1).flatten(1, 2)[:, :context_len]
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+) -> Tensor:
     """The last `query_len` tokens of a context attend to it, each up to and including itself.
 
     The causal mask is aligned to the end: with 3 cached keys, query 0 attends to keys 0 to 3. Queries are
@@ -232,6 +259,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Args:
         q: [query_len, num_heads, head_dim], scaled already.
         k, v: [num_kv_heads, context_len, head_dim].
+        score_mod: of this layer, see `nanopaged.attention`.
 
     Returns:
         [query_len, num_heads, head_dim]
@@ -245,6 +273,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         tile = q[lo:hi].view(hi - lo, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         queries = tile.reshape(num_kv_heads, -1, head_dim)  # [num_kv_heads, group · tile, head_dim]
         scores = (queries @ k[:, :visible].mT).view(num_kv_heads, -1, hi - lo, visible)
+        if score_mod is not None:
+            positions = torch.arange(visible, device=q.device)
+            scores = score_mod(scores, positions[lo - hi :, None], positions)
         future = torch.ones(hi - lo, hi - lo, dtype=torch.bool, device=q.device).triu_(1)
         scores[..., visible - (hi - lo) :].masked_fill_(future, -math.inf)
         p = torch.softmax(scores, -1).view(num_kv_heads, -1, visible)  # in float32 within, for any dtype

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from nanopaged.model.parallel import Ranks
 
 # Whether a GPU runs the small operations as the Triton kernels of `kernels/fused.py`. Off until measured.
 FUSED_KERNELS = os.environ.get("NANOPAGED_FUSED") == "1"
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu}  # name → function
 
 
 def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -169,22 +172,23 @@ def norm_rotate(
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) · up(x)), with gate and up in one matrix (Shazeer, arXiv 2002.05202)."""
+    """down(act(gate(x)) · up(x)), with gate and up in one matrix (Shazeer, arXiv 2002.05202)."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks | None
     ) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
+        self.activation = ACTIVATIONS[config.activation]
         self.gate_up_proj = Linear(hidden, 2 * inner, config.mlp_bias, dtype, device)
         self.down_proj = Linear(inner, hidden, config.mlp_bias, dtype, device, ranks)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] → the same shape."""
         gate_up = self.gate_up_proj(x)  # [num_tokens, 2 · intermediate_size]
-        if FUSED_KERNELS:
+        if FUSED_KERNELS and self.activation is F.silu:
             from nanopaged.kernels.fused import fused_silu_mul
 
             return self.down_proj(fused_silu_mul(gate_up))
         gate, up = gate_up.chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
+        return self.down_proj(self.activation(gate).mul_(up))

@@ -25,12 +25,14 @@ class Family:
         architecture: the name of its model that generates text.
         qkv_bias, o_bias: None is what the config says (`attention_bias`).
         qk_norm: RMSNorm of each head of q and k.
+        activations: of the MLP, the names that a config may have; `layers.ACTIVATIONS` has the functions.
     """
 
     architecture: str
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     qk_norm: bool = False
+    activations: tuple[str, ...] = ("silu", "swish")
 
 
 FAMILIES = {  # model_type → family
@@ -52,7 +54,6 @@ MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # worked out from the others 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": (*DTYPES[1:], None),
     "torch_dtype": (*DTYPES[1:], None),  # its name in transformers 4
-    "hidden_act": ("silu", "swish"),
     "is_causal": (True,),
     "per_layer_config": (None, {}),
     "rope_type": ("default", "llama3"),
@@ -81,6 +82,8 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    attention_scale: float  # the factor of q · k
+    activation: str  # of the MLP
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: Llama3Scaling | None
@@ -174,6 +177,8 @@ def read_model_config(folder: Path) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        attention_scale=head_dim**-0.5,
+        activation=hf.hidden_act,
         rms_norm_eps=hf.rms_norm_eps,
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
@@ -196,6 +201,10 @@ def _refuse_unsupported(raw: dict[str, Any], file: Path) -> None:
             f"{file} has architectures {architectures!r} and model_type {model_type!r}, which is not "
             f"supported; supported are {supported}, each with its own model_type"
         )
+    activation = raw.get("hidden_act", family.activations[0])
+    if activation not in family.activations:
+        choices = " or ".join(map(repr, family.activations))
+        raise ValueError(f"{file} has hidden_act {activation!r}, but only {choices} is supported")
     quantised = raw.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", quantised) if isinstance(quantised, dict) else quantised
