@@ -47,7 +47,7 @@ def pages_to_run(*kinds: str) -> list[Path]:
 
     A fork's own page runs with its patch, in test_forks.py. Chinese pages have the code of the English ones.
     """
-    pages = [page for page in PAGES if page.parent.parent.name != "forks" and page.parent.name != "zh"]
+    pages = [page for page in PAGES if page.parent.parent != DOCS / "forks" and page.parent != DOCS / "zh"]
     return [page for page in pages if any(b.kind in kinds and not b.title for b in blocks_of(page))]
 
 
