@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -127,6 +128,9 @@ class Saboteur(ModelRunner):
         super().follow(inputs)
         self.obey("after")
 
+    def harmless(self) -> None:
+        """Would do nothing."""
+
     def obey(self, when: str) -> None:
         order = self.orders.read_text() if self.orders.exists() else ""
         if not order.startswith(when) or os.getpid() == int(os.environ["TEST_PID"]):
@@ -172,9 +176,10 @@ def workers(engine: LLMEngine) -> list[Any]:
     return engine.runner.ranks.processes
 
 
-def listening() -> set[int]:
-    connections = psutil.Process().net_connections(kind="tcp")
-    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+def listening(pid: int | None = None) -> set[tuple[str, int]]:
+    """The addresses and ports on which the process listens."""
+    connections = psutil.Process(pid).net_connections(kind="tcp")
+    return {(*connection.laddr,) for connection in connections if connection.status == psutil.CONN_LISTEN}
 
 
 @pytest.fixture
@@ -305,6 +310,25 @@ def test_engines_side_by_side_end_with_their_workers(qwen3: Oracle, monkeypatch:
     for llm in llms:
         (output,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
         assert output.outputs[0].token_ids == expected
+
+
+def test_what_a_stranger_reaches(qwen3: Oracle, orders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ports are those of the loopback address, whatever address the name of this machine has. A message
+    can call no other method of a worker than those that rank 0 calls: it is refused, and rank 0 is told."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.family == socket.AF_INET and a.address != "127.0.0.1" for a in addresses):
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)  # gloo would listen there
+    before = listening()
+    engine = sabotaged(qwen3, orders)
+    ports = [port for rank in workers(engine) for port in listening(rank.pid)]
+    ports += listening() - before
+    assert len(ports) == 3, "the store's, and two of gloo"
+    assert {address for address, _ in ports} == {"127.0.0.1"}
+    parallel.send(engine.runner.ranks.store, "harmless")
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    with pytest.raises(RuntimeError, match=r"rank 1:\n[^$]*a message names the method 'harmless', but may"):
+        engine.step()
+    assert drain(engine) == qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
 
 
 SCRIPT = """

@@ -14,6 +14,10 @@ physical blocks as the others: block tables are the same everywhere, and K/V is 
 
 This module knows no sequences and no layers. Ranks find each other, and messages are passed, through a
 `TCPStore` of rank 0: a dictionary that all ranks can read and write.
+
+Nothing is encrypted, and no rank proves who it is. The ports of ranks that are started here are open on
+127.0.0.1 alone (NCCL's, on GPUs, are its own). Under torchrun they are open to the network: a stranger who
+reaches them can read the tokens of every step and send messages of his own. See docs/10-parallel.md.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -47,6 +52,8 @@ START_TIMEOUT = 600.0  # seconds that ranks wait for each other to start and to 
 FOREVER = timedelta(days=365)
 NUM_THREADS = torch.get_num_threads()  # before any engine has changed it
 METADATA_ARRAYS = "query_lens", "context_lens", "slot_mapping"
+LOOPBACK = "127.0.0.1"  # other machines cannot reach a port of this address
+METHODS = ("cheaper_preemption",)  # of a worker, which a message may name
 
 
 class Worker(Protocol):
@@ -200,8 +207,13 @@ class Ranks:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self.group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-        else:
+        elif under_torchrun():  # perhaps on several machines
             self.group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = timeout
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+            self.group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
     def _leave(self) -> None:
         """Close this rank's connections, so that ranks which wait for it fail at once."""
@@ -224,8 +236,10 @@ class Ranks:
             try:
                 if isinstance(message, dict):
                     worker.follow(self.decode(message))
-                elif isinstance(message, str):
+                elif message in METHODS:
                     getattr(worker, message)()
+                elif isinstance(message, str):
+                    raise ValueError(f"a message names the method {message!r}, but may name {METHODS} alone")
                 elif message > self.meeting:
                     self.meet(message, STEP_TIMEOUT + 5)
             except Exception:
@@ -294,8 +308,9 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
 
     Raises:
         RuntimeError: a worker cannot start; the message has its traceback. Or as `make_runner`.
+        ValueError: torchrun has started another number of processes.
     """
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    launched = under_torchrun()
     if launched and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # or all ranks would open a context on GPU 0
     device = pick_device(device_name)
@@ -311,7 +326,7 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
             raise ValueError("under torchrun a program can have one engine: its workers serve no other")
         workers = []
     else:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = make_store()
         if device.type == "cpu":  # all ranks share the cores
             torch.set_num_threads(min(torch.get_num_threads(), max(1, NUM_THREADS // size)))
         workers = _make_workers(size, store.port, device, make_runner)
@@ -331,6 +346,24 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
             hint = hint if "(exit code 1)" in reason else ""
             raise RuntimeError(f"the engine cannot start: {reason}{hint}") from error
         raise
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun has started this process, and all other ranks."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def make_store() -> dist.TCPStore:
+    """A store on a free port.
+
+    torch would open the port on all addresses of this machine, so the socket is made here. (With libuv, torch
+    2.6 takes no socket; every version, on every system, has the backend without libuv.)
+    """
+    listener = socket.create_server((LOOPBACK, 0))
+    port, fd = listener.getsockname()[1], listener.detach()  # the store closes it
+    return dist.TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, use_libuv=False
+    )
 
 
 def rank_device(device: torch.device, local_rank: int) -> torch.device:
@@ -364,7 +397,8 @@ def _worker_main(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     torch.set_num_threads(num_threads)
-    _work(rank, size, dist.TCPStore("127.0.0.1", port, is_master=False), device, make_runner)
+    store = dist.TCPStore(LOOPBACK, port, is_master=False, use_libuv=False)
+    _work(rank, size, store, device, make_runner)
 
 
 def _work(
@@ -409,7 +443,7 @@ def why_failed(
 def send(store: dist.Store, message: Any) -> int:
     """Send a message from rank 0 to all workers, as JSON. Returns its bytes.
 
-    A dict has the inputs of a step, a str names a method, a number is that of a meeting, None is the end.
+    A dict has the inputs of a step, a str is one of METHODS, a number is that of a meeting, None is the end.
     """
     data, number = json.dumps(message), store.add("num_messages", 1)
     store.set(f"message/{number}", data)
