@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -329,6 +330,60 @@ def test_what_a_stranger_reaches(qwen3: Oracle, orders: Path, monkeypatch: pytes
     with pytest.raises(RuntimeError, match=r"rank 1:\n[^$]*a message names the method 'harmless', but may"):
         engine.step()
     assert drain(engine) == qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
+
+
+FORKS = """
+import multiprocessing, os, signal, sys
+from nanopaged import LLM, SamplingParams
+
+def make():
+    return LLM(sys.argv[1], tensor_parallel_size=2, num_blocks=30)
+
+def generate(llm):
+    try:
+        (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+        print(os.getpid(), output.outputs[0].token_ids, flush=True)
+    except RuntimeError as error:
+        print(error, flush=True)
+
+def daemonic():
+    try:
+        make()
+    except ValueError as error:
+        print(error, flush=True)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("fork").Process(target=daemonic, daemon=True)
+    process.start()
+    process.join()
+    llm = make()
+    for end in (lambda: None, sys.exit, lambda: os._exit(0)):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)  # ends it if it hangs
+            generate(llm)
+            end()
+            break
+        print("ended with", os.waitpid(child, 0)[1], flush=True)
+    else:
+        generate(llm)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on Windows")
+def test_children_of_the_engines_process(qwen3: Oracle, tmp_path: Path) -> None:
+    """A forked process cannot use its parent's engine, and its end does not end the parent's workers. A
+    daemonic process cannot have workers."""
+    script = tmp_path / "script.py"
+    script.write_text(FORKS)
+    done = subprocess.run([sys.executable, script, qwen3.folder], capture_output=True, text=True, timeout=300)
+    assert "Traceback" not in done.stderr
+    daemonic, *forked, last = done.stdout.splitlines()
+    assert re.match("tensor_parallel_size is 2, but this process is daemonic.*ProcessPoolExecutor", daemonic)
+    pid = last.split()[0]
+    refused = f"this engine belongs to process {pid}, from which this one was forked: make another here"
+    assert forked == [refused, "ended with 0"] * 3
+    assert last == f"{pid} {qwen3.greedy([1, 2, 3], 8)}"
 
 
 SCRIPT = """

@@ -22,8 +22,10 @@ reaches them can read the tokens of every step and send messages of his own. See
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import socket
@@ -104,7 +106,23 @@ class Ranks:
         self.message_bytes = 0  # of the last message
         self.group: dist.ProcessGroup | None = None
         if rank == 0:
-            weakref.finalize(self, end_workers, store, processes)  # also when the program ends
+            self.finalizer = weakref.finalize(self, end_workers, store, processes)  # or as the program ends
+            if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+                forked = weakref.WeakMethod(self._forked)
+                os.register_at_fork(after_in_child=lambda: (call := forked()) and call())
+
+    def _forked(self) -> None:
+        """In a process that was forked from rank 0's, which alone has the workers: leave them to it.
+
+        Neither this module nor `multiprocessing`, which kills daemonic processes, may end them as the child
+        ends. The connections must never be closed here: that waits for threads which a fork does not copy.
+        """
+        forked = f"this engine belongs to process {os.getppid()}, from which this one was forked"
+        self.lost = self.lost or f"{forked}: make another here"
+        self.finalizer.detach()
+        multiprocessing.process._children.difference_update(self.processes)
+        for connection in (self.store, self.group):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))  # one more, so that it never becomes 0
 
     # ── what layers need ──────────────────────────────────────────────────────────────────────────
 
@@ -308,7 +326,7 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
 
     Raises:
         RuntimeError: a worker cannot start; the message has its traceback. Or as `make_runner`.
-        ValueError: torchrun has started another number of processes.
+        ValueError: torchrun has started another number of processes, or this process may start none.
     """
     launched = under_torchrun()
     if launched and torch.cuda.is_available():
@@ -326,6 +344,12 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
             raise ValueError("under torchrun a program can have one engine: its workers serve no other")
         workers = []
     else:
+        if multiprocessing.current_process().daemon:
+            raise ValueError(
+                f"tensor_parallel_size is {size}, but this process is daemonic, and Python lets it start no "
+                "workers: make it with multiprocessing.Process(daemon=False) or "
+                "concurrent.futures.ProcessPoolExecutor (not multiprocessing.Pool), or use torchrun"
+            )
         store = make_store()
         if device.type == "cpu":  # all ranks share the cores
             torch.set_num_threads(min(torch.get_num_threads(), max(1, NUM_THREADS // size)))
