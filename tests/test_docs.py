@@ -231,7 +231,8 @@ def known_classes() -> dict[str, set[str]]:
 
 LIBRARIES = ("torch", "numpy", "transformers", "triton", "ray")
 # Names of other programs that the docs set or mention, which no Python file of ours has.
-FOREIGN = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "THP_MEM_ALLOC_ENABLE", "trust_remote_code"}
+FOREIGN = {"MASTER_PORT", "NCCL_SOCKET_IFNAME", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "THP_MEM_ALLOC_ENABLE"}
+FOREIGN |= {"trust_remote_code"}
 
 
 def unknown_names(code: str) -> list[str]:
