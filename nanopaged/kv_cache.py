@@ -104,11 +104,12 @@ class KVCache:
             return torch.empty(
                 sizes, dtype=shape.dtype, device=device, pin_memory=pin_memory and num_blocks > 0
             )
-        except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
+        except (RuntimeError, TypeError, OverflowError) as error:  # no memory, or more than 64 bits hold
             num_bytes = num_blocks * shape.block_bytes(self.block_size)
             raise ValueError(
-                f"{num_blocks} blocks of K/V need {num_bytes:,} bytes on {device}, more than can be "
-                "allocated: lower num_blocks (or num_host_blocks), or leave them at None"
+                f"{num_blocks:,} blocks of {self.block_size:,} tokens need {num_bytes:,} bytes on {device}, "
+                "more than can be allocated: lower num_blocks, num_host_blocks or block_size, or leave them "
+                "at their defaults"
             ) from error
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,7 @@ class ModelRunner:
         self.num_blocks = config.num_blocks or measure_num_blocks(
             config, self.model, shape, max_model_len, token_budget
         )
-        if ranks is not None:
+        if ranks is not None and config.num_blocks is None:
             self.num_blocks = ranks.smallest(self.num_blocks)
         self.num_host_blocks = config.num_host_blocks
         if self.num_host_blocks is None:
@@ -278,8 +278,8 @@ def measure_num_blocks(
     if fit < needed:
         raise ValueError(
             f"one sequence of max_model_len tokens needs {needed} blocks of {block_bytes:,} bytes of "
-            f"K/V, but only {fit} fit in the {num_bytes:,} bytes left for them: lower max_model_len, "
-            "raise memory_utilization, or set num_blocks yourself"
+            f"K/V, but only {fit} fit in the {num_bytes:,} bytes left for them: lower max_model_len "
+            "or block_size, raise memory_utilization, or set num_blocks yourself"
         )
     useful = needed * config.max_num_seqs
     if device.type == "cpu" and config.memory_utilization is None:
