@@ -1,82 +1,32 @@
-"""Every option of the engine and of a request, and the checks of their values.
+"""Every option of the engine and of a request: its default, and the rule that its values keep.
 
 `EngineConfig` holds what is fixed for the life of an engine, `SamplingParams` and `BeamSearchParams` what may
-differ from request to request. Each checks its values when it is made. Limits that depend on the model (the
-vocabulary, the longest context) are checked in `prompts.py` and `engine.py`.
+differ from request to request. The rules (`checks/rules.py`) are applied when one is made. Limits that depend
+on the model (the vocabulary, the longest context) are checked in `checks/requests.py` and `engine.py`.
 
 This module knows no tensors: `dtype` and `device` are names here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from nanopaged.checks import rules
 from nanopaged.checks.foreign_names import explain, options_of, refuse_change
+from nanopaged.checks.rules import boolean, check_options, number, one_of, option, optional, require, whole
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's other names
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch", "reference")
 NO_TOP_K = 1 << 24  # more than any vocabulary, and exact in float32
-LOAD_FORMATS = ("auto", "dummy")
-PREEMPTIONS = ("auto", "swap", "recompute")
-
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _check_int(params: object, name: str, minimum: int, hint: str = "") -> None:
-    """Raise unless the field is a whole number of at least `minimum`; numpy's ints become Python's."""
-    value = getattr(params, name)
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
-    _require(value >= minimum, f"{name} is {value}, but must be at least {minimum}{hint}")
-    object.__setattr__(params, name, int(value))
-
-
-def _check_optional_int(params: object, name: str, minimum: int, hint: str = "") -> None:
-    if getattr(params, name) is not None:
-        _check_int(params, name, minimum, hint)
-
-
-def _check_number(name: str, value: object, low: float, high: float, why: str = "") -> None:
-    """Raise unless `low <= value <= high`; NaN fails both comparisons and is refused too."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    _require(low <= value <= high, f"{name} is {value}, but must lie in [{low}, {high}]{why}")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    _require(value in choices, f"{name} is {value!r}, but must be one of {', '.join(choices)}")
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+OR_NONE, TO_THE_LIMIT = " (None chooses it for you)", " (None is as many as max_model_len allows)"
 
 
 _T = TypeVar("_T", bound="_Options")
-
-
-def _check_trace(trace: object) -> None:
-    """Raise unless a file can lie there."""
-    if not isinstance(trace, str | Path):
-        raise TypeError(f"trace must be the name of a file such as 'run.html', got {trace!r}")
-    folder = Path(trace).absolute().parent
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"trace is {str(trace)!r}, but there is no folder {str(folder)!r}: make it first"
-        )
-    _require(not Path(trace).is_dir(), f"trace is {str(trace)!r}, which is a folder: name a file in it")
 
 
 class _Options:
@@ -88,6 +38,9 @@ class _Options:
         if unknown:
             raise TypeError(f"{cls.__name__} has no option {explain(unknown, known, options_of(cls))}")
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,55 +93,26 @@ class EngineConfig(_Options):
         FileNotFoundError: the folder of `trace` is missing.
     """
 
-    model: str | Path | None = field(default=None, kw_only=False)
-    dtype: str = "auto"
-    device: str = "auto"
-    block_size: int = 16
-    num_blocks: int | None = None
-    num_host_blocks: int | None = None
-    memory_utilization: float | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    max_model_len: int | None = None
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    preemption: str = "auto"
-    watermark: float = 0.05
-    attention_backend: str = "auto"
-    enforce_eager: bool = False
-    tensor_parallel_size: int = 1
-    load_format: str = "auto"
-    seed: int = 0
-    trace: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.model is not None and not isinstance(self.model, str | Path):
-            raise TypeError(f"model must be a folder, a hub id or None, got {self.model!r}")
-        if type(self.device).__module__ == "torch":  # torch.device("cuda")
-            object.__setattr__(self, "device", str(self.device))
-        if not isinstance(self.device, str):
-            raise TypeError(f"device must be a name such as 'cpu' or 'cuda:0', got {self.device!r}")
-        dtype = str(self.dtype).removeprefix("torch.")  # torch.bfloat16
-        object.__setattr__(self, "dtype", DTYPE_NAMES.get(dtype, dtype))
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        _check_choice("preemption", self.preemption, PREEMPTIONS)
-        _check_choice("load_format", self.load_format, LOAD_FORMATS)
-        _check_int(self, "block_size", 1)
-        _check_int(self, "max_num_seqs", 1)
-        _check_int(self, "seed", 0)
-        for name in ("num_blocks", "max_num_batched_tokens", "max_model_len"):
-            _check_optional_int(self, name, 1, " (None chooses it for you)")
-        _check_optional_int(self, "num_host_blocks", 0)
-        if self.memory_utilization is not None:
-            _check_number("memory_utilization", self.memory_utilization, 0.01, 1.0)
-        _check_number("watermark", self.watermark, 0.0, 0.9)
-        _check_bool("enforce_eager", self.enforce_eager)
-        _check_int(self, "tensor_parallel_size", 1)
-        _check_bool("enable_prefix_caching", self.enable_prefix_caching)
-        _check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
-        if self.trace is not None:
-            _check_trace(self.trace)
+    model: str | Path | None = option(None, rules.model, kw_only=False)
+    dtype: str = option("auto", one_of(DTYPES, {"half": "float16", "float": "float32"}))
+    device: str = option("auto", rules.device)
+    block_size: int = option(16, whole(1))
+    num_blocks: int | None = option(None, optional(whole(1, OR_NONE)))
+    num_host_blocks: int | None = option(None, optional(whole(0)))
+    memory_utilization: float | None = option(None, optional(number(0.01, 1.0)))
+    max_num_seqs: int = option(256, whole(1))
+    max_num_batched_tokens: int | None = option(None, optional(whole(1, OR_NONE)))
+    max_model_len: int | None = option(None, optional(whole(1, OR_NONE)))
+    enable_prefix_caching: bool = option(True, boolean)
+    enable_chunked_prefill: bool = option(True, boolean)
+    preemption: str = option("auto", one_of(("auto", "swap", "recompute")))
+    watermark: float = option(0.05, number(0.0, 0.9))
+    attention_backend: str = option("auto", one_of(ATTENTION_BACKENDS))
+    enforce_eager: bool = option(False, boolean)
+    tensor_parallel_size: int = option(1, whole(1))
+    load_format: str = option("auto", one_of(("auto", "dummy")))
+    seed: int = option(0, whole(0))
+    trace: str | Path | None = option(None, optional(rules.new_file))
 
     def token_budget(self, max_model_len: int) -> int:
         """Tokens that one step may compute, for a model of `max_model_len`.
@@ -200,7 +124,7 @@ class EngineConfig(_Options):
         if self.enable_chunked_prefill:
             return budget or DEFAULT_MAX_NUM_BATCHED_TOKENS
         budget = budget or max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len)
-        _require(
+        require(
             budget >= max_model_len,
             f"max_num_batched_tokens is {budget}, but without chunked prefill a prompt of up to "
             f"max_model_len = {max_model_len} tokens must fit in one step: raise "
@@ -246,43 +170,26 @@ class SamplingParams(_Options):
         TypeError, ValueError: as for `EngineConfig`.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: str | SequenceOf[str] = ()
-    stop_token_ids: SequenceOf[int] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    n: int = option(1, whole(1))
+    temperature: float = option(1.0, number(0.0, 1e6, ": 0 is greedy"))
+    top_k: int = option(0, whole(-1, ": 0 or -1 keeps all tokens"))
+    top_p: float = option(1.0, number(0.0, 1.0, ": 1 keeps all tokens", above=True))
+    min_p: float = option(0.0, number(0.0, 1.0))
+    repetition_penalty: float = option(1.0, number(0.01, 100.0, ": 1 changes nothing"))
+    frequency_penalty: float = option(0.0, number(-2.0, 2.0, ": 0 changes nothing"))
+    presence_penalty: float = option(0.0, number(-2.0, 2.0, ": 0 changes nothing"))
+    seed: int | None = option(None, optional(whole(0)))
+    max_tokens: int | None = option(16, optional(whole(1, TO_THE_LIMIT)))
+    min_tokens: int = option(0, whole(0))
+    stop: str | SequenceOf[str] = option((), rules.texts)
+    stop_token_ids: SequenceOf[int] = option((), rules.token_ids)
+    ignore_eos: bool = option(False, boolean)
+    logprobs: int | None = option(None, optional(whole(0)))
+    prompt_logprobs: int | None = option(None, optional(whole(0)))
 
     def __post_init__(self) -> None:
-        _check_int(self, "n", 1)
-        _check_number("temperature", self.temperature, 0.0, 1e6, ": 0 is greedy")
-        _check_int(self, "top_k", -1, ": 0 or -1 keeps all tokens")
-        _check_number("top_p", self.top_p, 0.0, 1.0)
-        _require(self.top_p > 0, "top_p is 0, but must be above 0: 1 keeps all tokens")
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, ": 1 changes nothing")
-        for name in ("frequency_penalty", "presence_penalty"):
-            _check_number(name, getattr(self, name), -2.0, 2.0, ": 0 changes nothing")
-        _check_optional_int(self, "seed", 0)
+        super().__post_init__()
         _check_lengths(self)
-        for name in ("logprobs", "prompt_logprobs"):
-            _check_optional_int(self, name, 0)
-        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
-        for text in stop:
-            if not isinstance(text, str):
-                raise TypeError(f"stop must be a string or a list of strings, got {text!r} in it")
-            _require(text != "", "stop has an empty string in it, which would stop at once")
-        object.__setattr__(self, "stop", stop)
 
     @property
     def is_greedy(self) -> bool:
@@ -330,13 +237,13 @@ class BeamSearchParams(_Options):
         TypeError, ValueError: as for `EngineConfig`.
     """
 
-    beam_width: int
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
-    ignore_eos: bool = False
-    stop_token_ids: SequenceOf[int] = ()
+    beam_width: int = option(rule=whole(1))
+    max_tokens: int | None = option(16, optional(whole(1, TO_THE_LIMIT)))
+    min_tokens: int = option(0, whole(0))
+    length_penalty: float = option(1.0, number(-50, 50))  # 10⁶ ** 50 is still a float
+    early_stopping: bool | str = option(False, rules.true_false_or("never"))
+    ignore_eos: bool = option(False, boolean)
+    stop_token_ids: SequenceOf[int] = option((), rules.token_ids)
 
     # The engine reads these fields of SamplingParams from any params. They are not options of a beam search.
     seed: ClassVar[None] = None
@@ -345,10 +252,7 @@ class BeamSearchParams(_Options):
     prompt_logprobs: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        _check_int(self, "beam_width", 1)
-        _check_number("length_penalty", self.length_penalty, -50, 50)  # 10⁶ ** 50 is still a float
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise ValueError(f"early_stopping is {self.early_stopping!r}, but must be True, False or 'never'")
+        super().__post_init__()
         _check_lengths(self)
 
     @property
@@ -358,28 +262,10 @@ class BeamSearchParams(_Options):
 
 
 def _check_lengths(params: SamplingParams | BeamSearchParams) -> None:
-    """Check the options that end a text; `stop_token_ids` becomes a tuple, so that params are hashable."""
-    _check_optional_int(params, "max_tokens", 1, " (None is as many as max_model_len allows)")
-    _check_int(params, "min_tokens", 0)
-    _require(
+    require(
         params.max_tokens is None or params.min_tokens <= params.max_tokens,
         f"min_tokens is {params.min_tokens}, but max_tokens is only {params.max_tokens}",
     )
-    _check_bool("ignore_eos", params.ignore_eos)
-    ids = _as_tuple("stop_token_ids", params.stop_token_ids)
-    for token_id in ids:
-        if not isinstance(token_id, Integral) or isinstance(token_id, bool):
-            raise TypeError(f"stop_token_ids must be ints, got {token_id!r} among them")
-        _require(token_id >= 0, f"stop_token_ids has {token_id}, but token ids are at least 0")
-    object.__setattr__(params, "stop_token_ids", tuple(int(token_id) for token_id in ids))
-
-
-def _as_tuple(name: str, value: object) -> tuple:
-    if value is None:
-        return ()
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a list, got {value!r} ({type(value).__name__})")
-    return tuple(value)
 
 
 for _options in (EngineConfig, SamplingParams, BeamSearchParams):
