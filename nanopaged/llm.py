@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from nanopaged.checks.foreign_names import ForeignAttributes, with_hints
+from nanopaged.checks.requests import write_params
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.engine import LLMEngine
 from nanopaged.prompts import Params, Prompt, token_rows
@@ -111,10 +112,9 @@ class LLM(ForeignAttributes):
         if params is None or isinstance(params, Params):
             params = [params] * len(prompts)
         if isinstance(params, dict) or not isinstance(params, Iterable):
-            hint = f": write SamplingParams(**{params!r})" if isinstance(params, dict) else ""
             raise TypeError(
                 "sampling_params are SamplingParams, or a list with one for each prompt, got "
-                f"{params!r}{hint}"
+                f"{params!r}{write_params(params)}"
             )
         params = list(params)
         if len(params) != len(prompts):

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "swap": {"block_manager", "sequence"},
     "beam_search": {"block_manager", "sequence", "text"},
     "scheduler": {"block_manager", "swap", "beam_search", "sequence"},
-    "prompts": {"sequence", "text"},
+    "prompts": {"sequence", "text", "checks"},
     "trace": {"scheduler", "block_manager", "sequence"},
     # the tensors, which know no queue
     "kernels": set(),

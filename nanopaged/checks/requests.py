@@ -1,0 +1,148 @@
+"""Checks of a request against the limits of the model and the engine.
+
+Each raises a TypeError or a ValueError that names the value, the limit and the way out, before anything is
+queued. (`rules.py` checks what is wrong for any model.) This module knows the number of blocks, but no block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from numbers import Integral
+from typing import Any
+
+from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
+
+Params = SamplingParams | BeamSearchParams
+
+
+def check_types(request_id: Any, params: Any) -> None:
+    """Raise TypeError unless these are an id and params."""
+    if not isinstance(params, Params):
+        got = f"{type(params).__name__}{write_params(params)}"
+        raise TypeError(f"params must be SamplingParams or BeamSearchParams, got {got}")
+    if not isinstance(request_id, str):
+        raise TypeError(f"request_id must be a str, got {request_id!r}")
+
+
+def write_params(params: Any) -> str:
+    """What to write instead of a dict of params."""
+    return f": write SamplingParams(**{params!r})" if isinstance(params, dict) else ""
+
+
+def check_prompt_dict(prompt: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the dict has a text or token ids, and nothing unknown."""
+    refuse_message(prompt)
+    text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+    unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
+    if not prompt or unknown or not isinstance(text, str | None):
+        raise ValueError(
+            "a prompt as a dict has a 'prompt' text or 'prompt_token_ids' (and may have a "
+            f"'cache_salt'), got {prompt!r}"
+        )
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise ValueError(f"cache_salt must be a text that is not empty, got {salt!r}")
+
+
+def refuse_message(item: object) -> None:
+    """Raise ValueError if an item of a prompt is a chat message."""
+    if isinstance(item, Mapping) and "role" in item:
+        raise ValueError(f"messages are for chat: llm.chat(messages, params); got {item!r}")
+
+
+def check_text(text: str, max_model_len: int, longest_token: int) -> None:
+    """Raise ValueError if the text cannot fit, however it is tokenised: tokenising 40 MB takes minutes.
+
+    Args:
+        longest_token: characters of the longest token. Normalisation may join up to 4 characters into one.
+    """
+    if len(text) > 4 * max_model_len * longest_token:
+        raise ValueError(
+            f"the prompt has {len(text):,} characters, but max_model_len is {max_model_len} tokens, which "
+            f"have at most {longest_token} characters each: shorten it"
+        )
+
+
+def check_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
+    """The ids as a list of ints, also if they come as an array or a tensor."""
+    is_array = hasattr(token_ids, "tolist")
+    if is_array:
+        token_ids = token_ids.tolist()
+    if not isinstance(token_ids, SequenceOf) or isinstance(token_ids, bytes):
+        got = repr(token_ids) if is_array else type(token_ids).__name__
+        raise TypeError(f"a prompt is a str or a list of token ids, got {got}")
+    if not token_ids:
+        raise ValueError("the prompt is empty: it needs at least one token")
+    for token_id in token_ids:
+        refuse_message(token_id)
+        if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+            raise TypeError(f"token ids must be ints, got {token_id!r} in the prompt")
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"token id {token_id} is outside the vocabulary of {vocab_size} tokens")
+    return [int(token_id) for token_id in token_ids]
+
+
+def check_fits(
+    num_prompt_tokens: int,
+    params: Params,
+    max_length: int,
+    max_model_len: int,
+    config: EngineConfig,
+    num_blocks: int,
+) -> None:
+    """Raise ValueError if the request could never be served.
+
+    Args:
+        max_length: tokens of the prompt and of the longest output.
+        num_blocks: of the whole pool.
+    """
+    if num_prompt_tokens >= max_model_len:
+        raise ValueError(
+            f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {max_model_len} with at least "
+            "one token to generate: shorten it, or raise max_model_len if the model allows more"
+        )
+    num_seqs = params.num_sequences
+    if num_seqs > config.max_num_seqs:
+        raise ValueError(
+            f"the request is for {num_seqs} sequences, but max_num_seqs is {config.max_num_seqs}: "
+            "ask for fewer, or raise max_num_seqs"
+        )
+    # The K/V of the last generated token is never read, so it needs no slot. Full blocks of the prompt are
+    # shared by all sequences of the request.
+    # block_size = 4, prompt 9, max_tokens 12, 3 sequences: 20 slots are 5 blocks, of which 2 are shared.
+    # Needed are 2 + 3 · (5 - 2) = 11 blocks.
+    block_size = config.block_size
+    shared = num_prompt_tokens // block_size
+    needed = shared + num_seqs * (-(-(max_length - 1) // block_size) - shared)
+    if needed > num_blocks:
+        what = f"a prompt of {num_prompt_tokens} tokens with max_tokens={params.max_tokens}"
+        what += f" and {num_seqs} sequences" if num_seqs > 1 else ""
+        verb = "set" if params.max_tokens is None else "lower"
+        raise ValueError(
+            f"{what} may need {needed} blocks of {block_size} slots, but the whole pool has {num_blocks}: "
+            f"shorten it, {verb} max_tokens, or raise num_blocks"
+        )
+
+
+def check_params(
+    params: Params, stop_token_ids: frozenset[int], vocab_size: int, has_tokenizer: bool
+) -> None:
+    """Raise ValueError if the params do not suit the model.
+
+    Args:
+        stop_token_ids: all tokens that end the output, the model's end-of-sequence ids included.
+    """
+    if params.stop and not has_tokenizer:
+        raise ValueError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is not None and wanted > vocab_size:
+            raise ValueError(f"{name} is {wanted}, but the vocabulary has {vocab_size} tokens")
+    for token_id in params.stop_token_ids:
+        if token_id >= vocab_size:
+            raise ValueError(f"stop token id {token_id} is outside the vocabulary of {vocab_size} tokens")
+    if params.min_tokens > 0 and len(stop_token_ids) == vocab_size:
+        raise ValueError(
+            f"min_tokens is {params.min_tokens}, but stop_token_ids has all {vocab_size} tokens of the "
+            "vocabulary (end-of-sequence included): leave out one that may be drawn before"
+        )
