@@ -25,14 +25,13 @@ from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.engine import LLMEngine
 from nanopaged.prompts import Params, Prompt, token_rows
 from nanopaged.sequence import NonFiniteLogits, Request
+from nanopaged.text.chat import Message, render_chat
 from nanopaged.text.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from nanopaged.checks.engine_options import EngineOptions
-
-Message = dict[str, Any]
 
 logger = logging.getLogger("nanopaged")
 
@@ -47,23 +46,6 @@ def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
         raise TypeError(f"prompts are a str, a list of token ids, or a list of such prompts, got {prompts!r}")
     prompts = list(prompts)
     return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
-
-
-def _text_of(message: Message) -> str:
-    """The text of a chat message, whose content is a text or a list of parts with a line of text each."""
-    content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        content = ""
-    if "role" not in message or not isinstance(content, str | list | tuple):
-        raise ValueError(f"a message needs a 'role' and a 'content', got {message!r}")
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(
-                f"the content of a message may have parts {{'type': 'text', 'text': …}} only, got {part!r}"
-            )
-    return "\n".join(part["text"] for part in content)
 
 
 class LLM(ForeignAttributes):
@@ -282,17 +264,7 @@ class LLM(ForeignAttributes):
         Raises:
             TypeError, ValueError: the conversation is malformed or empty, or the model has no chat template.
         """
-        if isinstance(messages, str) or not all(isinstance(message, dict) for message in messages):
-            raise TypeError(f"a conversation is a list of {{'role': …, 'content': …}}, got {messages!r}")
-        if not messages:
-            raise ValueError("the conversation is empty: it needs at least one message")
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None or tokenizer.chat_template is None:
-            raise ValueError("this model has no chat template: use generate")
-        text = tokenizer.apply_chat_template(
-            [{**message, "content": _text_of(message)} for message in messages],
-            **{"add_generation_prompt": True, **(chat_template_kwargs or {}), "tokenize": False},
-        )
+        text = render_chat(self.engine.tokenizer, messages, chat_template_kwargs)
         token_ids = self.engine.prompts.encode(text, add_special_tokens=False)  # they are in the template
         return {"prompt": text, "prompt_token_ids": token_ids}
 
