@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -30,6 +31,7 @@ from nanopaged import LLM, EngineStats, RequestOutput, SamplingParams
 from nanopaged.sequence import Request
 
 Json = dict[str, Any]
+MAX_BODY_BYTES, MAX_PROMPTS = 1 << 20, 1024  # of a call
 HARMLESS = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
 TEXT_KEYS = {"text_completion": "text", "chat.completion": "message", "chat.completion.chunk": "delta"}
 
@@ -38,12 +40,14 @@ class EngineThread:
     """The one thread that uses the engine, and the queues that carry its outputs to the event loop.
 
     The engine is not thread-safe, and a step must not block the event loop. So each use of the engine is a
-    job of a pool with one thread: adds and aborts wait in the pool's queue until the step is done. Everything
-    else here happens on the event loop, and needs no lock.
+    job of a pool with one thread: adds and aborts wait in the pool's queue until the step is done. Prompts
+    become tokens on another thread, because a long one takes longer than many steps. Everything else here
+    happens on the event loop, and needs no lock.
     """
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.engine, self.pool = llm, llm.engine, ThreadPoolExecutor(max_workers=1)
+        self.prompt_pool = ThreadPoolExecutor(max_workers=1)
         self.queues: dict[str, asyncio.Queue] = {}  # of the unfinished requests; those of a call share one
         self.stepper: asyncio.Task | None = None
 
@@ -98,7 +102,23 @@ class EngineThread:
                 self.queues.pop(request_id).put_nowait(HTTPException(500, reason))
 
 
-def make_requests(llm: LLM, call_id: str, is_chat: bool, body: Json) -> list[Request]:
+async def read_json(call: Call, max_bytes: int) -> Any:
+    """The body. A longer one is read to its end, not kept: a client that still sends would read no answer."""
+    body, num_bytes = bytearray(), 0
+    async for chunk in call.stream():
+        num_bytes += len(chunk)
+        if num_bytes <= max_bytes:
+            body += chunk
+    if num_bytes > max_bytes:
+        raise HTTPException(
+            413,
+            f"the body has {num_bytes} bytes, but the limit is {max_bytes}: send less in a call, or raise "
+            "--max-body-bytes of the server",
+        )
+    return json.loads(body)
+
+
+def make_requests(llm: LLM, call_id: str, is_chat: bool, body: Json, max_prompts: int) -> list[Request]:
     """A request for each prompt, whose id ends in the index of its first choice: 0, n, 2n, …
 
     `SamplingParams` refuses a field that it does not have, so only the harmless ones are ignored.
@@ -115,6 +135,11 @@ def make_requests(llm: LLM, call_id: str, is_chat: bool, body: Json) -> list[Req
         prompt = options.pop("prompt", "")
         is_one = not isinstance(prompt, list) or all(isinstance(each, int) for each in prompt)
         prompts = [prompt] if is_one else prompt
+        if len(prompts) > max_prompts:
+            raise ValueError(
+                f"the call has {len(prompts)} prompts, but the limit is {max_prompts}: make several calls, "
+                "or raise --max-prompts of the server"
+            )
         prompts = [{"prompt" if isinstance(each, str) else "prompt_token_ids": each} for each in prompts]
     max_tokens = options.pop("max_tokens", None if is_chat else 16)  # None: as many as the model allows
     params = SamplingParams(max_tokens=options.pop("max_completion_tokens", max_tokens), **options)
@@ -166,8 +191,10 @@ async def events(outputs: AsyncIterator[RequestOutput], head: Json, with_usage: 
     yield "data: [DONE]\n\n"
 
 
-def make_app(engine: EngineThread, model: str) -> FastAPI:
-    """The routes. `model` is the name that clients know."""
+def make_app(
+    engine: EngineThread, model: str, max_body_bytes: int = MAX_BODY_BYTES, max_prompts: int = MAX_PROMPTS
+) -> FastAPI:
+    """The routes. `model` is the name that clients know; the limits are those of one call."""
     app = FastAPI()
     app.state.engine = engine
 
@@ -181,13 +208,14 @@ def make_app(engine: EngineThread, model: str) -> FastAPI:
         is_chat = call.url.path == "/v1/chat/completions"
         call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}"
         try:
-            body = await call.json()
+            body = await read_json(call, max_body_bytes)
             if not isinstance(body, dict) or body.get("stream") not in (None, False, True):
                 raise TypeError("the body must be a JSON object, in which stream is true or false")
             if (name := body.pop("model", model)) != model:
                 raise HTTPException(404, f"there is no model {name!r}: this server has {model!r}")
             stream, stream_options = body.pop("stream", None), dict(body.pop("stream_options", None) or {})
-            requests = await engine.run(make_requests, engine.llm, call_id, is_chat, body)
+            make = partial(make_requests, engine.llm, call_id, is_chat, body, max_prompts)
+            requests = await asyncio.get_running_loop().run_in_executor(engine.prompt_pool, make)
         except (TypeError, ValueError, RecursionError, TemplateError, ClientDisconnect) as error:
             raise HTTPException(400, str(error)) from error
         kind = "chat.completion" + ".chunk" * bool(stream) if is_chat else "text_completion"
@@ -227,8 +255,13 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--config", type=json.loads, default={}, help="options of EngineConfig, as JSON")
+    parser.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES, help="of a call: %(default)s")
+    parser.add_argument("--max-prompts", type=int, default=MAX_PROMPTS, help="of a call: %(default)s")
     args = parser.parse_args()
-    app = make_app(EngineThread(LLM(args.model, **args.config)), args.model or "tiny")
+    if min(args.max_body_bytes, args.max_prompts) < 1:
+        parser.error("--max-body-bytes and --max-prompts must be at least 1")
+    engine, model = EngineThread(LLM(args.model, **args.config)), args.model or "tiny"
+    app = make_app(engine, model, args.max_body_bytes, args.max_prompts)
     with suppress(KeyboardInterrupt):  # which uvicorn raises after the shutdown
         Server(uvicorn.Config(app, args.host, args.port, timeout_graceful_shutdown=5)).run()
 

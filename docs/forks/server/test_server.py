@@ -24,7 +24,7 @@ import openai
 import pytest
 import torch
 import uvicorn
-from server import EngineThread, make_app
+from server import MAX_BODY_BYTES, MAX_PROMPTS, EngineThread, make_app
 
 from nanopaged import LLM, RequestOutput, SamplingParams
 from nanopaged.sequence import Sample, ScheduledBatch, StepResult
@@ -267,6 +267,34 @@ def test_the_event_loop_answers_while_a_step_runs(
     assert answers[0].usage.completion_tokens == 24
 
 
+def test_streams_go_on_while_a_prompt_becomes_tokens(
+    client: openai.OpenAI, engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on, prompts = threading.Event(), threading.Event(), engine.engine.prompts
+    encode = prompts.encode
+
+    def wait(text: str, **options: bool) -> list[int]:
+        entered.set()
+        assert go_on.wait(10)
+        return encode(text, **options)
+
+    stream = client.completions.create(model="tiny", prompt="a", stream=True, **GREEDY)
+    next(stream)
+    monkeypatch.setattr(prompts, "encode", wait)
+    answers: list[Any] = []
+    call = threading.Thread(
+        target=lambda: answers.append(client.completions.create(model="tiny", prompt="b", **GREEDY))
+    )
+    call.start()
+    assert entered.wait(10)
+    _, reasons, _ = read(stream)
+    assert reasons == {0: ["length"]}
+    assert not answers
+    go_on.set()
+    call.join()
+    assert answers[0].usage.completion_tokens == 24
+
+
 # ── refused calls ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -335,6 +363,32 @@ def test_errors_of_the_client(http: httpx.Client, client: openai.OpenAI) -> None
         assert http.post("/v1/completions", content=body).status_code == 400
     answer = http.get("/v1/nothing")
     assert (answer.status_code, answer.json()["error"]["message"]) == (404, "Not Found")
+
+
+def test_the_largest_body(http: httpx.Client) -> None:
+    """As one piece, and in chunks of unknown number. The client is told the limit when it has sent it all."""
+    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1}).ljust(MAX_BODY_BYTES).encode()
+    for num_more, status in ((0, 200), (1, 413), (40 * MAX_BODY_BYTES, 413)):
+        longer = body + b" " * num_more
+        in_chunks = (longer[i : i + 50_000] for i in range(0, len(longer), 50_000))
+        for content in (longer, in_chunks):
+            answer = http.post("/v1/completions", content=content)
+            assert answer.status_code == status
+            if status == 413:
+                error = answer.json()["error"]
+                assert (error["type"], error["code"]) == ("invalid_request_error", 413)
+                assert error["message"].startswith(
+                    f"the body has {len(longer)} bytes, but the limit is {MAX_BODY_BYTES}: send less"
+                )
+
+
+@pytest.mark.parametrize("prompt", ["a", [5]])
+def test_the_most_prompts(client: openai.OpenAI, prompt: str | list[int]) -> None:
+    answer = client.completions.create(model="tiny", prompt=[prompt] * MAX_PROMPTS, max_tokens=1)
+    assert len(answer.choices) == MAX_PROMPTS
+    message = f"the call has {MAX_PROMPTS + 1} prompts, but the limit is {MAX_PROMPTS}: make several calls"
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.completions.create(model="tiny", prompt=[prompt] * (MAX_PROMPTS + 1), max_tokens=1)
 
 
 def test_harmless_fields(client: openai.OpenAI) -> None:
@@ -454,19 +508,26 @@ def test_a_request_that_makes_a_step_fail(
 
 
 def test_ctrl_c() -> None:
-    """The command line: a running stream ends with an error, and the process without one."""
+    """The command line, with its limits: a running stream ends with an error, and the process without one."""
     script = Path(__file__).with_name("server.py")
     command = [sys.executable, str(script), "--port", "0", "--config", '{"num_blocks": 200}']
+    command += ["--max-prompts", "2", "--max-body-bytes", "500"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        for line in process.stderr:
-            if found := re.search(r"running on (http://127.0.0.1:\d+)", line):
-                break
-        client = openai.OpenAI(base_url=f"{found[1]}/v1", api_key="none", **CLIENT)
-        stream = client.chat.completions.create(model="tiny", messages=QUESTION, stream=True, **LONG)
-        next(stream)
-        process.send_signal(signal.SIGINT)
-        with pytest.raises(openai.APIError, match="the server shuts down"):
-            list(stream)
-        log = process.stderr.read()
-        assert process.wait(10) == 0
+        try:
+            found = next(filter(None, (re.search(r"http://127.0.0.1:\d+", line) for line in process.stderr)))
+            client = openai.OpenAI(base_url=f"{found[0]}/v1", api_key="none", **CLIENT)
+            stream = client.chat.completions.create(model="tiny", messages=QUESTION, stream=True, **LONG)
+            next(stream)
+            with pytest.raises(openai.BadRequestError, match="3 prompts, but the limit is 2"):
+                client.completions.create(model="tiny", prompt=["a"] * 3)
+            with pytest.raises(openai.APIStatusError, match="the limit is 500: send less") as refused:
+                client.completions.create(model="tiny", prompt="a" * 500)
+            assert refused.value.status_code == 413
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(openai.APIError, match="the server shuts down"):
+                list(stream)
+            log = process.stderr.read()
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
     assert "Traceback" not in log
