@@ -36,8 +36,29 @@ HARMLESS = {"user", "store", "metadata", "service_tier", "safety_identifier", "p
 TEXT_KEYS = {"text_completion": "text", "chat.completion": "message", "chat.completion.chunk": "delta"}
 
 
+class Unread:
+    """What a call has not read yet: of each request the latest output, which has all tokens so far.
+
+    A client may read slowly, or not at all. All outputs of a long text, kept for it, would fill the memory.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, RequestOutput | HTTPException] = {}
+        self.arrived = asyncio.Event()
+
+    def put(self, request_id: str, output: RequestOutput | HTTPException) -> None:
+        self.outputs[request_id] = output
+        self.arrived.set()
+
+    async def take(self) -> Collection[RequestOutput | HTTPException]:
+        await self.arrived.wait()
+        self.arrived.clear()
+        outputs, self.outputs = self.outputs, {}
+        return outputs.values()
+
+
 class EngineThread:
-    """The one thread that uses the engine, and the queues that carry its outputs to the event loop.
+    """The one thread that uses the engine, and the way of its outputs to the event loop.
 
     The engine is not thread-safe, and a step must not block the event loop. So each use of the engine is a
     job of a pool with one thread: adds and aborts wait in the pool's queue until the step is done. Prompts
@@ -48,7 +69,7 @@ class EngineThread:
     def __init__(self, llm: LLM) -> None:
         self.llm, self.engine, self.pool = llm, llm.engine, ThreadPoolExecutor(max_workers=1)
         self.prompt_pool = ThreadPoolExecutor(max_workers=1)
-        self.queues: dict[str, asyncio.Queue] = {}  # of the unfinished requests; those of a call share one
+        self.unread: dict[str, Unread] = {}  # of the unfinished requests; those of a call share one
         self.stepper: asyncio.Task | None = None
 
     async def run(self, function: Callable, *args: Any) -> Any:
@@ -57,25 +78,27 @@ class EngineThread:
 
     async def serve(self, requests: list[Request], receive: Callable) -> AsyncIterator[RequestOutput]:
         """The outputs of a call's requests, as the steps make them. If one is dropped, an HTTPException."""
-        queue: asyncio.Queue[RequestOutput | HTTPException] = asyncio.Queue()
+        unread = Unread()
         for request in requests:
-            self.queues[request.request_id] = queue
+            self.unread[request.request_id] = unread
             self.pool.submit(self.engine.queue, request)
-        if self.stepper is None or self.stepper.done():  # it ends in the instant in which it finds no queues
+        if (
+            self.stepper is None or self.stepper.done()
+        ):  # it ends in the instant in which it finds no requests
             self.stepper = asyncio.create_task(self._step())
         asyncio.create_task(self._drop_with_call(requests, receive))  # the connection keeps it alive
         num_unfinished = len(requests)
         while num_unfinished > 0:
-            output = await queue.get()
-            if isinstance(output, HTTPException):
-                raise output
-            num_unfinished -= output.finished
-            yield output
+            for output in await unread.take():
+                if isinstance(output, HTTPException):
+                    raise output
+                num_unfinished -= output.finished
+                yield output
 
     async def _step(self) -> None:
         """Step until all requests are finished."""
-        while self.queues:
-            request_ids = list(self.queues)
+        while self.unread:
+            request_ids = list(self.unread)
             try:
                 outputs = await self.run(self.engine.step)
             except Exception as error:
@@ -83,10 +106,10 @@ class EngineThread:
                 self.drop(request_ids if culprit is None else [culprit], f"{type(error).__name__}: {error}")
                 continue
             for output in outputs:
-                if output.request_id in self.queues:  # else it was dropped while the step ran
-                    self.queues[output.request_id].put_nowait(output)
+                if output.request_id in self.unread:  # else it was dropped while the step ran
+                    self.unread[output.request_id].put(output.request_id, output)
                     if output.finished:
-                        del self.queues[output.request_id]
+                        del self.unread[output.request_id]
 
     async def _drop_with_call(self, requests: list[Request], receive: Callable) -> None:
         """ASGI's "disconnect" comes when the client has gone, or has its answer: nothing is left then."""
@@ -97,9 +120,9 @@ class EngineThread:
     def drop(self, request_ids: Collection[str], reason: str) -> None:
         """Abort those that are unfinished, and end their calls with an error."""
         for request_id in request_ids:
-            if request_id in self.queues:
+            if request_id in self.unread:
                 self.pool.submit(self.engine.abort_request, request_id)
-                self.queues.pop(request_id).put_nowait(HTTPException(500, reason))
+                self.unread.pop(request_id).put(request_id, HTTPException(500, reason))
 
 
 async def read_json(call: Call, max_bytes: int) -> Any:
@@ -245,7 +268,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: Any = None) -> None:
         engine = self.config.app.state.engine
-        engine.drop(list(engine.queues), "the server shuts down")
+        engine.drop(list(engine.unread), "the server shuts down")
         await super().shutdown(sockets)
 
 

@@ -85,7 +85,7 @@ def _all_blocks_are_free_afterwards(engine: EngineThread, http: httpx.Client) ->
     yield
     wait_until(lambda: stats_of(http)["num_used_blocks"] == 0)
     engine.pool.submit(engine.engine.check_invariants).result()
-    assert not engine.queues
+    assert not engine.unread
     assert not engine.engine.requests
 
 
@@ -265,6 +265,29 @@ def test_the_event_loop_answers_while_a_step_runs(
     go_on.set()
     call.join()
     assert answers[0].usage.completion_tokens == 24
+
+
+def test_a_slow_reader_gets_the_latest_output(engine: EngineThread) -> None:
+    """Not all that it has missed, whose tokens add up to the square of the length."""
+
+    async def connected() -> dict[str, str]:
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def read_late() -> list[RequestOutput]:
+        make = engine.engine.prompts.make_request
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        outputs = engine.serve([make(name, "a", params) for name in "ab"], connected)
+        first = await anext(outputs)
+        while engine.unread:
+            await asyncio.sleep(0.01)
+        return [first, *[output async for output in outputs]]
+
+    first, *rest = asyncio.run(read_late())
+    assert not first.finished
+    assert 2 <= len(rest) <= 3, "of the step of the first output there may be another"
+    assert [output.request_id for output in rest if output.finished] == ["a", "b"]
+    assert all(len(output.outputs[0].token_ids) == 30 for output in rest if output.finished)
 
 
 def test_streams_go_on_while_a_prompt_becomes_tokens(
