@@ -36,6 +36,14 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def is_ampere(device: torch.device) -> bool:
+    """Whether it is a GPU of the Ampere generation (compute capability 8.0) or a newer one.
+
+    Older ones (T4, V100) compute bfloat16 in software, and neither Triton nor flash attention supports them.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None) -> Tensor:
     """Copy a host array to the device (into `out`, if given) without blocking the host.
 
@@ -88,7 +96,7 @@ class KVCache:
         self.data = self._allocate(num_blocks, device)
         self.host = self._allocate(num_host_blocks, torch.device("cpu"), device.type == "cuda")
         self.copy_kernel = None
-        if device.type == "cuda":
+        if is_ampere(device):
             try:
                 from nanopaged.kernels.copy_blocks import copy_blocks
 

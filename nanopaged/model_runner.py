@@ -20,7 +20,7 @@ from torch import Tensor
 from nanopaged.attention import make_attention
 from nanopaged.attention.metadata import GATHER_KEYS, AttentionMetadata, StepInputs, slots_of
 from nanopaged.config import EngineConfig, SamplingParams
-from nanopaged.kv_cache import KVCache, KVShape, pick_device, to_device
+from nanopaged.kv_cache import KVCache, KVShape, is_ampere, pick_device, to_device
 from nanopaged.model.checkpoint import load_model
 from nanopaged.model.decoder import Model
 from nanopaged.model.model_config import ModelConfig
@@ -66,7 +66,7 @@ class ModelRunner:
         self.device = device if device is not None else pick_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # for Triton's kernels and CUDA graphs
-        self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
+        self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.block_size = config.block_size
         self.model = load_model(
             model_config,
@@ -178,6 +178,21 @@ class ModelRunner:
                 torch.cuda.synchronize(self.device)
             seconds.append(time.perf_counter() - began)
         return min(seconds)
+
+
+def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """The dtype of weights, activations and K/V.
+
+    Args:
+        name: of `EngineConfig`. "auto" is the checkpoint's dtype, but float16 where bfloat16 would be slow.
+    """
+    dtype = checkpoint if name == "auto" else name
+    if dtype == "bfloat16" and device.type == "cuda" and not is_ampere(device):
+        if name == "auto":
+            dtype = "float16"
+        advice = "dtype='float16' is faster" if dtype == "bfloat16" else "the checkpoint is read as float16"
+        logger.warning("%s has no instructions for bfloat16: %s", device, advice)
+    return getattr(torch, dtype)
 
 
 PromptTile = tuple[Sequence, int, int]

@@ -91,6 +91,55 @@ def test_the_fake_records(
     assert [what for what, _ in cuda.taken()] == events
 
 
+# ── which dtype and which backend ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("capability", "checkpoint", "dtype", "used", "told"),
+    [
+        ((7, 5), "bfloat16", "auto", "float16", "the checkpoint is read as float16"),
+        ((7, 5), "float32", "auto", "float32", ""),
+        ((7, 5), "bfloat16", "bfloat16", "bfloat16", "dtype='float16' is faster"),
+        ((7, 5), "bfloat16", "float32", "float32", ""),
+        ((8, 0), "bfloat16", "auto", "bfloat16", ""),
+    ],
+)
+def test_the_dtype_on_a_gpu(
+    qwen3: Oracle,
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capability: tuple[int, int],
+    checkpoint: str,
+    dtype: str,
+    used: str,
+    told: str,
+) -> None:
+    """A T4 (7.5) can compute bfloat16 only slowly; and neither Triton nor flash attention runs there."""
+    read = read_model_config
+    monkeypatch.setattr(
+        engine_module, "read_model_config", lambda folder: dataclasses.replace(read(folder), dtype=checkpoint)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    runner = on_cuda(qwen3, dtype=dtype).engine.runner
+    assert runner.kv_cache.data.dtype == runner.model.norm.weight.dtype == getattr(torch, used)
+    assert type(runner.attention).__name__ == ("TorchAttention" if capability < (8, 0) else "FlashAttention")
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ([f"cuda:0 has no instructions for bfloat16: {told}"] if told else [])
+
+
+def test_kernels_need_ampere(qwen3: Oracle, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    for backend in ("triton", "flash"):
+        message = f"'{backend}' cannot run here: .* capability 8.0 or more, and cuda:0 has 7.5; 'auto' picks"
+        with pytest.raises(ValueError, match=message):
+            on_cuda(qwen3, dtype="float16", attention_backend=backend)
+    llm = on_cuda(qwen3, dtype="float16")
+    run(cuda, llm, [7], SamplingParams(n=3, max_tokens=3))
+    assert llm.engine.stats().num_blocks_copied > 0
+    assert not any(name.endswith("_kernel") for name in cuda.launched), "blocks are copied without Triton"
+
+
 # ── the engine on it ──────────────────────────────────────────────────────────────────────────────
 
 Steps = list[list[tuple[str, str]]]  # the events of each

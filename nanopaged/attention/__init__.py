@@ -31,10 +31,12 @@ its class, and add its name here and to `config.ATTENTION_BACKENDS`.
 
 from __future__ import annotations
 
+import torch
+
 from nanopaged.attention.reference_backend import ReferenceAttention, ScoreMod
 from nanopaged.attention.torch_backend import TorchAttention
 from nanopaged.config import ATTENTION_BACKENDS
-from nanopaged.kv_cache import KVCache
+from nanopaged.kv_cache import KVCache, is_ampere
 
 
 def make_attention(
@@ -83,8 +85,12 @@ def why_unavailable(backend: str, cache: KVCache, score_mod: ScoreMod | None = N
         from nanopaged.kernels import paged_attention as kernels
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
-    if not cache.data.is_cuda and not kernels.INTERPRETED:
-        return f"its kernels need a GPU, not {cache.data.device}, or TRITON_INTERPRET=1 for a slow trial"
+    device = cache.data.device
+    if not kernels.INTERPRETED and device.type != "cuda":
+        return f"its kernels need a GPU, not {device}, or TRITON_INTERPRET=1 for a slow trial"
+    if not kernels.INTERPRETED and not is_ampere(device):
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"its kernels need a GPU of compute capability 8.0 or more, and {device} has {major}.{minor}"
     if backend == "triton":
         return None
     from nanopaged.attention.flash_backend import why_no_flash
