@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import re
 import shutil
@@ -30,7 +31,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from nanopaged import LLM, SamplingParams
 from nanopaged.model import model_config
 from nanopaged.model.checkpoint import TINY_MODEL, read_eos_token_ids
-from nanopaged.model.layers import ACTIVATIONS, rotary_frequencies
+from nanopaged.model.layers import ACTIVATIONS, Linear, rotary_frequencies
 from nanopaged.model.model_config import LIMITS, MAY_BE_NULL, Family, read_model_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -178,6 +179,39 @@ def test_dtypes(oracle: Oracle, dtype: str) -> None:
     expected = oracle.logprobs([5, 6, 7])[-1]
     for token_id, logprob in output.outputs[0].logprobs[0].items():
         assert logprob == pytest.approx(expected[token_id].item(), abs=0.5 if dtype != "float32" else 1e-4)
+
+
+WITHOUT_PACKING = "linear layers run without oneDNN's packed weights, and slower"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_weights_are_packed_where_the_cpu_can(
+    oracle: Oracle, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of them, or none and a line in the log: no test of outputs would notice that they are slower."""
+    works = torch.backends.mkldnn.is_available() and (
+        dtype == "float32"
+        or (dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        or (dtype == "float16" and torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    )
+    with caplog.at_level(logging.INFO, "nanopaged"):
+        model = LLM(oracle.folder, num_blocks=8, dtype=dtype, device="cpu").engine.runner.model
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    assert len(linears) == 2 * 4 + 1
+    assert {linear._packed is not None for linear in linears} == {works}
+    assert caplog.text.count(WITHOUT_PACKING) == (0 if works else 1)
+
+
+def test_weights_that_cannot_be_packed(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("this CPU lacks an instruction\nand much more")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", fail)
+    with caplog.at_level(logging.INFO, "nanopaged"):
+        assert greedy(oracle.folder, [1, 2, 3]) == oracle.greedy([1, 2, 3], 10)
+    assert f"{WITHOUT_PACKING}: this CPU lacks an instruction\n" in caplog.text
 
 
 def test_auto_dtype_is_the_checkpoints(qwen3: Oracle, tmp_path: Path) -> None:

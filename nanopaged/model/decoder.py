@@ -7,6 +7,7 @@ sequences, blocks or caches: the `attention` that is passed in knows them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from nanopaged.model.layers import MLP, Linear, RMSNorm, Rotary, norm_rotate
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.model.parallel import Ranks
+
+logger = logging.getLogger("nanopaged")
 
 AttentionFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attention(layer, q, k, v) → out, with q, out [num_tokens, num_heads, head_dim] and k, v [num_tokens,
@@ -132,6 +135,6 @@ class Model(nn.Module):
 
     def pack(self) -> None:
         """Pack all linears, once the weights are loaded."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
+        reasons = {module.pack() for module in self.modules() if isinstance(module, Linear)} - {None}
+        if reasons:
+            logger.info("linear layers run without oneDNN's packed weights, and slower: %s", reasons.pop())

@@ -50,23 +50,27 @@ class Linear(nn.Module):
         self.bias = empty_weight(out_features, dtype=dtype, device=device) if bias else None
         self._packed: Tensor | None = None
 
-    def pack(self) -> None:
+    def pack(self) -> str | None:
         """On a CPU, reorder the weights once into the layout that oneDNN's matrix product reads.
 
         `F.linear` reorders them at every call, or uses a slower kernel. Measured on one core for 32 tokens
         and 768 → 3072 features: float32 0.59 instead of 1.41 ms (docs/benchmarks.md), bfloat16 about 15 %
         less. These operators are private to PyTorch. If they are missing or fail, `F.linear` is used.
+
+        Returns:
+            Why they cannot be used on this CPU; None if they are, or if it is a GPU.
         """
         if self.weight.device.type != "cpu":
-            return
+            return None
         try:
             packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data)
             probe = self.weight.new_zeros(1, self.weight.shape[1])
             torch.ops.mkldnn._linear_pointwise(probe, packed, self.bias, "none", [], "")
-        except (RuntimeError, AttributeError, NotImplementedError):
-            return
+        except (RuntimeError, AttributeError, NotImplementedError) as error:
+            return str(error).partition("\n")[0]
         self._packed = packed
         self.weight = None  # only the packed copy is needed from here on
+        return None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, in_features] → [num_tokens, out_features]."""
