@@ -101,6 +101,7 @@ def test_the_pool_is_never_larger_than_useful(qwen3: Oracle) -> None:
         ("top_p", 0.0, ValueError, "top_p is 0"),
         ("top_p", 1.1, ValueError, "top_p is 1.1"),
         ("min_p", -0.5, ValueError, "min_p is -0.5"),
+        ("min_p", 2.0, ValueError, "min_p is 2.0"),
         ("max_tokens", 0, ValueError, "max_tokens is 0"),
         ("min_tokens", 17, ValueError, "min_tokens is 17, but max_tokens is only 16"),
         ("seed", 1.5, TypeError, "seed must be an int"),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, Oracle, random_prompts
+from conftest import MAX_MODEL_LEN, Oracle, random_prompts, tokens
 from torch import Tensor
 
 pytest.importorskip("triton", reason="decodes in graphs read their pages by Triton kernels")
@@ -69,6 +69,16 @@ def test_graphs_give_the_same_tokens(oracle: Oracle) -> None:
         assert output.outputs[0].token_ids == oracle.greedy(prompt, p.max_tokens)
     assert sizes & set(graphs.sizes), "no batch filled a graph"
     assert sizes - set(graphs.sizes), "no batch needed padding"
+
+
+def test_graphs_up_to_the_longest_context(qwen3: Oracle) -> None:
+    """160 tokens in blocks of 7: the 23rd block has six slots. No decode outgrows the captured tables."""
+    llm = with_graphs(qwen3.folder, 1, block_size=7, num_blocks=23)
+    prompt = tokens(3, MAX_MODEL_LEN - 2)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == qwen3.greedy(prompt, 2, ignore_eos=True)
+    assert llm.engine.num_steps == 2
 
 
 def test_forks_in_graphs(qwen3: Oracle) -> None:

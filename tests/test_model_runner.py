@@ -71,11 +71,14 @@ def test_the_size_of_the_cache_is_logged(qwen3: Oracle, caplog: pytest.LogCaptur
     assert "KV cache: 2,000 blocks of 16 tokens (15 MiB), and 7 blocks for swapped requests" in caplog.text
 
 
-@pytest.mark.parametrize(("max_num_seqs", "budget"), [(3, 40), (50, 400), (300, 17)])
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(3, 40), (50, 400), (300, 17), (2, 400)])
 def test_the_largest_step(
     qwen3: Oracle, max_num_seqs: int, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It computes as many tokens as a step may have, and samples for as many sequences as there can be."""
+    """It computes as many tokens as a step may have, and samples for as many sequences as there can be.
+
+    A budget of 400 is more than two sequences of 160 tokens can fill: three compute it.
+    """
     llm = LLM(qwen3.folder, dtype="float32", max_num_seqs=max_num_seqs, num_blocks=20)
     runner, drawn = llm.engine.runner, []
     before = runner.kv_cache.data.fill_(1.0).clone()
@@ -91,6 +94,7 @@ def test_the_largest_step(
     (positions,), (logits,) = computed, drawn
     assert len(positions) == budget
     assert int(positions.max()) == MAX_MODEL_LEN - 1, "the end of a context as long as can be"
+    assert int(positions.min()) >= 0, "no sequence is longer"
     assert len(logits) == max(max_num_seqs, LOGITS_TILE)
     assert torch.equal(runner.kv_cache.data, before), "its blocks are its own"
 
@@ -110,6 +114,13 @@ def test_the_cheaper_preemption(
     assert f"preemption by {choice}: " in caplog.text
     assert "125.000 ms to swap" in caplog.text or "250.000 ms to swap" in caplog.text
     assert torch.equal(runner.kv_cache.data, before)
+
+
+def test_host_blocks_are_for_swapping(qwen3: Oracle) -> None:
+    """Unless configured, there are as many as in the KV cache, but none if nothing is ever swapped."""
+    for preemption, num_host_blocks in (("swap", 20), ("auto", 20), ("recompute", 0)):
+        llm = LLM(qwen3.folder, num_blocks=20, preemption=preemption)
+        assert llm.engine.stats().num_host_blocks == num_host_blocks
 
 
 def test_without_host_blocks_there_is_no_choice(qwen3: Oracle) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.model import model_config
-from nanopaged.model.checkpoint import TINY_MODEL, read_eos_token_ids
+from nanopaged.model.checkpoint import TINY_MODEL, load_model, read_eos_token_ids
 from nanopaged.model.layers import ACTIVATIONS, Linear, rotary_frequencies
 from nanopaged.model.model_config import LIMITS, MAY_BE_NULL, Family, read_model_config
 
@@ -220,11 +221,31 @@ def test_auto_dtype_is_the_checkpoints(qwen3: Oracle, tmp_path: Path) -> None:
     assert LLM(qwen3.folder, num_blocks=8).engine.runner.dtype == torch.float32
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_of_weights_that_was_never_written(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 97 tokens, rank 1 of 2 has 48, and one row beyond the vocabulary, which must not count as damage.
+    Its biases of o and down are 0, since rank 0 adds them."""
+    whole = make_checkpoint("llama", tmp_path, attention_bias=True, mlp_bias=True)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **kwargs: empty(*sizes, **kwargs).fill_(math.nan))
+    ranks, config = SimpleNamespace(rank=rank, size=2), read_model_config(tmp_path)
+    model = load_model(config, tmp_path, "auto", 8, torch.float32, torch.device("cpu"), ranks=ranks)
+    assert all(weight.isfinite().all() for weight in model.parameters())
+    rows = model.embed_tokens.weight
+    assert rows.shape[0] == 49
+    assert torch.equal(rows[: 49 - rank], whole.get_input_embeddings().weight[rank * 49 :][:49])
+    assert bool(model.layers[0].mlp.down_proj.bias.any()) == (rank == 0)
+
+
 def test_dummy_weights_need_only_a_config(qwen3_folder: Path) -> None:
     (qwen3_folder / "model.safetensors").unlink()
     first = greedy(qwen3_folder, [1, 2, 3], load_format="dummy")
     assert len(first) > 0
     assert greedy(qwen3_folder, [1, 2, 3], load_format="dummy") == first
+    for seed in (1, 10**30):
+        assert greedy(qwen3_folder, [1, 2, 3], load_format="dummy", seed=seed) != first
     with pytest.raises(FileNotFoundError, match="safetensors"):
         LLM(qwen3_folder, num_blocks=8)
 
