@@ -7,9 +7,12 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ import torch
 from nanopaged import LLM, SamplingParams
 
 ROOT = Path(__file__).parents[1]
+TINY = ROOT / "nanopaged" / "tiny"
 MEASUREMENTS = ["bench.py"] + [
     f"docs/experiments/{file.name}"
     for file in sorted((ROOT / "docs" / "experiments").glob("*.py"))
@@ -60,10 +64,37 @@ def test_example() -> None:
     assert max(map(len, texts[:4] + texts[5:9])) < 60, "--max-tokens holds for samples and beams as well"
 
 
-def test_example_refuses_to_generate_nothing() -> None:
-    assert "0 is too small: at least 1 token must be generated" in run(
-        "example.py", "--max-tokens", "0", status=2
-    )
+def test_example_continues_prompts_of_the_user() -> None:
+    """Each prompt as it is, one given twice both times, and without the speakers."""
+    texts = ["To be, or", "ROMEO:\nI ", "To be, or"]
+    options = [word for text in texts for word in ("--prompt", text)]
+    printed = run("example.py", *options, "--temperature", "0", "--max-tokens", "9")
+    answers = LLM().generate(texts, SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+    for i, (text, answer) in enumerate(zip(texts, answers, strict=True), start=1):
+        continued = indent(answer.outputs[0].text.strip(), "  ")
+        assert f"\n{i}. {text}\n{continued}\n" in printed
+    assert "with up to 3 requests in each" in printed
+    assert "HERALD" not in printed
+    assert "samples" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--max-tokens", "0"], "max_tokens is 0, but must be at least 1"),
+        (["--temperature", "-1"], "temperature is -1.0, but must lie in [0.0, 1000000.0]"),
+        (["--prompt", "Hello", "--prompt", ""], "a prompt is empty: it needs at least one token"),
+        (["--trace", "nowhere/run.html"], "there is no folder"),
+        (["--model", "./typo"], "typo is not a folder: name the one that holds config.json, or a hub id"),
+        (["--prompt", "word " * 3000], "the prompt has 3002 tokens, but max_model_len is 2048"),
+    ],
+)
+def test_example_tells_a_mistake_in_one_line(arguments: list[str], complaint: str) -> None:
+    """(The last one is found by the engine, which has said more before.)"""
+    *before, last = run("example.py", *arguments, status=2).splitlines()
+    assert last.startswith("example.py: error: ")
+    assert complaint in last
+    assert not before or "3002" in complaint
 
 
 def test_example_with_a_trace_and_the_live_view(tmp_path: Path) -> None:
@@ -73,21 +104,31 @@ def test_example_with_a_trace_and_the_live_view(tmp_path: Path) -> None:
     assert page.read_text(encoding="utf-8").count('{"time":') == 12, "a line for each step of all three runs"
 
 
-def test_example_looks_for_the_folder_before_the_work() -> None:
-    assert "there is no folder nowhere" in run("example.py", "--trace", "nowhere/run.html", status=2)
-
-
 def test_example_with_another_model() -> None:
     """Any folder will do; the tiny one has a chat template, so it can stand for a real one."""
-    printed = run("example.py", "--model", str(ROOT / "nanopaged" / "tiny"), "--max-tokens", "5")
-    assert "What is virtual memory?" in printed
-    assert "prompt tokens reused" in printed
+    printed = run("example.py", "--model", str(TINY), "--max-tokens", "5")
+    assert "KING HENRY:" in printed
+    reused, asked = map(int, re.search(r"(\d+) of (\d+) prompt tokens reused", printed).groups())
+    assert asked > 396, "the chat template's tokens come on top"
+    assert reused > 0
 
 
-def test_the_size_of_the_cache_is_shown() -> None:
-    script = str(ROOT / "example.py")
-    done = subprocess.run([sys.executable, script, "--max-tokens", "1"], capture_output=True, text=True)
+def test_example_asks_a_model_with_a_chat_template() -> None:
+    options = ["--model", str(TINY), "--prompt", "What news?", "--temperature", "0"]
+    printed = run("example.py", *options, "--max-tokens", "12")
+    chat = [{"role": "user", "content": "What news?"}]
+    (answer,) = LLM().chat(chat, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    assert f"1. What news?\n{indent(answer.outputs[0].text.strip(), '  ')}\n" in printed
+
+
+def test_example_shows_the_size_of_the_cache_and_no_bar_if_tqdm_is_disabled() -> None:
+    """With a single token, too: then no block is in use after the only step."""
+    command = [sys.executable, str(ROOT / "example.py"), "--max-tokens", "1"]
+    env = os.environ | {"TQDM_DISABLE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
     assert re.search(r"KV cache: [\d,]+ blocks of 16 tokens \([\d,]+ MiB\)", done.stderr)
+    assert "steps/s" not in done.stderr
 
 
 # ── the tour ──────────────────────────────────────────────────────────────────────────────────────
