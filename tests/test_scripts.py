@@ -206,6 +206,7 @@ class LLM:
     def __init__(self, model, **options):
         assert os.path.exists(os.path.join(model, "config.json"))
         assert options["dtype"] == "float32" and os.environ["OMP_NUM_THREADS"] == "1"
+        assert "GOMP_SPINCOUNT" not in os.environ, "a setting of nanopaged, which is not for others"
     def generate(self, prompts, params):
         print("a line of vLLM's own")
         if isinstance(params, list):
@@ -214,8 +215,9 @@ class LLM:
 """
 
 
-def test_bench_beside_vllm(tmp_path: Path) -> None:
+def test_bench_beside_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM itself is not installed here: a module of its name takes its place, and sleeps half a second."""
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     (tmp_path / "vllm.py").write_text(FAKE_VLLM)
     small = ["--shape", "test", "--requests", "3", *LENGTHS, "--baseline", "vllm", "--threads", "1", "--json"]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -229,28 +231,95 @@ def test_bench_beside_vllm(tmp_path: Path) -> None:
     assert "vLLM failed in" in run("bench.py", *small, status=1, PYTHONPATH=path)
 
 
+def test_bench_beside_another_checkout(tmp_path: Path) -> None:
+    """It runs the package that is there, on the same requests; neither is installed for it."""
+    shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "nanopaged" / "llm.py").open("a") as file:
+        file.write(ANOTHER_GENERATE)
+    small = ["--shape", "test", "--requests", "3", *LENGTHS, "--baseline", str(tmp_path), "--threads", "1"]
+    line = json.loads(run("bench.py", *small, "--json", IN_PATH=str(tmp_path / "seen")).splitlines()[-1])
+    ours, theirs = line["rates"]
+    assert (ours, theirs) == ("nanopaged", f"nanopaged in {tmp_path}")
+    seen = json.loads((tmp_path / "seen").read_text().splitlines()[-1])
+    assert len(seen) == 3
+    assert sum(seen) == round(line["output_tokens_per_second"] * line["seconds"])
+    assert line["rates"][theirs][0] > 0
+
+
+ANOTHER_GENERATE = """
+import json, os
+generate = LLM.generate
+def note(llm, prompts, params, *args, **options):
+    outputs = generate(llm, prompts, params, *args, **options)
+    with open(os.environ["IN_PATH"], "a") as file:
+        print(json.dumps([len(output.outputs[0].token_ids) for output in outputs]), file=file)
+    return outputs
+LLM.generate = note
+"""
+
+
 def test_bench_for_machines() -> None:
-    printed = run(
-        "bench.py", "--shape", "test", "--requests", "5", "--json", "--backend", "reference", *LENGTHS
-    )
+    """--json says what was measured, of what and where."""
+    printed = run("bench.py", "--model", str(TINY), "--requests", "5", "--json", "--eager", *LENGTHS)
     line = json.loads(printed.splitlines()[-1])
     assert line["settings"]["requests"] == 5
+    assert line["settings"]["model"] == str(TINY)
+    assert "shape" not in line["settings"], "it would be the name of random weights"
     assert line["rates"]["nanopaged"] == [line["output_tokens_per_second"]]
     assert line["total_tokens_per_second"] > line["output_tokens_per_second"] > 0
     assert len(line["time_to_first_token"]) == len(line["time_per_output_token"]) == 3
     assert line["preemptions"] == 0
+    assert datetime.fromisoformat(line["date"]).tzinfo is not None
+    assert line["versions"]["torch"] == torch.__version__
+    assert len(line["device"]) > 2
+    if (ROOT / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", line["commit"])
+    else:
+        assert line["commit"] is None
+
+
+def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
+    """A file that differs from the commit is told."""
+    spec = importlib.util.spec_from_file_location("common", ROOT / "docs" / "experiments" / "common.py")
+    common = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(common)
+    assert common.commit_of(tmp_path) is None
+    file = tmp_path / "file"
+    file.write_text("one")
+    me = ["-c", "user.name=me", "-c", "user.email=me@example.org"]
+    for command in (["init", "-q"], ["add", "file"], [*me, "commit", "-q", "-m", "one"], ["tag", "v1"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout
+    assert common.commit_of(tmp_path) == head.strip()
+    file.write_text("two")
+    assert common.commit_of(tmp_path) == f"{head.strip()}-dirty"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--backend", "flsh"], "attention_backend is 'flsh', but must be one of auto, flash,"),
+        (["--model", "./typo"], "typo is not a folder: name the one that holds config.json, or a hub id"),
+        (["--baseline", "typo"], "typo is neither hf nor vllm, nor a checkout of nanopaged"),
+        (["--peer-python", "typo"], "typo is not a program that can be run"),
+    ],
+)
+def test_bench_refuses_wrong_names_before_it_loads(arguments: list[str], complaint: str) -> None:
+    complaints = run("bench.py", *arguments, status=2)
+    assert complaint in complaints.splitlines()[-1]
+    assert "KV cache" not in complaints
 
 
 # ── the command line ──────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("script", MEASUREMENTS)
+@pytest.mark.parametrize("script", [*MEASUREMENTS, "example.py", "-m nanopaged"])
 def test_help_answers_before_the_heavy_imports(script: str) -> None:
-    """--help says what is measured, the command and the defaults, and does not wait for torch."""
-    options = ["-X", "importtime", str(ROOT / script), "--help"]
-    done = subprocess.run([sys.executable, *options], capture_output=True, text=True, timeout=60)
+    """--help says what the script does, the command and the defaults, and does not wait for torch."""
+    options = ["-X", "importtime", *script.split(), "--help"]
+    done = subprocess.run([sys.executable, *options], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert f"python {script}" in done.stdout
-    assert "(default: 0)" in done.stdout
+    assert "default: 0" in done.stdout
     imported = set(re.findall(r"\| +(\w+)$", done.stderr, flags=re.MULTILINE))
     assert "argparse" in imported
     assert not imported & {"torch", "transformers", "matplotlib"}

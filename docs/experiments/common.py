@@ -9,11 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +27,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from nanopaged import LLM
+    from nanopaged.model.model_config import ModelConfig
 
+ROOT = Path(__file__).parents[2]  # of the checkout
 SHAPES: dict[str, dict[str, Any]] = {}  # name → config.json
 
 
@@ -140,9 +146,49 @@ def machine() -> str:
     """The versions and the device, for a headline."""
     import torch
 
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    return f"{versions}, {name}, {torch.get_num_threads()} threads"
+    named = [f"{name} {number}" for name, number in versions().items()]
+    return ", ".join([*named, device_name(), f"{torch.get_num_threads()} threads"])
+
+
+def versions() -> dict[str, str]:
+    """Of what the figures depend on most."""
+    python = platform.python_version()
+    return {"torch": version("torch"), "transformers": version("transformers"), "Python": python}
+
+
+def device_name() -> str:
+    """The name of the GPU, or of the CPU as far as the system tells it."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    with suppress(OSError):  # Linux has this file; on a processor that is not x86 it may have no such line
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def origin() -> dict[str, Any]:
+    """What a figure belongs to, for a record."""
+    import torch
+
+    return {
+        "commit": commit_of(ROOT),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": device_name(),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+    }
+
+
+def commit_of(checkout: Path) -> str | None:
+    """The commit of a checkout, with "-dirty" if a file has changed since; None outside git."""
+    if not (checkout / ".git").exists() or shutil.which("git") is None:
+        return None
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+    return done.stdout.strip() or None
 
 
 # ── timing ────────────────────────────────────────────────────────────────────────────────────────
@@ -166,6 +212,21 @@ def time_call(call: Callable[[], object], device: torch.device, best: bool = Fal
         call()
         seconds.append(time.perf_counter() - began)
     return min(seconds) if best else statistics.median(seconds)
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """Numbers in the matrices of all layers, without embedding and output projection."""
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim  # q and o, k and v
+    return config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+
+
+def decode_bytes(llm: LLM, steps: int, keys: float) -> float:
+    """Bytes that decoding has to read: all matrices in every step, and the K/V of `keys` tokens in total."""
+    config, itemsize = llm.engine.runner.model.config, llm.engine.runner.dtype.itemsize
+    matrices = layer_weights(config) + config.vocab_size * config.hidden_size
+    return itemsize * (
+        steps * matrices + keys * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    )
 
 
 def copy_bandwidth(device: torch.device) -> float:

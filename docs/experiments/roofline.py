@@ -25,6 +25,8 @@ from common import (
     add_model_arguments,
     at_least,
     copy_bandwidth,
+    decode_bytes,
+    layer_weights,
     machine,
     make_llm,
     make_parser,
@@ -133,23 +135,15 @@ def time_steps(llm: LLM, batch: int, context: int, args: argparse.Namespace) -> 
     config, itemsize = runner.model.config, runner.dtype.itemsize
     host, model, prefilled, _ = steps[0]
     # A prompt's token attends to half of the prompt on average. Only last tokens meet the output projection.
-    operations = 2 * prefilled * weights(config) + attention_operations(config, prefilled * context / 2)
-    prefill = ("prefill", host, model, itemsize * weights(config), operations)
+    operations = 2 * prefilled * layer_weights(config) + attention_operations(config, prefilled * context / 2)
+    prefill = ("prefill", host, model, itemsize * layer_weights(config), operations)
     decodes = [step for step in steps if step[2] == batch][1:-1]
     if not decodes:
         raise SystemExit(f"{batch} x {context} were never decoded together: the KV cache is too small")
     host, model, _, keys = map(statistics.median, zip(*decodes, strict=True))
-    num_weights = weights(config) + config.vocab_size * config.hidden_size
-    bytes_per_key = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
-    num_bytes = itemsize * num_weights + keys * bytes_per_key
+    num_weights = layer_weights(config) + config.vocab_size * config.hidden_size
     operations = 2 * batch * num_weights + attention_operations(config, keys)
-    return [prefill, ("decode", host, model, num_bytes, operations)]
-
-
-def weights(config: ModelConfig) -> int:
-    """Numbers in the matrices of all layers, without embedding and output projection."""
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim  # q and o, k and v
-    return config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+    return [prefill, ("decode", host, model, decode_bytes(llm, 1, keys), operations)]
 
 
 def attention_operations(config: ModelConfig, pairs: float) -> float:
