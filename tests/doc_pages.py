@@ -16,14 +16,14 @@ In an output, … is any text in a line (a line of its own: any lines), and ≈ 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from programs import Done, environment, run_line, run_process, run_program
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(
@@ -53,6 +53,9 @@ ELSEWHERE = {
     "torchrun": "tests/test_parallel.py, with a script of its own",
 }
 
+# The programs of these pages have processes of their own, as a reader's; those of the others may be forked.
+REAL = {ROOT / "README.md", ROOT / "docs" / "02-one-request.md"}
+
 
 @dataclass
 class Block:
@@ -81,38 +84,12 @@ def copy_repository(folder: Path) -> Path:
     return copy
 
 
-def environment(copy: Path) -> dict[str, str]:
-    """The environment of a reader who works in the copy."""
-    # On a CI server (CI, BUILD_NUMBER) pytest does not shorten its summary to the width of the screen.
-    not_theirs = {"TRITON_INTERPRET", "CI", "BUILD_NUMBER", "PYTEST_ADDOPTS"}
-    shown = {name: value for name, value in os.environ.items() if name not in not_theirs}
-    paths = [str(Path(sys.executable).parent), shown.get("PATH", "")]
-    return shown | {
-        "PATH": os.pathsep.join(paths),
-        "PYTHONPATH": str(copy),
-        "PYTHONDONTWRITEBYTECODE": "1",  # a file that is broken and mended within a second would be stale
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take a second to import
-        "PYTHONIOENCODING": "utf-8",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # the pages show what a CPU prints
-        "HF_HUB_OFFLINE": "1",
-        "TQDM_DISABLE": "1",
-        "GIT_CEILING_DIRECTORIES": str(copy.parent),
-        "COLUMNS": "100",
-    }
-
-
-def execute(command: str | list[str | Path], copy: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program, or a line of shell, as a reader who works in the copy does."""
-    return subprocess.run(
-        command,
-        shell=isinstance(command, str),
-        cwd=copy,
-        env=environment(copy),
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
-    )
+def execute(command: str | list[str], copy: Path, page: Path) -> Done:
+    """Run a line of shell, or `python` with these arguments, as a reader who works in the copy does."""
+    env = environment(PYTHONPATH=str(copy), GIT_CEILING_DIRECTORIES=str(copy.parent))
+    if page in REAL:
+        return run_process(command if isinstance(command, str) else [sys.executable, *command], copy, env)
+    return run_line(command, copy, env) if isinstance(command, str) else run_program(command, copy, env)
 
 
 def check_output(shown: str, printed: str, where: str) -> None:
@@ -156,7 +133,7 @@ def run_python(page: Path, copy: Path) -> None:
     code = [block for block in blocks if block.kind == "python" and not block.title]
     exchange = copy.parent / "blocks.json"
     exchange.write_text(json.dumps([[block.line, block.text] for block in code]), encoding="utf-8")
-    done = execute([sys.executable, "-c", RUN_BLOCKS, exchange, page.name], copy)
+    done = execute(["-c", RUN_BLOCKS, str(exchange), page.name], copy, page)
     assert done.returncode == 0, done.stderr
     printed = dict(zip(map(id, code), json.loads(exchange.read_text("utf-8")), strict=True))
     for block, after in zip(blocks, blocks[1:], strict=False):
@@ -203,9 +180,9 @@ def run_commands(page: Path, copy: Path) -> str:
                 command += "".join(
                     f" {sizes}" for name, sizes in SMALL.items() if f"python {name}" in command
                 )
-            done = execute(command, copy)
+            done = execute(command, copy, page)
             failed = done.returncode != 0
-            assert failed == (diff is not None), f"{where}: $ {done.args}\n{done.stdout}{done.stderr}"
+            assert failed == (diff is not None), f"{where}: $ {command}\n{done.stdout}{done.stderr}"
             if shown:
                 check_output(shown, done.stdout, where)
             everything += done.stdout

@@ -32,6 +32,7 @@ from doc_pages import (
     run_commands,
     run_python,
 )
+from programs import environment, run_program
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -273,7 +274,7 @@ def test_names_exist(page: Path) -> None:
 
 @cache
 def help_of(file: str) -> str:
-    return subprocess.run([sys.executable, ROOT / file, "--help"], capture_output=True, text=True).stdout
+    return run_program([file, "--help"], ROOT, environment(PYTHONPATH=str(ROOT))).stdout
 
 
 @each_page
@@ -306,7 +307,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
 def test_figures_are_those_that_their_scripts_draw(script: Path, copy: Path) -> None:
     picture = script.with_suffix(".svg")
     (copy / picture.relative_to(ROOT)).unlink()
-    done = execute([sys.executable, script.relative_to(ROOT)], copy)
+    done = execute([str(script.relative_to(ROOT))], copy, script)
     assert done.returncode == 0, done.stderr
     drawn = (copy / picture.relative_to(ROOT)).read_text(encoding="utf-8")
     assert drawn == picture.read_text(encoding="utf-8"), f"run python docs/figures/{script.name} again"

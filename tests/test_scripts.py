@@ -16,6 +16,7 @@ from textwrap import indent
 
 import pytest
 import torch
+from programs import environment, run_program
 
 from nanopaged import LLM, SamplingParams
 
@@ -29,15 +30,18 @@ MEASUREMENTS = ["bench.py"] + [
 LENGTHS = ["--min-input", "4", "--max-input", "20", "--min-output", "2", "--max-output", "9"]
 
 
-def run(script: str, *arguments: str, status: int = 0, timeout: float = 300, **environment: str) -> str:
-    """What the script prints to stdout; its complaint on stderr if it is to fail with `status`."""
-    done = subprocess.run(
-        [sys.executable, ROOT / script, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment,
-        timeout=timeout,
-    )
+# Unlike the docs', these programs use a GPU where there is one.
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0") if torch.cuda.is_available() else ""
+
+
+def run(script: str, *arguments: str, status: int = 0, timeout: float = 300, **changes: str) -> str:
+    """What the script prints to stdout; its complaint on stderr if it is to fail with `status`.
+
+    Progress bars are switched off: no loop may count its work by them. With `TQDM_DISABLE=""` they are shown,
+    and the script has a process of its own (see programs.py).
+    """
+    env = environment(**{"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": GPUS, **changes})
+    done = run_program([script, *arguments], ROOT, env, timeout)
     assert done.returncode == status, done.stderr
     return done.stderr if status else done.stdout
 
@@ -51,7 +55,7 @@ def experiment(name: str, *arguments: str, **options: int | str) -> str:
 
 def test_example() -> None:
     """Six speakers answer, the pages are accounted for, and samples and beams save blocks."""
-    printed = run("example.py", "--max-tokens", "12")
+    printed = run("example.py", "--max-tokens", "12", TQDM_DISABLE="")
     assert printed.count(":\n  ") >= 6
     reused, asked = map(int, re.search(r"(\d+) of (\d+) prompt tokens reused", printed).groups())
     assert 0 < reused < asked
@@ -220,7 +224,7 @@ def test_bench_beside_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     (tmp_path / "vllm.py").write_text(FAKE_VLLM)
     small = ["--shape", "test", "--requests", "3", *LENGTHS, "--baseline", "vllm", "--threads", "1", "--json"]
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
     line = json.loads(run("bench.py", *small, PYTHONPATH=path).splitlines()[-1])
     (rate,) = line["rates"]["vLLM"]
     num_output = line["output_tokens_per_second"] * line["seconds"]
@@ -412,13 +416,10 @@ def test_roofline() -> None:
 
 
 def test_memory_keeps_the_papers_order(tmp_path: Path) -> None:
-    """Each allocation holds more real tokens than the one before, and serves more requests at once.
-
-    Progress bars are switched off: no loop may count its work by them.
-    """
+    """Each allocation holds more real tokens than the one before, and serves more requests at once."""
     picture = tmp_path / "picture.svg"
     arguments = ["--requests", "150", "--slots", "2500", "--plot", str(picture)]
-    printed = experiment("memory", *arguments, TQDM_DISABLE="1", timeout=60)
+    printed = experiment("memory", *arguments, timeout=60)
     rows = re.findall(r"-like +(max|pow2|oracle|paging) +([\d.]+)% +([\d.]+)", printed)
     assert [row[0] for row in rows] == ["max", "pow2", "oracle", "paging"] * 2
     for trace in (rows[:4], rows[4:]):
@@ -430,7 +431,8 @@ def test_memory_keeps_the_papers_order(tmp_path: Path) -> None:
 
 def test_memory_splits_the_waste() -> None:
     """Every slot is of one kind; only ranges of different lengths leave gaps between them."""
-    printed = experiment("memory", "--requests", "150", "--slots", "5000", "--trace", "Alpaca-like")
+    arguments = ["--requests", "150", "--slots", "5000", "--trace", "Alpaca-like"]
+    printed = experiment("memory", *arguments, TQDM_DISABLE="")
     rows = {}
     for name, shares in re.findall(r"^Alpaca-like +(\w+)(.+%)", printed, flags=re.MULTILINE):
         rows[name] = [float(share) for share in re.findall(r"([\d.]+)%", shares)[:5]]

@@ -1,0 +1,205 @@
+"""Python programs that the tests run, without the seconds in which each would import torch and transformers.
+
+`run_program` does what `subprocess.run` does. On Linux, a process that has imported the libraries waits for
+programs. It forks for each, and the child becomes the program: with a folder, environment, `sys.argv`,
+`sys.path`, `__main__`, output, exit status and process group of its own. The process that waits has not
+imported nanopaged, which a program takes from its own copy of the repository. test_programs.py compares both
+ways.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import re
+import runpy
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+# Neither Triton nor transformers' model classes, which import it: a program first chooses its interpreter.
+LIBRARIES = ["torch", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"]
+LIBRARIES += ["matplotlib.pyplot", "pytest", "hypothesis", "psutil", "rich.console"]
+# Libraries read the environment when they are imported. So a program is forked only if its environment is
+# that of the process that waits, except for these names.
+MAY_DIFFER = {"PYTHONPATH", "GIT_CEILING_DIRECTORIES", "PYTEST_CURRENT_TEST"}
+SHELL = re.compile(r"[|&;<>()$`*~#\\\n]")
+
+Done = subprocess.CompletedProcess[str]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a reader, in which programs print the same on every machine."""
+    # On a CI server (CI, BUILD_NUMBER) pytest does not shorten its summary to the width of the screen.
+    not_theirs = {"TRITON_INTERPRET", "CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "PYTHONPATH"}
+    inherited = {name: value for name, value in os.environ.items() if name not in not_theirs}
+    paths = [str(Path(sys.executable).parent), inherited.get("PATH", "")]
+    return inherited | {
+        "PATH": os.pathsep.join(paths),
+        "PYTHONDONTWRITEBYTECODE": "1",  # a file that is broken and mended within a second would be stale
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take a second to import
+        "PYTHONIOENCODING": "utf-8",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # the pages show what a CPU prints
+        "HF_HUB_OFFLINE": "1",
+        "TQDM_DISABLE": "1",
+        "COLUMNS": "100",
+        **changes,
+    }
+
+
+def run_line(command: str, folder: Path, env: dict[str, str]) -> Done:
+    """Run a line of shell; a plain `python …` needs none. The result is the last command's, after `&&`."""
+    first, _, second = command.partition(" && ")
+    if second and not first.startswith(("cd ", "export ")):  # what a shell would keep in mind
+        done = run_line(first, folder, env)
+        return done if done.returncode else run_line(second, folder, env)
+    if command.startswith("python ") and not SHELL.search(command):
+        return run_program(shlex.split(command)[1:], folder, env)
+    return run_process(command, folder, env)
+
+
+def run_program(arguments: list[str], folder: Path, env: dict[str, str], timeout: float = 300) -> Done:
+    """Run `python arguments…` in the folder.
+
+    Raises:
+        subprocess.TimeoutExpired: after `timeout` seconds; the program is killed.
+    """
+    given = {name: value for name, value in env.items() if name not in MAY_DIFFER}
+    understood = arguments[0] in ("-m", "-c") or not arguments[0].startswith("-")
+    if sys.platform == "linux" and understood and given == _environment_of_the_waiting_process():
+        return _run_fork(arguments, folder, env, timeout)
+    return run_process([sys.executable, *arguments], folder, env, timeout)
+
+
+def run_process(command: str | list[str], folder: Path, env: dict[str, str], timeout: float = 300) -> Done:
+    """Run a line of shell, or a program, as a process that imports everything itself."""
+    return subprocess.run(
+        command,
+        shell=isinstance(command, str),
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=timeout,
+    )
+
+
+# ── the process that waits: it is asked for one program at a time ─────────────────────────────────
+
+
+@cache
+def _environment_of_the_waiting_process() -> dict[str, str]:
+    return {name: value for name, value in environment().items() if name not in MAY_DIFFER}
+
+
+@cache
+def _waiting_process() -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, __file__],
+        env=_environment_of_the_waiting_process(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,  # Ctrl-C is for pytest, which kills the program
+    )
+    atexit.register(process.communicate)  # it ends when its stdin does
+    return process
+
+
+def _run_fork(arguments: list[str], folder: Path, env: dict[str, str], timeout: float) -> Done:
+    waiting = _waiting_process()
+    with tempfile.TemporaryDirectory() as name:
+        files = [os.devnull, *(str(Path(name) / stream) for stream in ("stdout", "stderr"))]
+        program = {"arguments": arguments, "folder": str(folder), "environment": env, "files": files}
+        waiting.stdin.write(json.dumps(program, default=str).encode() + b"\n")
+        pid = int(waiting.stdout.readline())
+        try:
+            if not select.select([waiting.stdout], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired([sys.executable, *arguments], timeout)
+        except BaseException:
+            os.killpg(pid, signal.SIGKILL)
+            waiting.stdout.readline()
+            raise
+        status = int(waiting.stdout.readline())
+        stdout, stderr = (Path(file).read_text(encoding="utf-8") for file in files[1:])
+    return subprocess.CompletedProcess([sys.executable, *arguments], status, stdout, stderr)
+
+
+def wait_for_programs() -> None:
+    """Fork for each line of stdin; say the child's pid, and later its exit status, on stdout."""
+    for name in LIBRARIES:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()  # a collection in a child would copy the pages of all objects
+    while line := sys.stdin.readline():
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, 0)
+            _become(**json.loads(line))
+        os.setpgid(pid, pid)  # here too, since the child may not have got so far when it is killed
+        print(pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _become(arguments: list[str], folder: str, environment: dict[str, str], files: list[str]) -> None:
+    """Run the program in this process, and end it."""
+    for descriptor, file in enumerate(files):
+        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), descriptor)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    del sys.path[0]  # the folder of this file
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    status = 0
+    try:
+        _run_main(arguments)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        status = 1
+        sys.excepthook(*sys.exc_info())
+    # As the interpreter ends, except that it would also take every imported module apart, which takes 0.3 s.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _run_main(arguments: list[str]) -> None:
+    """What `python arguments…` does with its arguments: `-m module …`, `-c code …` or `file …`."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path.insert(0, "")
+        exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv = arguments
+        file = Path(arguments[0]).absolute()
+        sys.path.insert(0, str(file.resolve().parent))
+        main.__file__ = str(file)
+        exec(compile(file.read_bytes(), main.__file__, "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    wait_for_programs()
