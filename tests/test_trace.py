@@ -214,7 +214,10 @@ def test_an_interrupted_line_is_followed_by_a_whole_state(
     assert line["fresh"] == 1
     assert [change[1:4] for change in line["seqs"]] == [[0, -1, 0], [1, -1, 0]]
     assert line["keys"]
+    assert line["requests"] == [[0, "A", "a", "2 samples"]], "it keeps its name"
+    engine.add_request("b", tokens(50, 7), greedy(1))
     run_to_end(engine)
+    assert [text.split(" ")[0] for text in said(tmp_path / "run.html", "arrive")] == ["A", "B"]
 
 
 def test_the_trace_changes_no_output(tmp_path: Path) -> None:

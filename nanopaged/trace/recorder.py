@@ -16,7 +16,7 @@ import logging
 import time
 import weakref
 from array import array
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from io import FileIO
 from operator import attrgetter
 from pathlib import Path
@@ -67,7 +67,8 @@ class Recorder:
         used, filled       blocks in use; slots in them that hold K/V
         drawn              tokens generated in this step
         fresh              1: what follows is the whole state, not a change
-        requests, texts    new ones, see `_introduce`; token → text of tokens that are new to the page
+        requests           new ones: [[number, name, id, what it is if it has several sequences], …]
+        texts              token → text of tokens that are new to the page
         running, waiting   the queues, if they have changed
         seqs, gone         changed sequences, see `_change`; finished ones while their request goes on
         keys, uncached, cached   see `_blocks`
@@ -88,8 +89,8 @@ class Recorder:
         self.start = time.monotonic()
         self.num_requests = 0
         self.known: dict[Request, Known] = {}  # the unfinished ones
-        self.known_tokens: set[int] = set()  # whose text is in the page
-        self.forget()
+        self.fresh = False  # whether the next line must be a whole state instead of changes
+        self._forget()
         header = {
             "model": model,
             "block_size": self.manager.block_size,
@@ -109,34 +110,33 @@ class Recorder:
                 error.errno, f"the trace cannot be written: {error.strerror}", str(self.path)
             ) from error
 
-    def forget(self) -> None:
-        """Let the next line be a whole state instead of changes."""
-        self.fresh = True
-        self.seen: dict[tuple[int, int], Seen] = {}  # (request's number, sequence's index) →
-        self.running: list[Request] = []
-        self.waiting: list[Request] = []
-        self.keys: dict[int, bytes] = {}  # block → its key
-        self.num_generated_tokens = self.scheduler.num_generated_tokens
-        manager = self.manager
-        in_use = [block.block_id for block in manager.index.values() if block.ref_count > 0]
-        manager.touched = dict.fromkeys([*in_use, *manager.cached])
-
     def record(self, batch: ScheduledBatch, num_steps: int) -> None:
         """Write the line of a step that has just ended."""
         self._add(batch, {"step": num_steps})
 
     def record_failure(self, error: BaseException, num_steps: int) -> None:
         """Write a line that says that a step has failed, and that all requests wait again."""
-        self.forget()
+        self.fresh = True
         self._add(ScheduledBatch(), {"step": num_steps, "said": [sentences.failed(type(error).__name__)]})
 
     def _add(self, batch: ScheduledBatch, fields: dict[str, Any]) -> None:
-        try:
-            self._write(self._line(batch) | fields)
-        except BaseException:  # half compared: the next line must not build on it
-            self.forget()
-            self.known, self.known_tokens = {}, set()
-            raise
+        """If it is interrupted, half compared, the next line must not build on it: `fresh` stays True."""
+        fresh, self.fresh = self.fresh, True
+        if fresh:
+            self._forget()
+        self._write(self._line(batch, fresh) | fields)
+        self.fresh = False
+
+    def _forget(self) -> None:
+        """Compare the state with none, not with that of the last line."""
+        self.known_tokens: set[int] = set()  # whose text is in the page
+        self.seen: dict[tuple[int, int], Seen] = {}  # (request's number, sequence's index) →
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.keys: dict[int, bytes] = {}  # block → its key
+        self.num_generated_tokens = self.scheduler.num_generated_tokens
+        in_use = [block.block_id for block in self.manager.blocks if block.ref_count > 0]
+        self.manager.touched = dict.fromkeys([*in_use, *self.manager.cached])
 
     def _write(self, line: dict[str, Any]) -> None:
         """Append a line. If that fails (the disk is full), the trace ends, and the engine goes on."""
@@ -150,7 +150,7 @@ class Recorder:
 
     # ── one line ──────────────────────────────────────────────────────────────────────────────────
 
-    def _line(self, batch: ScheduledBatch) -> dict[str, Any]:
+    def _line(self, batch: ScheduledBatch, fresh: bool) -> dict[str, Any]:
         """The fields of a line. Empty ones are left out, but not a queue that has become empty."""
         scheduler, manager = self.scheduler, self.manager
         running, waiting = list(scheduler.running), sorted(scheduler.waiting.values(), key=scheduler.rank)
@@ -160,12 +160,17 @@ class Recorder:
             old = set(self.waiting)
             newly_waiting = [request for request in waiting if request not in old]
         met = [*batch.admitted, *newly_waiting]
-        if self.fresh:  # any request may be one that the page does not know
+        if fresh:  # any request may be one that the page does not know
             met = [*running, *(seq.request for seq in batch.sequences), *met]
         new = [request for request in dict.fromkeys(met) if request not in self.known]
         new.sort(key=attrgetter("arrival_time"))
-        line["fresh"], self.fresh = int(self.fresh), False
-        line["requests"] = [self._introduce(request) for request in new]
+        for request in new:
+            self._introduce(request)
+        line["fresh"] = int(fresh)
+        line["requests"] = [
+            [*astuple(self.known[request]), request.request_id, _several(request)]
+            for request in (dict.fromkeys(met) if fresh else new)
+        ]
         line["said"] = self._said(batch, new, waiting)
         line["batch"] = [
             [self.known[seq.request].number, seq.index, seq.num_scheduled_tokens] for seq in batch.sequences
@@ -181,15 +186,14 @@ class Recorder:
         manager.forget()
         return {name: value for name, value in line.items() if value or name in ("running", "waiting")}
 
-    def _introduce(self, request: Request) -> list[Any]:
-        """[number, name, id, several]; the names are A, B, …, Z, AA, AB, … in order of arrival."""
+    def _introduce(self, request: Request) -> None:
+        """Give it a number and a name: A, B, …, Z, AA, AB, … in order of arrival."""
         name, rest = "", self.num_requests + 1
         while rest:
             rest, letter = divmod(rest - 1, 26)
             name = chr(ord("A") + letter) + name
         self.known[request] = Known(self.num_requests, name)
         self.num_requests += 1
-        return [self.num_requests - 1, name, request.request_id, _several(request)]
 
     # ── the state: what is different from the last line ───────────────────────────────────────────
 
