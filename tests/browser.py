@@ -30,7 +30,7 @@ class Browser:
     def __init__(self, driver: Any) -> None:
         self.driver = driver
 
-    def open(self, page: Path, step: int = 0) -> None:
+    def open(self, page: Path, step: int | str = 0) -> None:
         """A new page is loaded even if only the step differs from the last one."""
         self.driver.get("about:blank")
         self.logs()

@@ -197,6 +197,17 @@ def test_keys_and_jumps(browser: Browser, small_page: Path) -> None:
     assert browser.logs()[0] == []
 
 
+def test_the_step_in_the_address(browser: Browser, small_page: Path) -> None:
+    """Also in that of an open page."""
+    for name, step in (("3", 3), ("5", 5), ("2.5", 2), ("-1", 0), ("none", 0)):
+        browser.open(small_page, name)
+        assert now(browser) == step
+        assert browser.run("location.hash") == f"#{step}"
+    browser.run("location.hash = '#4'")
+    browser.driver.execute_async_script("setTimeout(arguments[0], 0)")
+    assert now(browser) == 4
+
+
 def test_buttons_slider_and_play(browser: Browser, small_page: Path) -> None:
     browser.open(small_page)
     num_steps = len(read_trace(small_page)) - 1
