@@ -377,7 +377,7 @@ def test_children_of_the_engines_process(qwen3: Oracle, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FORKS)
     done = subprocess.run([sys.executable, script, qwen3.folder], capture_output=True, text=True, timeout=300)
-    assert "Traceback" not in done.stderr
+    assert "AssertionError" not in done.stderr  # of multiprocessing
     daemonic, *forked, last = done.stdout.splitlines()
     assert re.match("tensor_parallel_size is 2, but this process is daemonic.*ProcessPoolExecutor", daemonic)
     pid = last.split()[0]
