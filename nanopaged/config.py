@@ -133,6 +133,13 @@ class EngineConfig(_Options):
         return budget
 
 
+def _check_lengths(params: SamplingParams | BeamSearchParams) -> None:
+    require(
+        params.max_tokens is None or params.min_tokens <= params.max_tokens,
+        f"min_tokens is {params.min_tokens}, but max_tokens is only {params.max_tokens}",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(_Options):
     """How one request's tokens are chosen, and when it stops.
@@ -180,16 +187,12 @@ class SamplingParams(_Options):
     presence_penalty: float = option(0.0, number(-2.0, 2.0, ": 0 changes nothing"))
     seed: int | None = option(None, optional(whole(0)))
     max_tokens: int | None = option(16, optional(whole(1, TO_THE_LIMIT)))
-    min_tokens: int = option(0, whole(0))
+    min_tokens: int = option(0, whole(0), _check_lengths)
     stop: str | SequenceOf[str] = option((), rules.texts)
     stop_token_ids: SequenceOf[int] = option((), rules.token_ids)
     ignore_eos: bool = option(False, boolean)
     logprobs: int | None = option(None, optional(whole(0)))
     prompt_logprobs: int | None = option(None, optional(whole(0)))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_lengths(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -239,7 +242,7 @@ class BeamSearchParams(_Options):
 
     beam_width: int = option(rule=whole(1))
     max_tokens: int | None = option(16, optional(whole(1, TO_THE_LIMIT)))
-    min_tokens: int = option(0, whole(0))
+    min_tokens: int = option(0, whole(0), _check_lengths)
     length_penalty: float = option(1.0, number(-50, 50))  # 10⁶ ** 50 is still a float
     early_stopping: bool | str = option(False, rules.true_false_or("never"))
     ignore_eos: bool = option(False, boolean)
@@ -251,21 +254,10 @@ class BeamSearchParams(_Options):
     logprobs: ClassVar[None] = None
     prompt_logprobs: ClassVar[None] = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_lengths(self)
-
     @property
     def num_sequences(self) -> int:
         """Sequences that the request will have."""
         return self.beam_width
-
-
-def _check_lengths(params: SamplingParams | BeamSearchParams) -> None:
-    require(
-        params.max_tokens is None or params.min_tokens <= params.max_tokens,
-        f"min_tokens is {params.min_tokens}, but max_tokens is only {params.max_tokens}",
-    )
 
 
 for _options in (EngineConfig, SamplingParams, BeamSearchParams):

@@ -96,8 +96,6 @@ def test_every_hint_names_something_of_ours() -> None:
         assert quoted is None or quoted[1] in ours
         for name in re.findall(r"\b(\w+)=", hint):
             assert name in ours | {theirs, "chat_template_kwargs"}, hint
-    assert not foreign_names.OPTIONS.keys() & {f.name for f in fields(EngineConfig)}
-    assert not foreign_names.OPTIONS.keys() & {f.name for f in fields(SamplingParams)}
 
 
 def test_keywords_of_a_call_say_where_they_belong(llm: LLM) -> None:

@@ -16,16 +16,28 @@ from typing import Any
 Rule = Callable[[str, Any], Any]
 
 
-def option(default: Any = MISSING, rule: Rule | None = None, **options: Any) -> Any:
-    """A field of a dataclass with a rule. Without a default, it must be given."""
-    return field(default=default, metadata={"rule": rule}, **options)
+def option(
+    default: Any = MISSING,
+    rule: Rule | None = None,
+    check: Callable[[Any], None] | None = None,
+    **options: Any,
+) -> Any:
+    """A field of a dataclass with a rule. Without a default, it must be given.
+
+    Args:
+        check: raises ValueError if the value does not go with the others; it gets all options.
+    """
+    return field(default=default, metadata={"rule": rule, "check": check}, **options)
 
 
 def check_options(options: object) -> None:
-    """Apply the rule of every field."""
+    """Apply the rule of every field, then the checks."""
     for each in fields(options):
         value = each.metadata["rule"](each.name, getattr(options, each.name))
         object.__setattr__(options, each.name, value)
+    for each in fields(options):
+        if each.metadata["check"] is not None:
+            each.metadata["check"](options)
 
 
 def require(condition: bool, message: str) -> None:
