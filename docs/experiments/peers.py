@@ -230,7 +230,7 @@ def serve() -> None:
     if job["package"] == "nanopaged":
         import torch  # noqa: F401 (before nanopaged, as bench.py does, so that OpenMP's threads wait alike)
     package = importlib.import_module(job["package"])
-    if not Path(package.__file__).resolve().is_relative_to(job.get("folder", "/")):
+    if "folder" in job and not Path(package.__file__).resolve().is_relative_to(job["folder"]):
         raise SystemExit(f"{package.__file__} was imported, not the package in {job['folder']}")
     prompts, first = [prompt for prompt, _ in job["requests"]], warm_up(job["requests"])
     options: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
