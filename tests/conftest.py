@@ -6,6 +6,7 @@ import math
 import os
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,13 @@ class Oracle:
     def __init__(self, family: str, folder: Path) -> None:
         self.folder = folder
         self.model = make_checkpoint(family, folder)
+        self._greedy = cache(self._generate)  # many tests ask for the same prompts
+
+    def greedy(self, prompt: list[int], max_tokens: int, ignore_eos: bool = False) -> list[int]:
+        return list(self._greedy(tuple(prompt), max_tokens, ignore_eos))
 
     @torch.inference_mode()
-    def greedy(self, prompt: list[int], max_tokens: int, ignore_eos: bool = False) -> list[int]:
+    def _generate(self, prompt: tuple[int, ...], max_tokens: int, ignore_eos: bool) -> list[int]:
         ids = torch.tensor([prompt])
         out = self.model.generate(
             ids,
@@ -154,6 +159,14 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     """For tests that do not depend on the family."""
     return Oracle("qwen3", tmp_path_factory.mktemp("qwen3-alone"))
+
+
+@pytest.fixture(scope="session")
+def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder without weights, for the fake runner. The model's class would take two seconds to import."""
+    folder = tmp_path_factory.mktemp("config-only")
+    transformers.Qwen3Config(**SHAPE, head_dim=16, architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
+    return folder
 
 
 def random_prompts(num: int, seed: int, longest: int = 60) -> list[list[int]]:

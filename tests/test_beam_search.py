@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 import fake_runner
 import pytest
-from conftest import EOS, Oracle
+from conftest import EOS
 from fake_runner import FakeRunner
 
 from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput
@@ -17,7 +18,7 @@ Script = dict[tuple[int, ...], dict[int, float]]  # generated tokens → next to
 
 
 @pytest.fixture
-def search(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> object:
+def search(config_only: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     """Beams over a script. Where it says nothing, token 5 is certain to follow; all others are unlikely."""
 
     def run(script: Script, **params: object) -> tuple[RequestOutput, int]:
@@ -28,7 +29,7 @@ def search(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> object:
             return [Sample(token_id, logprob) for token_id, logprob in (likely | unlikely).items()][:k]
 
         monkeypatch.setattr(fake_runner, "proposals", proposals)
-        engine = LLMEngine(EngineConfig(model=qwen3.folder, block_size=4), FakeRunner(40, 4))
+        engine = LLMEngine(EngineConfig(model=config_only, block_size=4), FakeRunner(40, 4))
         engine.add_request("a", PROMPT, BeamSearchParams(beam_width=2, **params))
         while engine.has_unfinished_requests():
             (output,) = engine.step()

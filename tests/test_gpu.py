@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import Oracle, random_prompts
+from serving import serve
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from nanopaged.sequence import ScheduledBatch, StepResult
@@ -22,21 +23,6 @@ def engine(oracle: Oracle, **options: object) -> LLM:
     return LLM(oracle.folder, **defaults | options)
 
 
-def run(llm: LLM, prompts: list[list[int]], params: object) -> list[RequestOutput]:
-    """As `generate`, with the invariants checked after every step."""
-    params = params if isinstance(params, list) else [params] * len(prompts)
-    requests = [
-        llm.engine.prompts.make_request(str(i), prompt, p)
-        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
-    ]
-    for request in requests:
-        llm.engine.queue(request)
-    while llm.engine.has_unfinished_requests():
-        llm.engine.step()
-        llm.engine.check_invariants()
-    return [RequestOutput.of(request) for request in requests]
-
-
 def texts(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
@@ -48,14 +34,14 @@ def test_the_same_tokens_as_transformers(oracle: Oracle, backend: str, enforce_e
     prompts = random_prompts(20, seed=1)
     llm = engine(oracle, attention_backend=backend, enforce_eager=enforce_eager, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0, max_tokens=20)
-    for prompt, output in zip(prompts, run(llm, prompts, params), strict=True):
+    for prompt, output in zip(prompts, serve(llm, prompts, params), strict=True):
         assert output.outputs[0].token_ids == oracle.greedy(prompt, 20)
 
 
 def test_log_probabilities_as_in_transformers(oracle: Oracle) -> None:
     (prompt,) = random_prompts(1, seed=2)
     params = SamplingParams(temperature=0, max_tokens=10, logprobs=1, ignore_eos=True)
-    completion = run(engine(oracle), [prompt], params)[0].outputs[0]
+    completion = serve(engine(oracle), [prompt], params)[0].outputs[0]
     expected = oracle.logprobs(prompt + completion.token_ids)
     for i, (token_id, row) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
         assert abs(float(row[token_id]) - float(expected[len(prompt) + i - 1, token_id])) < 1e-4
@@ -66,8 +52,8 @@ def test_graphs_equal_eager(oracle: Oracle, size: int) -> None:
     """Token for token, with samples drawn and log-probabilities alike; batches that need padding, too."""
     prompts = random_prompts(size, seed=size)
     params = [SamplingParams(temperature=0.8, top_k=20, seed=i, max_tokens=30) for i in range(size)]
-    eager = run(engine(oracle, enforce_eager=True), prompts, params)
-    graphs = run(engine(oracle), prompts, params)
+    eager = serve(engine(oracle, enforce_eager=True), prompts, params)
+    graphs = serve(engine(oracle), prompts, params)
     assert texts(graphs) == texts(eager)
     for one, other in zip(graphs, eager, strict=True):
         assert abs(one.outputs[0].cumulative_logprob - other.outputs[0].cumulative_logprob) < 1e-3
@@ -104,9 +90,9 @@ def test_forks_and_preemption_on_streams(oracle: Oracle, preemption: str) -> Non
         else BeamSearchParams(beam_width=3, max_tokens=24)
         for i in range(len(prompts))
     ]
-    expected = run(engine(oracle), prompts, params)
+    expected = serve(engine(oracle), prompts, params)
     llm = engine(oracle, num_blocks=40, num_host_blocks=200, preemption=preemption)
-    actual = run(llm, prompts, params)
+    actual = serve(llm, prompts, params)
     stats = llm.engine.stats()
     assert stats.num_preemptions_swap + stats.num_preemptions_recompute > 0
     assert stats.num_blocks_copied > 0
@@ -119,8 +105,8 @@ def test_half_precision(qwen3: Oracle, dtype: str, backend: str) -> None:
     """Prompt log-probabilities near those of float32, by flash attention and by plain PyTorch, in chunks."""
     prompts = random_prompts(6, seed=6)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
-    exact = run(engine(qwen3, attention_backend="torch"), prompts, params)
-    half = run(
+    exact = serve(engine(qwen3, attention_backend="torch"), prompts, params)
+    half = serve(
         engine(qwen3, dtype=dtype, attention_backend=backend, max_num_batched_tokens=24), prompts, params
     )
     tolerance = 0.05 if dtype == "float16" else 0.4
@@ -136,6 +122,5 @@ def test_the_pool_is_measured(qwen3: Oracle, dtype: str) -> None:
     """If num_blocks is left open, it follows from the memory of the card, and the engine runs."""
     llm = engine(qwen3, dtype=dtype, num_blocks=None, memory_utilization=0.5)
     assert llm.engine.stats().num_blocks == 12 * 160 // 4, "all that 12 sequences could use fit easily"
-    assert (
-        len(run(llm, [[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0].token_ids) == 5
-    )
+    (output,) = serve(llm, [[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 5

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import EOS, Oracle, random_prompts
+from serving import serve
 
-from nanopaged import LLM, RequestOutput, SamplingParams
+from nanopaged import LLM, SamplingParams
 
 TOLERANCE = 1e-4
 
@@ -15,32 +16,16 @@ def greedy_params(max_tokens: int, **extra: object) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **extra)
 
 
-def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
-    """As `generate`, with the invariants checked after every step."""
-    engine = llm.engine
-    requests = [
-        engine.prompts.make_request(str(i), prompt, p)
-        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
-    ]
-    for request in requests:
-        engine.queue(request)
-    while engine.has_unfinished_requests():
-        engine.step()
-        engine.check_invariants()
-    assert engine.stats().num_used_blocks == 0
-    return [request.output() for request in requests]
-
-
 @pytest.mark.parametrize("block_size", [1, 4, 7, 16])
 @pytest.mark.parametrize("budget", [1, 5, 64, 2048])
 def test_greedy_tokens_in_a_mixed_batch(oracle: Oracle, block_size: int, budget: int) -> None:
     """Prompts and outputs of many lengths together give what each gives alone in transformers."""
-    prompts = random_prompts(6, seed=block_size * 10000 + budget)
+    prompts = random_prompts(6, seed=block_size)
     lengths = [1, 3, 9, 17, 24, 30]
     llm = LLM(
         oracle.folder, dtype="float32", block_size=block_size, max_num_batched_tokens=budget, num_blocks=600
     )
-    outputs = run(llm, prompts, [greedy_params(n) for n in lengths])
+    outputs = serve(llm, prompts, [greedy_params(n) for n in lengths])
     for prompt, n, output in zip(prompts, lengths, outputs, strict=True):
         assert output.outputs[0].token_ids == oracle.greedy(prompt, n)
 
@@ -64,7 +49,7 @@ def test_greedy_tokens_in_pools_from_barely_enough(
         preemption=preemption,
     )
     params = [greedy_params(max_tokens, ignore_eos=True)] * len(prompts)
-    for prompt, output in zip(prompts, run(llm, prompts, params), strict=True):
+    for prompt, output in zip(prompts, serve(llm, prompts, params), strict=True):
         assert output.outputs[0].token_ids == oracle.greedy(prompt, max_tokens, ignore_eos=True)
     stats = llm.engine.stats()
     counts = {"recompute": stats.num_preemptions_recompute, "swap": stats.num_preemptions_swap}
@@ -78,7 +63,7 @@ def test_logprobs_of_output_and_prompt(oracle: Oracle) -> None:
     for budget in (7, 2048):
         llm = LLM(oracle.folder, dtype="float32", max_num_batched_tokens=budget, num_blocks=64, block_size=8)
         params = greedy_params(12, logprobs=5, prompt_logprobs=3, ignore_eos=True)
-        for prompt, output in zip(prompts, run(llm, prompts, [params] * 4), strict=True):
+        for prompt, output in zip(prompts, serve(llm, prompts, [params] * 4), strict=True):
             completion = output.outputs[0]
             expected = oracle.logprobs(prompt + completion.token_ids)
             assert output.prompt_logprobs[0] is None
@@ -97,9 +82,9 @@ def test_prompt_logprobs_do_not_come_short_when_the_prompt_is_cached(oracle: Ora
     expected = oracle.logprobs(prompt)
     for _ in range(2):
         params = greedy_params(2, prompt_logprobs=2, ignore_eos=True)
-        (output,) = run(llm, [prompt], [params])
+        (output,) = serve(llm, [prompt], [params])
         check_logprobs(output.prompt_logprobs[1:], prompt[1:], expected, num_top=2)
-    (plain,) = run(llm, [prompt], [greedy_params(2, ignore_eos=True)])
+    (plain,) = serve(llm, [prompt], [greedy_params(2, ignore_eos=True)])
     assert plain.metrics.num_cached_tokens > 0
     assert plain.prompt_logprobs is None
 
@@ -135,7 +120,7 @@ def test_the_other_backends_give_the_same_tokens(oracle: Oracle, backend: str) -
         pytest.importorskip("triton")
     prompts = random_prompts(3, seed=5, longest=30)
     llm = LLM(oracle.folder, dtype="float32", attention_backend=backend, block_size=4, num_blocks=64)
-    for prompt, output in zip(prompts, run(llm, prompts, [greedy_params(6)] * 3), strict=True):
+    for prompt, output in zip(prompts, serve(llm, prompts, [greedy_params(6)] * 3), strict=True):
         assert output.outputs[0].token_ids == oracle.greedy(prompt, 6)
 
 
@@ -158,5 +143,5 @@ def test_whole_prompts_only(oracle: Oracle) -> None:
         return batch
 
     llm.engine.scheduler.schedule = checked_schedule
-    for prompt, output in zip(prompts, run(llm, prompts, [greedy_params(10)] * 8), strict=True):
+    for prompt, output in zip(prompts, serve(llm, prompts, [greedy_params(10)] * 8), strict=True):
         assert output.outputs[0].token_ids == oracle.greedy(prompt, 10)

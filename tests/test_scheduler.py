@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 
 import fake_runner
 import pytest
-from conftest import Oracle, tokens
+from conftest import tokens
 from fake_runner import FakeRunner, next_token
 from faults import interrupt_at_line, interrupt_second_append
 
@@ -31,11 +32,11 @@ class RecordingRunner(FakeRunner):
 
 
 @pytest.fixture
-def make(qwen3: Oracle) -> MakeEngine:
+def make(config_only: Path) -> MakeEngine:
     def make_engine(num_blocks: int = 64, block_size: int = 4, **config: object) -> LLMEngine:
         options = {"preemption": "recompute"}
         runner = RecordingRunner(num_blocks, block_size, config.pop("num_host_blocks", 0))
-        return LLMEngine(EngineConfig(model=qwen3.folder, block_size=block_size, **options | config), runner)
+        return LLMEngine(EngineConfig(model=config_only, block_size=block_size, **options | config), runner)
 
     return make_engine
 

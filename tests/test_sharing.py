@@ -7,26 +7,9 @@ import random
 import pytest
 import torch
 from conftest import EOS, VOCAB_SIZE, Oracle, random_prompts
+from serving import Params, serve
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
-
-Params = SamplingParams | BeamSearchParams
-
-
-def run(llm: LLM, prompts: list[list[int]], params: list[Params]) -> list[RequestOutput]:
-    """All together, with the invariants checked after every step; at the end every block is free."""
-    engine = llm.engine
-    requests = [
-        engine.prompts.make_request(str(i), *asked)
-        for i, asked in enumerate(zip(prompts, params, strict=True))
-    ]
-    for request in requests:
-        engine.queue(request)
-    while engine.has_unfinished_requests():
-        engine.step()
-        engine.check_invariants()
-    assert engine.stats().num_free_blocks == engine.stats().num_blocks
-    return [request.output() for request in requests]
 
 
 def texts(output: RequestOutput) -> list[list[int]]:
@@ -47,11 +30,11 @@ def test_n_outputs_share_the_prompt_and_differ(qwen3: Oracle, block_size: int, b
     """The prompt is computed once for any n; the outputs differ, and are the same the next time."""
     (prompt,) = random_prompts(1, seed=2, longest=40)
     llm = LLM(qwen3.folder, block_size=block_size, max_num_batched_tokens=budget, num_blocks=300)
-    (first,) = run(llm, [prompt], [sampling(4)])
+    (first,) = serve(llm, [prompt], [sampling(4)])
     assert [completion.index for completion in first.outputs] == [0, 1, 2, 3]
     assert len({tuple(text) for text in texts(first)}) == 4
     assert llm.engine.stats().num_prompt_tokens == len(prompt)
-    (again,) = run(llm, [prompt], [sampling(4)])
+    (again,) = serve(llm, [prompt], [sampling(4)])
     assert texts(again) == texts(first)
 
 
@@ -61,7 +44,7 @@ def test_n_outputs_say_what_n_requests_with_the_same_noise_say(
     """The noise of output i, given to a request of its own: the shared K/V must make no difference."""
     (prompt,) = random_prompts(1, seed=3)
     llm = LLM(qwen3.folder, block_size=4, num_blocks=300)
-    (together,) = run(llm, [prompt], [sampling(4, logprobs=2)])
+    (together,) = serve(llm, [prompt], [sampling(4, logprobs=2)])
     from nanopaged import sampler
 
     original = sampler.uniform
@@ -69,7 +52,7 @@ def test_n_outputs_say_what_n_requests_with_the_same_noise_say(
         monkeypatch.setattr(
             sampler, "uniform", lambda seed, _, position, i=index: original(seed, i, position)
         )
-        (alone,) = run(llm, [prompt], [sampling(1, logprobs=2)])
+        (alone,) = serve(llm, [prompt], [sampling(1, logprobs=2)])
         assert alone.outputs[0].token_ids == completion.token_ids
         assert alone.outputs[0].cumulative_logprob == pytest.approx(completion.cumulative_logprob, abs=1e-4)
 
@@ -77,15 +60,15 @@ def test_n_outputs_say_what_n_requests_with_the_same_noise_say(
 def test_one_output_is_the_first_of_several(qwen3: Oracle) -> None:
     (prompt,) = random_prompts(1, seed=4)
     llm = LLM(qwen3.folder, num_blocks=300)
-    (one,) = run(llm, [prompt], [sampling(1)])
-    (three,) = run(llm, [prompt], [sampling(3)])
+    (one,) = serve(llm, [prompt], [sampling(1)])
+    (three,) = serve(llm, [prompt], [sampling(3)])
     assert texts(one)[0] == texts(three)[0]
 
 
 def test_greedy_outputs_are_all_the_same(qwen3: Oracle) -> None:
     (prompt,) = random_prompts(1, seed=4)
     llm = LLM(qwen3.folder, num_blocks=300, block_size=4)
-    (output,) = run(llm, [prompt], [SamplingParams(n=3, temperature=0, max_tokens=9)])
+    (output,) = serve(llm, [prompt], [SamplingParams(n=3, temperature=0, max_tokens=9)])
     assert texts(output) == [qwen3.greedy(prompt, 9)] * 3
 
 
@@ -172,7 +155,7 @@ def test_what_can_never_fit_is_refused(qwen3: Oracle) -> None:
         ValueError, match="3 sequences may need 11 blocks of 4 slots, but the whole pool has 10"
     ):
         llm.generate([1] * 9, sampling(3, max_tokens=12), use_tqdm=False)
-    (fits,) = run(llm, [[1] * 9], [sampling(3, max_tokens=8)])  # 2 + 3 * 2 blocks
+    (fits,) = serve(llm, [[1] * 9], [sampling(3, max_tokens=8)])  # 2 + 3 * 2 blocks
     assert len(texts(fits)) == 3
 
 
@@ -233,7 +216,7 @@ def test_beams_equal_transformers(
         beam_width=width, max_tokens=12, length_penalty=length_penalty, early_stopping=early_stopping
     )
     llm = LLM(oracle.folder, dtype="float32", block_size=4, num_blocks=400)
-    for prompt, output in zip(prompts, run(llm, prompts, [params] * 6), strict=True):
+    for prompt, output in zip(prompts, serve(llm, prompts, [params] * 6), strict=True):
         check_beams(output, transformers_beams(oracle, prompt, params, EOS), length_penalty)
 
 
@@ -247,7 +230,7 @@ def test_beams_with_likely_ends(qwen3: Oracle, early_stopping: bool | str) -> No
     prompts = random_prompts(12, seed=1, longest=10)
     llm = LLM(qwen3.folder, dtype="float32", block_size=4, num_blocks=400)
     lengths = set()
-    for prompt, output in zip(prompts, run(llm, prompts, [params] * 12), strict=True):
+    for prompt, output in zip(prompts, serve(llm, prompts, [params] * 12), strict=True):
         expected = transformers_beams(qwen3, prompt, params, ends)
         assert texts(output) == [token_ids for token_ids, _ in expected]
         for completion, (_, score) in zip(output.outputs, expected, strict=True):
@@ -261,11 +244,11 @@ def test_beams_with_min_tokens_and_without_ends(qwen3: Oracle) -> None:
     llm = LLM(qwen3.folder, dtype="float32", block_size=4, num_blocks=400)
     (prompt,) = random_prompts(1, seed=7)
     never = BeamSearchParams(beam_width=3, max_tokens=10, ignore_eos=True)
-    (output,) = run(llm, [prompt], [never])
+    (output,) = serve(llm, [prompt], [never])
     assert texts(output) == [t for t, _ in transformers_beams(qwen3, prompt, never, None)]
     ends = [EOS, *range(30, 53)]
     late = BeamSearchParams(beam_width=3, max_tokens=12, min_tokens=6, stop_token_ids=ends)
-    (output,) = run(llm, [prompt], [late])
+    (output,) = serve(llm, [prompt], [late])
     assert texts(output) == [t for t, _ in transformers_beams(qwen3, prompt, late, ends)]
     assert min(map(len, texts(output))) >= 7
 
@@ -274,7 +257,7 @@ def test_beams_that_all_end(qwen3: Oracle) -> None:
     """Where every token of the vocabulary ends a text, the first ones are the hypotheses."""
     llm = LLM(qwen3.folder, num_blocks=100)
     params = BeamSearchParams(beam_width=3, max_tokens=5, stop_token_ids=range(VOCAB_SIZE))
-    (output,) = run(llm, [[1, 2, 3]], [params])
+    (output,) = serve(llm, [[1, 2, 3]], [params])
     best = qwen3.logprobs([1, 2, 3])[-1].topk(3).indices.tolist()
     assert texts(output) == [[token_id] for token_id in best]
 
@@ -287,7 +270,7 @@ def test_a_beam_proposes_no_token_that_may_not_come_yet(qwen3: Oracle, early_sto
     params = BeamSearchParams(
         beam_width=3, max_tokens=6, min_tokens=3, early_stopping=early_stopping, stop_token_ids=stop
     )
-    (output,) = run(llm, [[1, 2, 3]], [params])
+    (output,) = serve(llm, [[1, 2, 3]], [params])
     assert len(output.outputs) == 3
     for completion in output.outputs:
         assert completion.token_ids[:3] == [5, 5, 5]
@@ -301,7 +284,7 @@ def test_one_beam_is_greedy(qwen3: Oracle, early_stopping: bool | str) -> None:
     prompts = random_prompts(8, seed=9, longest=8)
     llm = LLM(qwen3.folder, dtype="float32", num_blocks=200)
     params = BeamSearchParams(beam_width=1, max_tokens=30, early_stopping=early_stopping)
-    for prompt, output in zip(prompts, run(llm, prompts, [params] * 8), strict=True):
+    for prompt, output in zip(prompts, serve(llm, prompts, [params] * 8), strict=True):
         assert texts(output) == [qwen3.greedy(prompt, 30)]
 
 
@@ -316,19 +299,27 @@ def mixed_params(rng: random.Random) -> Params:
     return SamplingParams(n=n, temperature=1.0, seed=rng.randint(0, 99), max_tokens=max_tokens)
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
-@pytest.mark.parametrize(("num_blocks", "budget"), [(300, 2048), (300, 5), (46, 2048), (23, 7)])
-def test_all_kinds_mixed_give_what_each_gives_alone(
-    qwen3: Oracle, num_blocks: int, budget: int, preemption: str, prefix_caching: bool
-) -> None:
-    """Greedy, sampled, n > 1 and beams in one batch, in pools that force preemption of whole families."""
+Alone = list[tuple[list[int], Params, RequestOutput]]
+
+
+@pytest.fixture(scope="module")
+def alone(qwen3: Oracle) -> Alone:
+    """Prompts that often begin alike, params of all kinds, and the output of each request alone."""
     rng = random.Random(6)
     stem = random_prompts(1, seed=1, longest=9)[0]
     prompts = [stem[: rng.randint(0, len(stem))] + p for p in random_prompts(14, seed=2, longest=16)]
     params = [mixed_params(rng) for _ in prompts]
     ample = LLM(qwen3.folder, dtype="float32", block_size=4, num_blocks=400, enable_prefix_caching=False)
-    alone = [run(ample, [prompt], [p])[0] for prompt, p in zip(prompts, params, strict=True)]
+    return [(prompt, p, serve(ample, [prompt], p)[0]) for prompt, p in zip(prompts, params, strict=True)]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize(("num_blocks", "budget"), [(300, 2048), (300, 5), (46, 2048), (23, 7)])
+def test_all_kinds_mixed_give_what_each_gives_alone(
+    qwen3: Oracle, alone: Alone, num_blocks: int, budget: int, preemption: str, prefix_caching: bool
+) -> None:
+    """Greedy, sampled, n > 1 and beams in one batch, in pools that force preemption of whole families."""
     llm = LLM(
         qwen3.folder,
         dtype="float32",
@@ -338,8 +329,8 @@ def test_all_kinds_mixed_give_what_each_gives_alone(
         enable_prefix_caching=prefix_caching,
         preemption=preemption,
     )
-    together = run(llm, prompts, params)
-    for one, other in zip(alone, together, strict=True):
+    prompts, params, expected = map(list, zip(*alone, strict=True))
+    for one, other in zip(expected, serve(llm, prompts, params), strict=True):
         assert texts(one) == texts(other)
         for a, b in zip(one.outputs, other.outputs, strict=True):
             assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +16,11 @@ MakeEngine = Callable[..., LLMEngine]
 
 
 @pytest.fixture
-def make(qwen3: Oracle) -> MakeEngine:
+def make(config_only: Path) -> MakeEngine:
     def make_engine(num_blocks: int = 8, num_host_blocks: int = 40, **config: object) -> LLMEngine:
         options = {"block_size": 4, "preemption": "swap", "enable_prefix_caching": False} | config
         runner = FakeRunner(num_blocks, options["block_size"], num_host_blocks)
-        return LLMEngine(EngineConfig(model=qwen3.folder, **options), runner)
+        return LLMEngine(EngineConfig(model=config_only, **options), runner)
 
     return make_engine
 
