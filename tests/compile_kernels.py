@@ -2,6 +2,7 @@
 
     python tests/compile_kernels.py                   the default settings, for sm_80, sm_90 and sm_100
     python tests/compile_kernels.py --json            one line for each
+    python tests/compile_kernels.py --cache FOLDER    keep the binaries: compile only what has changed
 
 Registers are per thread, the stack (bytes) is where registers spill to, shared memory (bytes) is per program.
 """
@@ -126,9 +127,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100])
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--cache", help="folder of binaries, found by a hash of source, target and Triton")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache  # an old result would hide a new fault
+    with tempfile.TemporaryDirectory() as nothing:
+        os.environ["TRITON_CACHE_DIR"] = args.cache or nothing
         for name, src, options in sources():
             for arch in args.arch:
                 compiled = triton.compile(src, target=GPUTarget("cuda", arch, 32), options=options)

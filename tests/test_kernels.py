@@ -211,14 +211,17 @@ REGISTERS = 64 << 10
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
-def test_kernels_compile_without_spills() -> None:
+def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
     """Every kernel for sm_80, sm_90 and sm_100: nothing on the stack, and room for two programs on an SM.
 
-    Two is what `choose_num_splits` counts on.
+    Two is what `choose_num_splits` counts on. Binaries are kept in pytest's cache; a kernel is compiled again
+    if its source, the target or Triton has changed.
     """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, str(ROOT / "tests" / "compile_kernels.py"), "--json"]
+    if hasattr(pytestconfig, "cache"):  # not with -p no:cacheprovider
+        command += ["--cache", str(pytestconfig.cache.mkdir("triton"))]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     compiled = [json.loads(line) for line in done.stdout.splitlines()]
