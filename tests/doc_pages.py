@@ -51,6 +51,8 @@ ELSEWHERE = {
     "--peer-python PATH": "tests/test_scripts.py, with a module in place of vLLM",
     "nanopaged/tiny/train.py": "tests/test_scripts.py, which takes one small step",
     "torchrun": "tests/test_parallel.py, with a script of its own",
+    "--3way": "tests/test_forks.py, which merges each two patches",
+    "--ignore=tests/test_docs.py": "tests/test_forks.py, with the quick tests",
 }
 
 # The programs of these pages have processes of their own, as a reader's; those of the others may be forked.

@@ -31,7 +31,7 @@ from nanopaged import (
     RequestOutput,
     SamplingParams,
 )
-from nanopaged.sampler import NonFiniteLogits, sample_next_tokens, verify
+from nanopaged.sampler import NonFiniteLogits, NoTokenAllowed, sample_next_tokens, verify
 from nanopaged.scheduler import look_up
 from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
 from nanopaged.text.stopping import StopRules
@@ -374,9 +374,12 @@ def test_logits_that_are_not_finite() -> None:
 
     assert verify_rows([3, 4], [-1.0, -1.0, math.nan]) == [3, 5]
     assert verify_rows([3, 5], [-1.0, -1.0, math.nan]) == [3, 5]
+    assert verify_rows([3, 5], [-1.0, -1.0, -math.inf]) == [3, 5]
     assert verify_rows([3, 5], [-1.0, -1.0, -1.0]) == [3, 5, 6]
     with pytest.raises(NonFiniteLogits, match="'me' at position 2"):
         verify_rows([3, 5], [math.nan, -1.0, -1.0])
+    with pytest.raises(NoTokenAllowed, match="'me' at position 2"):
+        verify_rows([3, 5], [-math.inf, -1.0, -1.0])
 
 
 @pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (2.5, TypeError), (True, TypeError)])
