@@ -25,22 +25,13 @@ from pathlib import Path
 
 import pytest
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM  # noqa: F401  see `os.fork`
+from which import TESTS, tests_of
 
 ROOT = Path(__file__).parents[1]
-CPU_SECONDS = 60  # for one test: a mutant that loops for ever is killed, too
+CPU_SECONDS = 120  # for one test: a mutant that loops for ever is killed, too
 MEMORY = 16 << 30  # bytes of address space, for the same reason
 RANDOM_RUNS = "100"  # of each kind
-BOOKKEEPING = ["scheduler", "swap", "random_runs"]
-TESTS = {  # file → its tests, the fastest first
-    "nanopaged/block_manager.py": ["block_manager", *BOOKKEEPING],
-    "nanopaged/scheduler.py": [*BOOKKEEPING, "api"],
-    "nanopaged/swap.py": ["swap", *BOOKKEEPING],
-    "nanopaged/beam_search.py": ["beam_search", "random_runs", "sharing"],
-    "nanopaged/sampler.py": ["sampler", "habits", "api"],
-    "nanopaged/prompts.py": ["api", "habits", "text", "sharing"],
-    "nanopaged/text/detokenizer.py": ["text"],
-    "nanopaged/text/stopping.py": ["text", "habits", "api"],
-}
+FILES = [f"nanopaged/{file}" for file, tests in TESTS.items() if tests and not file.startswith("tiny/")]
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or,
@@ -133,7 +124,7 @@ class LastTest:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
 
 
-def failing_test(folder: Path, mutant: Mutant | None, names: list[str]) -> str | None:
+def failing_test(folder: Path, mutant: Mutant | None, tests: list[str]) -> str | None:
     """The test that fails for the mutant, in this copy of the repository; None if all pass."""
     if mutant is not None:
         (folder / mutant.file).write_text(mutant.source)
@@ -148,9 +139,8 @@ def failing_test(folder: Path, mutant: Mutant | None, names: list[str]) -> str |
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        files = [f"tests/test_{name}.py" for name in dict.fromkeys(names)]
         options = ["-x", "-p", "no:cacheprovider", "--random-runs", RANDOM_RUNS]
-        os._exit(pytest.main([*files, *options], [LastTest(last_test)]))
+        os._exit(pytest.main([*dict.fromkeys(tests), *options], [LastTest(last_test)]))
     _, status = os.waitpid(child, 0)
     if mutant is not None:
         shutil.copy(ROOT / mutant.file, folder / mutant.file)
@@ -160,7 +150,7 @@ def failing_test(folder: Path, mutant: Mutant | None, names: list[str]) -> str |
 def main() -> None:
     """Sample, test, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("files", nargs="*", default=list(TESTS), help="of the package; all of them if none")
+    parser.add_argument("files", nargs="*", default=FILES, help="of the package; all of them if none")
     parser.add_argument("--num", type=int, default=100, help="mutants in the sample, 0 for all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     args = parser.parse_args()
@@ -172,11 +162,11 @@ def main() -> None:
         for part in ("nanopaged", "tests"):
             shutil.copytree(ROOT / part, folder / part)
         shutil.copy(ROOT / "pyproject.toml", folder)
-        needed = [test for file in args.files for test in TESTS[file]]
+        needed = [test for file in {mutant.file for mutant in sample} for test in tests_of(file)]
         if (test := failing_test(folder, None, needed)) is not None:
             sys.exit(f"{test} fails without any change")
         for mutant in sorted(sample, key=lambda mutant: (mutant.file, mutant.line)):
-            test = failing_test(folder, mutant, TESTS[mutant.file])
+            test = failing_test(folder, mutant, tests_of(mutant.file))
             num_killed += test is not None
             print(f"{mutant.file}:{mutant.line}  {mutant.change:60}  {test or 'SURVIVED'}", flush=True)
     print(f"{num_killed} of {len(sample)} mutants killed ({len(everything)} in all, seed {args.seed})")

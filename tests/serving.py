@@ -1,4 +1,4 @@
-"""Requests that come together, served to the end."""
+"""Requests that come together, served to the end; and their tokens."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ def serve(llm: LLM, prompts: list[list[int]], params: Params | list[Params]) -> 
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.num_used_blocks == 0
     return [request.output() for request in requests]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    """The tokens of all completions, in order."""
+    return [completion.token_ids for output in outputs for completion in output.outputs]

@@ -1,0 +1,110 @@
+"""Repetition, frequency and presence penalties: by transformers, and by the formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from conftest import Oracle, random_prompts
+from serving import tokens_of
+
+from nanopaged import LLM, SamplingParams
+
+
+def test_repetition_penalty_is_transformers(oracle: Oracle) -> None:
+    llm = LLM(oracle.folder, num_blocks=200)
+    prompts = random_prompts(6, seed=3)
+    for penalty in (1.3, 0.7):
+        params = SamplingParams(temperature=0, repetition_penalty=penalty, max_tokens=30, ignore_eos=True)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            ids = torch.tensor([prompt])
+            expected = oracle.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=30,
+                do_sample=False,
+                eos_token_id=None,
+                repetition_penalty=penalty,
+            )
+            assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def greedy_with_penalties(oracle: Oracle, prompt: list[int], params: SamplingParams) -> list[int]:
+    """vLLM's definitions, one token after the other, over the logits of transformers."""
+    output: list[int] = []
+    for _ in range(params.max_tokens):
+        logits = oracle.model(torch.tensor([prompt + output])).logits[0, -1]
+        for token_id in set(prompt + output):
+            if logits[token_id] > 0:
+                logits[token_id] /= params.repetition_penalty
+            else:
+                logits[token_id] *= params.repetition_penalty
+        for token_id in set(output):
+            logits[token_id] -= params.frequency_penalty * output.count(token_id) + params.presence_penalty
+        output.append(int(logits.argmax()))
+    return output
+
+
+def test_penalties_follow_the_formula(qwen3: Oracle) -> None:
+    """Requests with different penalties in one batch, in a pool so small that some are preempted."""
+    every = [(1, 2, 0), (1, 0, 2), (1, 0.5, 1.5), (1, -0.3, 0), (1, 0, -2), (1.2, 0.5, 0.7), (1, 0, 0)]
+    prompts = random_prompts(len(every), seed=4, longest=20)
+    params = [
+        SamplingParams(
+            temperature=0,
+            repetition_penalty=repetition,
+            frequency_penalty=frequency,
+            presence_penalty=presence,
+            max_tokens=30,
+            ignore_eos=True,
+            logprobs=0,
+        )
+        for repetition, frequency, presence in every
+    ]
+    llm = LLM(qwen3.folder, num_blocks=16, block_size=4)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    stats = llm.engine.stats()
+    assert stats.num_preemptions_swap + stats.num_preemptions_recompute > 0
+    num_changed = 0
+    for prompt, its_params, output in zip(prompts, params, outputs, strict=True):
+        (completion,) = output.outputs
+        ids = completion.token_ids
+        assert ids == greedy_with_penalties(qwen3, prompt, its_params)
+        num_changed += ids != qwen3.greedy(prompt, 30, ignore_eos=True)
+        model = qwen3.logprobs(prompt + ids)[len(prompt) - 1 : -1]
+        expected = model.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        got = [logprobs[token_id] for token_id, logprobs in zip(ids, completion.logprobs, strict=True)]
+        torch.testing.assert_close(torch.tensor(got), expected, atol=1e-4, rtol=0)  # without penalties
+    assert num_changed >= 4
+
+
+def test_penalties_count_each_sample_alone(qwen3: Oracle) -> None:
+    """Samples of one prompt repeat no token: each counts its own output, and the prompt is free."""
+    llm = LLM(qwen3.folder, num_blocks=200)
+    params = SamplingParams(
+        n=3, seed=1, temperature=1.5, presence_penalty=2, frequency_penalty=2, logprobs=0, max_tokens=40
+    )
+    (with_penalty,) = llm.generate([1, 2, 3], params, use_tqdm=False)
+    (without,) = llm.generate(
+        [1, 2, 3], replace(params, presence_penalty=0, frequency_penalty=0), use_tqdm=False
+    )
+    firsts = [[c.token_ids[0] for c in output.outputs] for output in (with_penalty, without)]
+    assert firsts[0] == firsts[1]
+    repeated = [
+        sum(len(c.token_ids) - len(set(c.token_ids)) for c in output.outputs)
+        for output in (with_penalty, without)
+    ]
+    assert repeated[0] < repeated[1]
+
+
+def test_penalties_of_one_request_leave_the_others_alone(qwen3: Oracle) -> None:
+    llm = LLM(qwen3.folder, num_blocks=200)
+    prompts = random_prompts(4, seed=9)
+    plain = SamplingParams(seed=3, temperature=0.8, top_p=0.9, max_tokens=12, min_tokens=6)
+    penalised = replace(plain, repetition_penalty=1.5, presence_penalty=1.0)
+    alone = [tokens_of(llm.generate([p], plain, use_tqdm=False))[0] for p in prompts]
+    mixed = llm.generate(prompts + prompts, [plain] * 4 + [penalised] * 4, use_tqdm=False)
+    assert tokens_of(mixed)[:4] == alone
+    assert tokens_of(mixed)[4:] != alone

@@ -1,0 +1,78 @@
+"""`LLM` used by several threads, and by the garbage collector in the middle of a step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+
+import pytest
+from serving import tokens_of
+
+from nanopaged import LLM, RequestOutput, SamplingParams
+from nanopaged.sequence import ScheduledBatch, StepResult
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(num_blocks=200)
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    prompts = [f"{name}:\n" for name in ("ROMEO", "JULIET", "HAMLET", "OPHELIA")]
+    params = SamplingParams(temperature=0, max_tokens=20)
+
+    def by_stream(prompt: str) -> list[int]:
+        *_, last = llm.stream(prompt, params)
+        return last.outputs[0].token_ids
+
+    def by_generate(prompt: str) -> list[int]:
+        return tokens_of(llm.generate(prompt, params, use_tqdm=False))[0]
+
+    expected = [by_generate(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            streamed, generated = pool.map(by_stream, prompts), pool.map(by_generate, prompts)
+            assert [*streamed] == expected
+            assert [*generated] == expected
+    assert llm.engine.stats().num_used_blocks == 0
+
+
+def in_another_thread(work: Callable[[], object]) -> None:
+    thread = Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it waits for the step that waits for it"
+
+
+@pytest.mark.parametrize("run", [lambda work: work(), in_another_thread])
+def test_a_stream_is_garbage_in_the_middle_of_a_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, run: Callable[[Callable[[], object]], None]
+) -> None:
+    """Past bug: its request was aborted at once, also if a step of the same thread was under way."""
+    (expected,) = llm.generate("JULIET:\n", GREEDY, use_tqdm=False)
+    execute, streams, num_sequences = llm.engine.runner.execute, [], []
+
+    def collect(batch: ScheduledBatch) -> StepResult:
+        num_sequences.append(len(batch.sequences))
+        if streams:
+            streams.clear()
+            run(gc.collect)
+        return execute(batch)
+
+    def started() -> Iterator[RequestOutput]:
+        stream = llm.stream("ROMEO:\n", SamplingParams(max_tokens=100, ignore_eos=True))
+        next(stream)
+        return stream
+
+    streams.append([started()])
+    streams[0].append(streams[0])  # a cycle, which the garbage collector alone can free
+    monkeypatch.setattr(llm.engine.runner, "execute", collect)
+    (output,) = llm.generate("JULIET:\n", GREEDY, use_tqdm=False)
+    assert tokens_of([output]) == tokens_of([expected])
+    assert num_sequences == [2] * 8  # it leaves with the end of the other call
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.engine.stats().num_used_blocks == 0

@@ -1,0 +1,91 @@
+"""The tests that concern a file of the package, the ones that find most mistakes in the least time first.
+
+    python tests/which.py nanopaged/scheduler.py          prints them
+    python tests/which.py --run nanopaged/scheduler.py    runs them, and stops at the first that fails
+
+mutate.py takes the tests of a changed file from here. test_which.py holds that no file is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BOOKKEEPING = ("scheduler", "swap", "random_runs")
+TESTS = {  # file of the package → NAME of its tests, tests/test_NAME.py
+    "__init__.py": ["names", "imports"],
+    "__main__.py": ["chat"],
+    "engine.py": ["scheduler", "api", "names", "weights", "snapshot"],
+    "sequence.py": ["scheduler", "text", "swap", "random_runs", "api"],
+    "block_manager.py": ["block_manager", *BOOKKEEPING],
+    "scheduler.py": [*BOOKKEEPING, "api"],
+    "swap.py": ["swap", *BOOKKEEPING],
+    "beam_search.py": ["beam_search", "random_runs", "sharing"],
+    "kv_cache.py": ["kv_cache", "attention", "api", "cuda_path"],
+    "model_runner.py": ["model_runner", "api", "cuda_path", "sharing", "oracle"],
+    "sampler.py": ["sampler", "penalties", "api"],
+    "llm.py": ["names", "prompts", "threads", "api", "text"],
+    "prompts.py": ["prompts", "api", "text", "sharing"],
+    "config.py": ["api", "names", "sampler", "trace", "sharing"],
+    "attention/__init__.py": ["attention", "cuda_path", "api"],
+    "attention/metadata.py": ["model_runner", "attention"],
+    "attention/reference_backend.py": ["attention"],
+    "attention/torch_backend.py": ["attention", "oracle"],
+    "attention/triton_backend.py": ["attention", "cuda_path", "cuda_graphs"],
+    "attention/flash_backend.py": ["attention", "cuda_path"],
+    "checks/__init__.py": [],
+    "checks/engine_options.py": ["names"],
+    "checks/foreign_names.py": ["names", "api"],
+    "checks/requests.py": ["api", "prompts"],
+    "checks/rules.py": ["api", "names", "trace", "beam_search"],
+    "kernels/__init__.py": [],
+    "kernels/copy_blocks.py": ["kernels", "cuda_path"],
+    "kernels/fused.py": ["fused"],
+    "kernels/paged_attention.py": ["kernels", "attention"],
+    "model/__init__.py": [],
+    "model/checkpoint.py": ["weights", "parallel", "api"],
+    "model/cuda_graphs.py": ["cuda_graphs", "cuda_path"],
+    "model/decoder.py": ["weights", "oracle", "parallel"],
+    "model/layers.py": ["weights", "fused", "oracle"],
+    "model/model_config.py": ["weights"],
+    "model/parallel.py": ["parallel"],
+    "text/__init__.py": [],
+    "text/chat.py": ["prompts", "api"],
+    "text/detokenizer.py": ["text"],
+    "text/outputs.py": ["names", "api", "text"],
+    "text/stopping.py": ["text", "prompts", "api"],
+    "tiny/train.py": ["scripts"],
+    "trace/__init__.py": [],
+    "trace/recorded_pool.py": ["trace"],
+    "trace/recorder.py": ["trace", "trace_page"],
+    "trace/sentences.py": ["trace"],
+    "trace/snapshot.py": ["snapshot", "trace"],
+    "trace/watch.py": ["watch"],
+}
+
+
+def tests_of(file: str) -> list[str]:
+    """The tests of a file, such as nanopaged/scheduler.py, as paths from the project's folder."""
+    names = TESTS[Path(file).absolute().relative_to(ROOT / "nanopaged").as_posix()]
+    return [f"tests/test_{name}.py" for name in names]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("files", nargs="+", help="of the package")
+    parser.add_argument("--run", action="store_true", help="run the tests, too")
+    args = parser.parse_args()
+    try:
+        tests = list(dict.fromkeys(test for file in args.files for test in tests_of(file)))
+    except (KeyError, ValueError):
+        parser.error(f"no tests are known for one of {' '.join(args.files)}: name files of nanopaged/")
+    print("\n".join(tests))
+    if args.run:
+        sys.exit(subprocess.call([sys.executable, "-m", "pytest", "-x", *tests], cwd=ROOT))
+
+
+if __name__ == "__main__":
+    main()
