@@ -23,15 +23,24 @@ from nanopaged.kv_cache import KVCache
 VOCAB_SIZE = 97
 MAX_MODEL_LEN = 160
 EOS = 7
-RANDOM_RUNS = 300  # of each kind: enough for every event that test_random_runs.py lists
+RANDOM_RUNS = 100  # of each kind, or as many more as it takes until all that they should meet has happened
+QUICK_RUNS = 50
+# What `-m quick` runs: the bookkeeping, the sampler, and one family of models against transformers.
+QUICK = ["block_manager", "scheduler", "swap", "beam_search", "sampler", "random_runs", "oracle"]
 
 torch.set_num_threads(1)  # the models are so small that a second thread only waits
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long the random workloads run: see tests/test_random_runs.py."""
-    parser.addoption("--random-runs", type=int, default=RANDOM_RUNS, help="random workloads of each kind")
+    runs = f"random workloads of each kind (default: {RANDOM_RUNS}, or {QUICK_RUNS} with -m quick)"
+    parser.addoption("--random-runs", type=int, help=runs)
     parser.addoption("--first-seed", type=int, default=0, help="the seed of the first of them")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.random_runs is None:
+        config.option.random_runs = QUICK_RUNS if config.option.markexpr == "quick" else RANDOM_RUNS
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -42,12 +51,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the GPU tests where there is no GPU."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+    """Mark the quick tests, and skip the GPU tests where there is no GPU."""
+    for item in items:
+        family = getattr(item, "callspec", None) and item.callspec.params.get("oracle")
+        if item.path.stem.removeprefix("test_") in QUICK and family in (None, "qwen3"):
+            item.add_marker(pytest.mark.quick)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device (with one: pytest -m gpu)"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what was left out, after the reasons of the tests that were skipped (-rs, in pyproject.toml)."""
+    left_out = {
+        "not slow": "Not run: the slow tests. python -m pytest -n 2 -m slow",
+        "quick": 'Not run: all that is not quick. python -m pytest -n 2 -m "not slow"',
+    }
+    if config.option.markexpr in left_out:
+        terminalreporter.line(left_out[config.option.markexpr])
 
 
 @pytest.fixture(autouse=True)

@@ -33,8 +33,10 @@ LIBRARIES = ["torch", "transformers.models.auto.modeling_auto", "transformers.mo
 LIBRARIES += ["matplotlib.pyplot", "pytest", "hypothesis", "psutil", "rich.console"]
 # Libraries read the environment when they are imported. So a program is forked only if its environment is
 # that of the process that waits, except for these names.
-MAY_DIFFER = {"PYTHONPATH", "GIT_CEILING_DIRECTORIES", "PYTEST_CURRENT_TEST"}
+MAY_DIFFER = {"PYTHONPATH", "GIT_CEILING_DIRECTORIES"}
 SHELL = re.compile(r"[|&;<>()$`*~#\\\n]")
+
+INHERITED = dict(os.environ)  # before tests and the libraries that they use change it
 
 Done = subprocess.CompletedProcess[str]
 
@@ -43,7 +45,7 @@ def environment(**changes: str) -> dict[str, str]:
     """The environment of a reader, in which programs print the same on every machine."""
     # On a CI server (CI, BUILD_NUMBER) pytest does not shorten its summary to the width of the screen.
     not_theirs = {"TRITON_INTERPRET", "CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "PYTHONPATH"}
-    inherited = {name: value for name, value in os.environ.items() if name not in not_theirs}
+    inherited = {name: value for name, value in INHERITED.items() if name not in not_theirs}
     paths = [str(Path(sys.executable).parent), inherited.get("PATH", "")]
     return inherited | {
         "PATH": os.pathsep.join(paths),
@@ -100,7 +102,6 @@ def run_process(command: str | list[str], folder: Path, env: dict[str, str], tim
 # ── the process that waits: it is asked for one program at a time ─────────────────────────────────
 
 
-@cache
 def _environment_of_the_waiting_process() -> dict[str, str]:
     return {name: value for name, value in environment().items() if name not in MAY_DIFFER}
 

@@ -27,6 +27,7 @@ def test_there_are_seven() -> None:
     assert len(FORKS) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fork", FORKS, ids=lambda fork: fork.name)
 def test_a_fork_passes_its_own_test(fork: Path, tmp_path: Path) -> None:
     """In a copy of the project, the commands of its page apply the patch and run the test, then its code."""

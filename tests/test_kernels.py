@@ -210,6 +210,7 @@ SHARED_MEMORY = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}  # bytes that a p
 REGISTERS = 64 << 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
 def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
     """Every kernel for sm_80, sm_90 and sm_100: nothing on the stack, and room for two programs on an SM.

@@ -70,7 +70,10 @@ def everything(llm: LLM) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize(("family", "size"), [("llama", 2), ("qwen2", 2), ("qwen3", 2), ("llama", 4)])
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [("llama", 2), ("qwen2", 2), ("qwen3", 2), pytest.param("llama", 4, marks=pytest.mark.slow)],
+)
 def test_ranks_together_give_what_one_gives(family: str, size: int, tmp_path: Path) -> None:
     """Four ranks share two KV heads, so that two ranks each have the same one."""
     biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
@@ -419,6 +422,7 @@ def test_workers_end_when_their_engine_is_killed(qwen3: Oracle, tmp_path: Path) 
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_under_torchrun(qwen3: Oracle, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

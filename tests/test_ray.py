@@ -5,6 +5,7 @@ Each test starts a Ray of its own, for two CPU cores, in a process that ends wit
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,7 +17,10 @@ import pytest
 
 from nanopaged import LLM, SamplingParams
 
-pytest.importorskip("ray.data", reason='needs pip install -e ".[ray]"')
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='Ray: pip install -e ".[ray]"'),
+]
 
 EXPERIMENTS = Path(__file__).parents[1] / "docs" / "experiments"
 TAG = "NANOPAGED_TEST_RAY"  # in the environment of every process of a test

@@ -505,6 +505,7 @@ def test_sampling() -> None:
     assert len(re.findall(r"^ +[13] +300 .+( +[\d.]+){3}$", printed, flags=re.MULTILINE)) == 2 * 6
 
 
+@pytest.mark.slow
 def test_busy() -> None:
     small = ["--shape", "test", "--prompt", "4", "--programs", "1", "--seconds", "0.1", "--repeat", "1"]
     printed = experiment("busy", *small)
