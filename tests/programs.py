@@ -44,7 +44,8 @@ Done = subprocess.CompletedProcess[str]
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a reader, in which programs print the same on every machine."""
     # On a CI server (CI, BUILD_NUMBER) pytest does not shorten its summary to the width of the screen.
-    not_theirs = {"TRITON_INTERPRET", "CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "PYTHONPATH"}
+    # And nanopaged, which pytest has imported, has set how long threads spin.
+    not_theirs = {"TRITON_INTERPRET", "CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "PYTHONPATH", "GOMP_SPINCOUNT"}
     inherited = {name: value for name, value in INHERITED.items() if name not in not_theirs}
     paths = [str(Path(sys.executable).parent), inherited.get("PATH", "")]
     return inherited | {
