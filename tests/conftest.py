@@ -6,7 +6,7 @@ import math
 import os
 import random
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,10 @@ class Oracle:
     def __init__(self, family: str, folder: Path) -> None:
         self.folder = folder
         self.model = make_checkpoint(family, folder)
-        self._greedy = cache(self._generate)  # many tests ask for the same prompts
+
+    @cached_property
+    def _greedy(self) -> Callable[..., list[int]]:  # many tests ask for the same prompts
+        return cache(self._generate)
 
     def greedy(self, prompt: list[int], max_tokens: int, ignore_eos: bool = False) -> list[int]:
         return list(self._greedy(tuple(prompt), max_tokens, ignore_eos))

@@ -404,7 +404,7 @@ class PriorityRun(Run):
         return self.execute(batch)
 
 
-@pytest.mark.parametrize(("make_workload", "share"), [(mixed, 16), (forked, 40)])
+@pytest.mark.parametrize(("make_workload", "share"), [(mixed, 5), (forked, 13)])
 def test_random_workloads_with_random_priorities(
     make_workload: Callable[[int], Workload], share: int, clock: Clock, pytestconfig: pytest.Config
 ) -> None:
