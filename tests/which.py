@@ -50,7 +50,7 @@ TESTS = {  # file of the package → NAME of its tests, tests/test_NAME.py
     "model/cuda_graphs.py": ["cuda_graphs", "cuda_path"],
     "model/decoder.py": ["weights", "oracle", "parallel"],
     "model/layers.py": ["weights", "fused", "oracle"],
-    "model/model_config.py": ["weights"],
+    "model/model_config.py": ["weights", "parallel"],
     "model/parallel.py": ["parallel"],
     "text/__init__.py": [],
     "text/chat.py": ["prompts", "api"],
