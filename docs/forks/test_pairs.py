@@ -1,6 +1,6 @@
 """Two forks at a time, both in use: each text is what its request gets alone.
 
-It runs in a tree with all forks. tests/test_forks.py makes one, and says which pairs there are.
+This file belongs into the folder tests of a tree with all forks; tests/test_forks.py makes one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import FAMILIES, SHAPE, make_checkpoint, random_prompts
+from conftest import SHAPE, make_checkpoint, random_prompts
+from test_families import EXPERTS
 from test_lora import ATTENTION, MLP, make_adapter
 from torch.nn import Linear
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, RequestOutput, SamplingParams
 from nanopaged.model.checkpoint import TINY_MODEL
@@ -39,12 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {  # how a fork is switched on; families by
 }
 UNCHANGED = ("priority", "speculation")  # the texts are those without the fork
 
-FAMILIES["qwen3_moe"] = lambda **changes: Qwen3MoeForCausalLM(
-    Qwen3MoeConfig(
-        **SHAPE | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16},
-        experts_implementation="eager",
-    )
-)
 PROMPTS = random_prompts(8, seed=3, longest=50)
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PARAMS = [
@@ -95,9 +89,9 @@ def serve(pair: Pair, texts: list[list[list[int]]], **options: Any) -> tuple[LLM
 
     def propose(seq: Sequence, num: int) -> list[int]:
         """The text that follows; every fourth token of it is wrong."""
-        first, ((text, *_), *_) = seq.num_output_tokens, [texts[int(seq.request.request_id)]]
-        guesses = text[first : first + num]
-        return [(token + (i % 4 == 3)) % 97 for i, token in enumerate(guesses, first)]
+        first = seq.num_output_tokens
+        text = texts[int(seq.request.request_id)][0]
+        return [(token + (i % 4 == 3)) % 97 for i, token in enumerate(text[first : first + num], first)]
 
     llm = pair.llm(**options)
     engine, last = llm.engine, len(PROMPTS) - 1
@@ -144,10 +138,8 @@ def check_in_use(pair: Pair, llm: LLM, outputs: list[RequestOutput]) -> None:
         assert times[-1] < max(times)
     for fork in {"lora", "sinks"} & set(pair.forks):
         without = pair.llm(fork, *UNCHANGED, num_blocks=400)
-        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS[:3]]
-        assert list(map(texts_of, without.generate(prompts, GREEDY, use_tqdm=False))) != list(
-            map(texts_of, outputs[:3])
-        )
+        others = without.generate(PROMPTS[:3], GREEDY, use_tqdm=False)
+        assert list(map(texts_of, others)) != list(map(texts_of, outputs[:3]))
 
 
 @pytest.mark.parametrize("forks", sorted(REFUSED), ids="+".join)
@@ -163,7 +155,8 @@ def test_a_pair_that_would_be_wrong_is_refused_at_start(forks: tuple[str, str]) 
 def test_an_adapter_of_an_expert_is_refused_at_start(tmp_path: Path) -> None:
     """An expert computes some rows of a batch, and an adapter's rows are those of the whole batch."""
     make_checkpoint("qwen3_moe", tmp_path / "model")
-    expert = SimpleNamespace(named_modules=lambda: [("model.layers.1.mlp.experts.2.up_proj", Linear(48, 20))])
+    linear = Linear(SHAPE["hidden_size"], EXPERTS["moe_intermediate_size"])
+    expert = SimpleNamespace(named_modules=lambda: [("model.layers.1.mlp.experts.2.up_proj", linear)])
     adapter = make_adapter(tmp_path / "adapter", expert, target_modules=["up_proj"])
     with pytest.raises(ValueError, match="adapter 'a' cannot be used: .*experts.2.gate_up_proj is an expert"):
         LLM(tmp_path / "model", num_blocks=8, adapters={"a": adapter})
