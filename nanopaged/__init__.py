@@ -1,5 +1,7 @@
 """nanopaged: PagedAttention that you can read in an evening and run with or without a GPU."""
 
+from __future__ import annotations
+
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -43,6 +45,17 @@ def __getattr__(name: str) -> Any:
             raise ImportError(explanation)  # `from nanopaged import …` would hide the text of another error
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_WITH_TORCH[name]), name)
+
+
+def _open_trace(engine: LLMEngine) -> None:
+    """The option `trace`: an engine that has it gets a listener. The engine itself knows of no trace."""
+    if engine.config.trace is not None:
+        from nanopaged.trace.recorder import Recorder
+
+        engine.listeners.append(Recorder(engine))
+
+
+EngineConfig.on_start.append(_open_trace)
 
 
 def __dir__() -> list[str]:

@@ -75,7 +75,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
 
 def _finish(beam: Sequence, sample: Sample) -> Sequence:
     """A hypothesis: the tokens of `beam`, ended by `sample`."""
-    hypothesis = beam.fork(0)
+    hypothesis = beam.copy_tokens(0)
     hypothesis.append(sample)
     hypothesis.score = _score(beam.request, hypothesis.cumulative_logprob, hypothesis.num_output_tokens)
     return hypothesis

@@ -10,12 +10,11 @@ It knows block ids only, no tensors, models or queues. The model runner copies t
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import sha256
 
-from nanopaged.sequence import Request, Sequence
+from nanopaged.sequence import Sequence
 
 NO_TOKEN = array("q", [-1]).tobytes()
 
@@ -203,7 +202,7 @@ class BlockManager:
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """A copy of `parent` for output `index` that shares all its blocks. Takes no memory (§4.4)."""
-        child = parent.fork(index)
+        child = parent.copy_tokens(index)
         for block_id in parent.block_table:
             self.share(block_id)
         child.block_table = list(parent.block_table)
@@ -268,7 +267,7 @@ class BlockManager:
                 prefix.append(self.index[key].block_id)
         return prefix
 
-    def cache_blocks(self, seq: Sequence) -> None:
+    def publish(self, seq: Sequence) -> None:
         """Publish the blocks that this step will fill, unless blocks with equal keys are published.
 
         No other function adds to the prefix index. The blocks can be found before they are computed, so that
@@ -296,83 +295,3 @@ class BlockManager:
             block.key = None
         self.free_ids += reversed(self.cached)
         self.cached.clear()
-
-    # ── statistics and checks ─────────────────────────────────────────────────────────────────────
-
-    def num_shared_blocks(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks with more than one reference."""
-        in_use = {block_id for seq in sequences for block_id in seq.block_table}
-        return sum(self.blocks[block_id].ref_count > 1 for block_id in in_use)
-
-    def num_blocks_saved(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that sharing saves: all entries of the block tables, less the blocks in use."""
-        return sum(len(seq.block_table) for seq in sequences) - (self.num_blocks - self.num_free_blocks)
-
-    def filled_slots(self, sequences: Iterable[Sequence]) -> dict[int, int]:
-        """Each block of their tables → its slots that hold K/V; a shared block counts once."""
-        filled: dict[int, int] = {}
-        for seq in sequences:
-            for i, block_id in enumerate(seq.block_table):
-                here = min(self.block_size, max(0, seq.num_computed_tokens - i * self.block_size))
-                filled[block_id] = max(filled.get(block_id, 0), here)
-        return filled
-
-    def slot_utilization(self, sequences: Iterable[Sequence]) -> float:
-        """Share of the slots in allocated blocks that hold K/V.
-
-        The other slots are internal fragmentation (the end of a last block), or belong to a prompt that is
-        being computed.
-        """
-        filled = self.filled_slots(sequences)
-        return sum(filled.values()) / (len(filled) * self.block_size) if filled else 0.0
-
-    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless pool, prefix index and block tables agree. Call it between steps.
-
-        Args:
-            sequences: all sequences that have device blocks.
-        """
-        sequences = list(sequences)
-        references = Counter(block_id for seq in sequences for block_id in seq.block_table)
-        free = set(self.free_ids)
-        assert len(free) == len(self.free_ids), "a block is in the free list twice"
-        assert not free & self.cached.keys(), "a block is both free and cached"
-        assert not references.keys() & (free | self.cached.keys()), "a block in a table is free"
-        assert len(references) + self.num_free_blocks == self.num_blocks, (
-            f"{len(references)} blocks in use + {self.num_free_blocks} free != {self.num_blocks}"
-        )
-        for block in self.blocks:
-            assert block.ref_count == references[block.block_id], (
-                f"block {block.block_id} has {block.ref_count} references, "
-                f"but stands {references[block.block_id]} times in tables"
-            )
-            assert block.key is None or self.index[block.key] is block, "a stale key"
-        assert all(block.key == key for key, block in self.index.items()), "the index names another block"
-        holders: dict[int, tuple[int, Sequence]] = {}  # block → its position in the first table that has it
-        computed: set[tuple[Request, int]] = set()
-        for seq in sequences:
-            self._check_table(seq)
-            for i, block_id in enumerate(seq.block_table):
-                place, other = holders.setdefault(block_id, (i, seq))
-                if other is not seq:
-                    assert place == i, "a block stands at different places of two tables"
-                    published = self.blocks[block_id].key is not None
-                    assert published or seq.request is other.request, "requests share a private block"
-                    end = min((i + 1) * self.block_size, seq.num_computed_tokens, other.num_computed_tokens)
-                    assert seq.token_ids[:end] == other.token_ids[:end], "shared, with different tokens"
-                # The first sequence of a request that has a block computes it for its siblings.
-                if self.blocks[block_id].key is not None and (seq.request, block_id) not in computed:
-                    end = (i + 1) * self.block_size
-                    assert seq.num_computed_tokens >= end, "a findable block is not computed"
-                    computed.add((seq.request, block_id))
-
-    def _check_table(self, seq: Sequence) -> None:
-        """Check one table: its length, its distinct blocks, and that published keys match the tokens."""
-        num_blocks, size = len(seq.block_table), self.block_size
-        assert len(set(seq.block_table)) == num_blocks, "a block stands twice in one table"
-        assert seq.num_computed_tokens <= min(seq.num_tokens, num_blocks * size)
-        assert num_blocks <= blocks_needed(seq.num_tokens, size)
-        keys = self.keys_of(seq, seq.num_tokens // size)
-        for i, block_id in enumerate(seq.block_table):
-            key = self.blocks[block_id].key
-            assert key is None or [key] == keys[i : i + 1], f"block {block_id} is found under other tokens"

@@ -9,6 +9,7 @@ This module knows no tensors: `dtype` and `device` are names here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -22,7 +23,6 @@ from nanopaged.checks.rules import boolean, check_options, number, one_of, optio
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch", "reference")
 NO_TOP_K = 1 << 24  # more than any vocabulary, and exact in float32
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 OR_NONE, TO_THE_LIMIT = " (None chooses it for you)", " (None is as many as max_model_len allows)"
 
 
@@ -60,8 +60,8 @@ class EngineConfig(_Options):
         num_host_blocks: blocks in host memory for swapped requests. None is as many as the KV cache has, but
             at most 4 GiB; 0 disables swapping.
         memory_utilization: on a GPU, the share of its memory that weights, activations and KV cache may take
-            together (None: 0.9). On a CPU, the share of the memory that is free now that the KV cache may
-            take. There None is a half, but at most 4 GiB unless a single sequence of full length needs more.
+            together (None: 0.9). On a CPU, the KV cache may take this share of the memory that is free at
+            start. There None is a half, but at most 4 GiB unless a single sequence of full length needs more.
             The memory is used little by little, so a second engine still counts it as free.
         max_num_seqs: sequences running at once.
         max_num_batched_tokens: tokens computed in one step (the token budget). None is 2048, or
@@ -114,23 +114,8 @@ class EngineConfig(_Options):
     seed: int = option(0, whole(0))
     trace: str | Path | None = option(None, optional(rules.new_file))
 
-    def token_budget(self, max_model_len: int) -> int:
-        """Tokens that one step may compute, for a model of `max_model_len`.
-
-        Raises:
-            ValueError: prompts may not be cut into chunks, and the longest does not fit in one step.
-        """
-        budget = self.max_num_batched_tokens
-        if self.enable_chunked_prefill:
-            return budget or DEFAULT_MAX_NUM_BATCHED_TOKENS
-        budget = budget or max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len)
-        require(
-            budget >= max_model_len,
-            f"max_num_batched_tokens is {budget}, but without chunked prefill a prompt of up to "
-            f"max_model_len = {max_model_len} tokens must fit in one step: raise "
-            "max_num_batched_tokens, lower max_model_len, or set enable_chunked_prefill=True",
-        )
-        return budget
+    # Called with each new engine: see `nanopaged/__init__.py`.
+    on_start: ClassVar[list[Callable[[Any], None]]] = []
 
 
 def _check_lengths(params: SamplingParams | BeamSearchParams) -> None:

@@ -12,10 +12,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
-from transformers import PreTrainedTokenizerBase
-
 from nanopaged.block_manager import BlockManager
 from nanopaged.checks.foreign_names import with_hints
+from nanopaged.checks.lengths import resolve_lengths
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.model.checkpoint import find_model, load_tokenizer, read_eos_token_ids
 from nanopaged.model.model_config import read_model_config
@@ -25,9 +24,9 @@ from nanopaged.prompts import Params, Prompt, PromptProcessor
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, ScheduledBatch, StepResult
 from nanopaged.text.outputs import EngineStats, RequestOutput
-from nanopaged.trace.recorded_pool import RecordedBlockManager
-from nanopaged.trace.recorder import Recorder
-from nanopaged.trace.snapshot import Snapshot, take_snapshot
+from nanopaged.views.invariants import check_blocks, check_host_blocks
+from nanopaged.views.snapshot import Snapshot, take_snapshot
+from nanopaged.views.statistics import Counters, engine_stats
 
 
 class Runner(Protocol):
@@ -43,12 +42,25 @@ class Runner(Protocol):
         """The faster way to preempt, "swap" or "recompute"; called once for preemption="auto"."""
 
 
+class Listener(Protocol):
+    """What an engine tells of its steps, such as to a trace: see `LLMEngine.listeners`."""
+
+    def step_ended(self, batch: ScheduledBatch) -> None:
+        """The batch is computed, and the sequences have its tokens."""
+
+    def step_failed(self, error: BaseException) -> None:
+        """All requests wait again."""
+
+
 class LLMEngine:
     """Continuous batching over a paged KV cache.
 
     Args:
         config: see `EngineConfig`.
         runner: computes the batches; None makes a `ModelRunner` with the model of `config`.
+
+    Attributes:
+        listeners: are called after every step.
 
     Raises:
         FileNotFoundError: the model or a file of it is missing.
@@ -58,49 +70,36 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
         if not isinstance(config, EngineConfig):
             raise TypeError(f"config must be an EngineConfig, got {config!r}")
-        self.config = config
         folder = find_model(config.model, with_weights=config.load_format == "auto")
         model_config = read_model_config(folder)
+        model_config.share(config.tensor_parallel_size)  # raises ValueError if it cannot be divided
+        self.config = config = resolve_lengths(config, model_config.max_position_embeddings)
         self.model_name = str(config.model or folder.name)
-        self.tokenizer: PreTrainedTokenizerBase | None = load_tokenizer(folder)
-        self.vocab_size = model_config.vocab_size
-        self.max_model_len = config.max_model_len or model_config.max_position_embeddings
-        if self.max_model_len > model_config.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len is {self.max_model_len}, but the model was made for at most "
-                f"{model_config.max_position_embeddings} tokens"
-            )
-        token_budget = config.token_budget(self.max_model_len)
+        self.max_model_len, self.vocab_size = config.max_model_len, model_config.vocab_size
+        self.tokenizer = load_tokenizer(folder)
         if runner is None:
-            size = config.tensor_parallel_size
-            model_config.share(size)  # raises ValueError if it cannot be divided
-            make_runner = partial(ModelRunner, config, model_config, folder, self.max_model_len, token_budget)
-            runner = make_runner() if size == 1 else start(size, config.device, make_runner)
+            make_runner = partial(ModelRunner, config, model_config, folder)
+            runner = start(config.tensor_parallel_size, config.device, make_runner)
         self.runner: Runner = runner
-        pool = BlockManager if config.trace is None else RecordedBlockManager
-        self.block_manager = pool(runner.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.block_manager = BlockManager(runner.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.block_manager,
             config.max_num_seqs,
-            token_budget,
+            config.max_num_batched_tokens,
             config.enable_chunked_prefill,
             runner.cheaper_preemption() if config.preemption == "auto" else config.preemption,
             runner.num_host_blocks,
             config.watermark,
         )
+        eos_token_ids = read_eos_token_ids(folder, self.tokenizer)
         self.prompts = PromptProcessor(
-            config,
-            self.tokenizer,
-            self.vocab_size,
-            self.max_model_len,
-            runner.num_blocks,
-            read_eos_token_ids(folder, self.tokenizer),
+            config, self.tokenizer, self.vocab_size, runner.num_blocks, eos_token_ids
         )
         self.requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
-        self.num_steps = 0
-        self.trace: Recorder | None = None
-        if config.trace is not None:
-            self.trace = Recorder(config.trace, folder.name, self.scheduler, self.tokenizer)
+        self.num_steps, self.counters = 0, Counters()
+        self.listeners: list[Listener] = []
+        for call in config.on_start:
+            call(self)
 
     def step(self, with_outputs: bool = True, keep: bool = False) -> list[RequestOutput]:
         """Compute one batch. Returns the requests that got a token, finished or not.
@@ -117,12 +116,14 @@ class LLMEngine:
         if not self.requests:
             return []
         with self._or_start_over():
-            batch = self.scheduler.schedule()
+            batch = self.scheduler.schedule()  # empty if a failed step had finished the last requests
             result = self.runner.execute(batch) if batch.sequences else StepResult([])
             advanced = self.scheduler.update(batch, result)
+            if batch.admitted or batch.preempted or batch.copies:
+                self.counters.count(batch, self.config.enable_prefix_caching)
+            for listener in self.listeners:
+                listener.step_ended(batch)
             outputs = [request.output() for request in advanced] if with_outputs else []
-            if self.trace is not None:
-                self.trace.record(batch, self.num_steps + 1)
             for request in [request for request in advanced if request.finished]:
                 if keep and not request.is_polled:
                     self.scheduler.unreported.append(request)
@@ -133,7 +134,7 @@ class LLMEngine:
 
     @contextmanager
     def _or_start_over(self) -> Iterator[None]:
-        """If the block fails anywhere, all requests wait again."""
+        """If the code inside `with` fails, all requests wait again."""
         try:
             yield
         except BaseException as error:
@@ -141,8 +142,8 @@ class LLMEngine:
                 with suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave this half done
                     self.scheduler.start_over(self.requests.values())
                     break
-            if self.trace is not None:
-                self.trace.record_failure(error, self.num_steps)
+            for listener in self.listeners:
+                listener.step_failed(error)
             raise
 
     @with_hints(SamplingParams)
@@ -188,33 +189,7 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Counts and shares, valid between two steps."""
-        scheduler, blocks, sequences = self.scheduler, self.block_manager, self.scheduler.sequences
-        num_swapped = sum(request.is_swapped for request in scheduler.waiting.values())
-        return EngineStats(
-            num_blocks=blocks.num_blocks,
-            num_free_blocks=blocks.num_free_blocks,
-            num_cached_blocks=len(blocks.cached),
-            num_used_blocks=blocks.num_blocks - blocks.num_free_blocks,
-            num_shared_blocks=blocks.num_shared_blocks(sequences),
-            num_blocks_saved=blocks.num_blocks_saved(sequences),
-            num_host_blocks=scheduler.swapper.num_host_blocks,
-            num_free_host_blocks=len(scheduler.swapper.free_ids),
-            slot_utilization=blocks.slot_utilization(sequences),
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) - num_swapped,
-            num_swapped=num_swapped,
-            prefix_cache_queries=scheduler.prefix_cache_queries,
-            prefix_cache_hits=scheduler.prefix_cache_hits,
-            preemption=scheduler.preemption,
-            num_preemptions_swap=scheduler.num_preemptions_swap,
-            num_preemptions_recompute=scheduler.num_preemptions_recompute,
-            num_blocks_swapped_out=scheduler.num_blocks_swapped_out,
-            num_blocks_swapped_in=scheduler.num_blocks_swapped_in,
-            num_blocks_copied=scheduler.num_blocks_copied,
-            num_steps=self.num_steps,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
-            num_generated_tokens=scheduler.num_generated_tokens,
-        )
+        return engine_stats(self.num_steps, self.scheduler, self.counters)
 
     def snapshot(self) -> Snapshot:
         """Every request, block table and block, valid between two steps. Printed, it is a drawing of them."""
@@ -222,5 +197,5 @@ class LLMEngine:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if block tables, pools and prefix index disagree. Call it between steps."""
-        self.block_manager.check_invariants(self.scheduler.sequences)
-        self.scheduler.swapper.check_invariants(self.requests.values())
+        check_blocks(self.block_manager, self.scheduler.sequences)
+        check_host_blocks(self.scheduler.swapper, self.requests.values())

@@ -18,30 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
-def pick_device(name: str) -> torch.device:
-    """The torch device of that name, with its number; "auto" is CUDA if there is a GPU, else the CPU.
-
-    Raises:
-        ValueError: there is no such device on this machine, or it is neither a CPU nor a CUDA device.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.empty(0, device=name).device  # "cuda" becomes "cuda:0": some functions need the number
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used here: {error}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {name!r} cannot be used here: only 'cpu' and 'cuda' are supported")
-    return device
-
-
-def is_ampere(device: torch.device) -> bool:
-    """Whether it is a GPU of the Ampere generation (compute capability 8.0) or a newer one.
-
-    Older ones (T4, V100) compute bfloat16 in software, and neither Triton nor flash attention supports them.
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+from nanopaged.kernels.devices import is_ampere
 
 
 def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None) -> Tensor:
@@ -54,6 +31,13 @@ def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True) if out is None else out.copy_(tensor, non_blocking=True)
+
+
+def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:
+    """The given rows of a tensor. Rows 0, 1, 2, … are a view: nothing is sent to the device or copied."""
+    if rows == list(range(len(rows))):
+        return tensor[: len(rows)]
+    return tensor[to_device(np.array(rows), tensor.device)]
 
 
 @dataclass(frozen=True)
@@ -124,17 +108,17 @@ class KVCache:
         """Views of one layer's K and V, each [num_blocks, num_kv_heads, block_size, head_dim]."""
         return self.data[:, layer, 0], self.data[:, layer, 1]
 
-    def encode(self, kv: Tensor) -> Tensor:
+    def pack(self, kv: Tensor) -> Tensor:
         """K or V [..., head_dim] of tokens → what is stored of it in a slot [..., slot width].
 
-        Backends pass all K/V through `encode` before they store it, and through `decode` after they read it.
+        Backends pass all K/V through `pack` before they store it, and through `unpack` after they read it.
         Here both change nothing; a quantised cache would have its arithmetic in them. (The Triton decode
-        kernel reads slots without `decode`.)
+        kernel reads slots without `unpack`.)
         """
         return kv
 
-    def decode(self, stored: Tensor) -> Tensor:
-        """What is stored in slots [..., slot width] → K or V [..., head_dim]; see `encode`."""
+    def unpack(self, stored: Tensor) -> Tensor:
+        """What is stored in slots [..., slot width] → K or V [..., head_dim]; see `pack`."""
         return stored
 
     def head_blocks(self, layer: int) -> Tensor:

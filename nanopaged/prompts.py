@@ -9,45 +9,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
 from functools import cached_property
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from nanopaged.checks.requests import (
     Params,
+    Prompt,
     check_fits,
     check_params,
     check_prompt_dict,
     check_text,
     check_token_ids,
     check_types,
+    token_rows,
 )
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.sequence import Request
 from nanopaged.text.detokenizer import Detokenizer
 from nanopaged.text.stopping import StopRules
-
-Prompt = str | SequenceOf[int] | dict[str, Any]
-"""A text, token ids, or a dict of {"prompt": text, "prompt_token_ids": ids} with one of them or both. Prompts
-with different values of "cache_salt" in it share no K/V."""
-
-
-def token_rows(encoding: Mapping[str, Any]) -> list[list[int]]:
-    """The token ids in the output of a transformers tokenizer: a row for each text, without padding."""
-    ids, mask = (
-        value.tolist() if hasattr(value, "tolist") else value
-        for value in (encoding["input_ids"], encoding.get("attention_mask"))
-    )
-    if not ids or not isinstance(ids[0], list):
-        ids, mask = [ids], mask and [mask]
-    if mask is None:
-        return ids
-    return [
-        [token_id for token_id, is_text in zip(row, its_mask, strict=True) if is_text]
-        for row, its_mask in zip(ids, mask, strict=True)
-    ]
 
 
 class PromptProcessor:
@@ -63,14 +43,12 @@ class PromptProcessor:
         config: EngineConfig,
         tokenizer: PreTrainedTokenizerBase | None,
         vocab_size: int,
-        max_model_len: int,
         num_blocks: int,
         eos_token_ids: frozenset[int],
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
         self.num_blocks = num_blocks
         self.eos_token_ids = frozenset(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self._seeds = random.Random(config.seed)
@@ -96,9 +74,8 @@ class PromptProcessor:
             prompt = prompt.get("prompt_token_ids", text)
         token_ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         token_ids = check_token_ids(token_ids, self.vocab_size)
-        rules = StopRules.of(params, len(token_ids), self.eos_token_ids, self.max_model_len)
-        limits = self.max_model_len, self.config, self.num_blocks
-        check_fits(len(token_ids), params, rules.max_length, *limits)
+        rules = StopRules.of(params, len(token_ids), self.eos_token_ids, self.config.max_model_len)
+        check_fits(len(token_ids), params, rules.max_length, self.config, self.num_blocks)
         check_params(params, rules.token_ids, self.vocab_size, self.tokenizer is not None)
         request = Request(
             request_id=request_id,
@@ -122,8 +99,10 @@ class PromptProcessor:
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer: give the prompt as a list of token ids")
         text.encode()  # half of a surrogate pair, which no tokenizer takes, is a ValueError
-        if len(text) > self.max_model_len:  # or it surely fits, and the vocabulary need not be measured
-            check_text(text, self.max_model_len, self._longest_token)
+        if (
+            len(text) > self.config.max_model_len
+        ):  # or it surely fits, and the vocabulary need not be measured
+            check_text(text, self.config.max_model_len, self._longest_token)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     @cached_property

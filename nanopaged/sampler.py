@@ -23,16 +23,19 @@ import torch
 import xxhash
 from torch import Tensor
 
+from nanopaged.checks.failures import NonFiniteLogits, NoTokenAllowed
 from nanopaged.config import SamplingParams
-from nanopaged.kv_cache import to_device
-from nanopaged.sequence import NonFiniteLogits, NoTokenAllowed, Sample, ScheduledBatch, Sequence
+from nanopaged.kv_cache import take_rows, to_device
+from nanopaged.sampling.penalties import penalize, send_banned, send_penalties, token_counts
+from nanopaged.sequence import Sample, ScheduledBatch, Sequence
 from nanopaged.text.outputs import Logprob
 
 VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
+GREEDY = SamplingParams(temperature=0)
 
 
 @dataclass(slots=True)
-class SampleRow:
+class Draw:
     """The parameters of one draw: the token at `position` of output `index` of a request."""
 
     params: SamplingParams
@@ -40,61 +43,39 @@ class SampleRow:
     index: int
     position: int
     banned_token_ids: Collection[int]
-    token_counts: dict[int, int] | None = None  # `Sequence.token_counts` if the params have penalties
+    token_counts: dict[int, int] | None = None  # if the params have penalties
+    num_candidates: int = 0  # of a beam: return the log-probabilities of so many most likely tokens
 
 
 class SamplingMetadata:
     """The parameters of all draws of a step, as tensors on the device. Row i belongs to row i of the logits.
 
-    Temperatures, filters and random numbers go to the device in one copy, as float32 [6, num_rows, 1].
+    Temperatures, filters and random numbers go to the device in one copy, as float32 [6, num_draws, 1].
     """
 
-    def __init__(self, rows: list[SampleRow], device: torch.device) -> None:
+    def __init__(self, draws: list[Draw], device: torch.device) -> None:
         self.num_logprobs: list[int | None] = []
         banned, columns, num_greedy, has_penalties = [], [], 0, False
-        for row in rows:
-            params, is_greedy = row.params, row.params.temperature == 0
-            self.num_logprobs.append(params.logprobs)
-            banned.append(row.banned_token_ids)
-            has_penalties |= bool(row.token_counts)
+        for draw in draws:
+            params, is_greedy = draw.params, draw.params.temperature == 0
+            self.num_logprobs.append(draw.num_candidates or params.logprobs)
+            banned.append(draw.banned_token_ids)
+            has_penalties |= bool(draw.token_counts)
             num_greedy += is_greedy
-            draw = 0.0 if is_greedy else uniform(row.seed, row.index, row.position)
-            columns.append((*params.filters, draw, is_greedy))
+            u = 0.0 if is_greedy else uniform(draw.seed, draw.index, draw.position)
+            columns.append((*params.filters, u, is_greedy))
         self.banned = send_banned(banned, device) if any(banned) else None
-        self.penalties = send_penalties(rows, device) if has_penalties else None
-        self.all_greedy, self.any_greedy = num_greedy == len(rows), num_greedy > 0
+        self.penalties = None
+        if has_penalties:
+            penalties = [draw.params.penalties for draw in draws]
+            self.penalties = send_penalties(penalties, [draw.token_counts for draw in draws], device)
+        self.all_greedy, self.any_greedy = num_greedy == len(draws), num_greedy > 0
         if self.all_greedy:
             return
-        numbers = np.array(columns, dtype=np.float32).T  # [6, num_rows]
+        numbers = np.array(columns, dtype=np.float32).T  # [6, num_draws]
         self.top_ks, self.top_ps, self.min_ps = numbers[1:4]  # on the host, to decide which filters to run
-        numbers = to_device(numbers[:, :, None], device)  # each [num_rows, 1]
+        numbers = to_device(numbers[:, :, None], device)  # each [num_draws, 1]
         self.temperature, self.top_k, self.top_p, self.min_p, self.uniform, self.is_greedy = numbers
-
-
-def send_banned(token_ids: list[Collection[int]], device: torch.device) -> Tensor:
-    """The tokens banned in each row, as indices [2 (row, token id), num_banned] on the device.
-
-    [[], [3, 5]], nothing banned in row 0, becomes rows 1 1, token ids 3 5.
-    """
-    pairs = [(row, token_id) for row, ids in enumerate(token_ids) for token_id in ids]
-    return to_device(np.array(pairs).T, device)
-
-
-def send_penalties(rows: list[SampleRow], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The logits that penalties change: those of the tokens in `SampleRow.token_counts`.
-
-    Returns:
-        [2 (row, token id), num], and for each of them [4 (times generated, repetition, frequency, presence
-        penalty), num] in float32.
-    """
-    all_counts = [row.token_counts or {} for row in rows]
-    lengths = [len(token_counts) for token_counts in all_counts]
-    ids = [token_id for token_counts in all_counts for token_id in token_counts]
-    counts = [count for token_counts in all_counts for count in token_counts.values()]
-    penalties = np.array([row.params.penalties or (1, 0, 0) for row in rows])  # [num_rows, 3]
-    where = np.stack((np.repeat(np.arange(len(rows)), lengths), ids))
-    numbers = np.vstack((counts, np.repeat(penalties, lengths, axis=0).T)).astype(np.float32)
-    return to_device(where, device), to_device(numbers, device)
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -116,62 +97,53 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
         NonFiniteLogits: those of a request.
         NoTokenAllowed: nothing is left to choose from for a request.
     """
-    ready = [seq for seq in batch.sequences if seq.needs_sample]  # row i of the logits belongs to ready[i]
-    beams = [row for row, seq in enumerate(ready) if seq.request.is_beam_search]
-    draws: list[SampleRow] = []
-    draw_rows: list[int] = []  # the row of the logits of each draw
-    for row, seq in enumerate(ready):
-        params, request = seq.request.params, seq.request
-        if request.is_beam_search:
+    draws: list[Draw] = []
+    drawn_for: list[int] = []  # which sequence of the batch a draw is for …
+    rows: list[int] = []  # … and the row of its logits
+    num_ready = 0
+    for i, seq in enumerate(batch.sequences):
+        if not seq.needs_sample:
             continue
-        banned, counts = seq.banned_token_ids, seq.token_counts() if params.penalties else None
-        for index in range(params.num_sequences) if request.prompt_phase else (seq.index,):
-            draws.append(SampleRow(params, request.seed, index, seq.num_tokens, banned, counts))
-            draw_rows.append(row)
-    metadata, draw_logits = SamplingMetadata(draws, logits.device), take_rows(logits, draw_rows)
-    samples: list[list[Sample]] = [[] for _ in ready]
-    if beams:
-        proposals = propose_for_beams(take_rows(logits, beams), [ready[row] for row in beams])
-        for row, tokens in zip(beams, proposals, strict=True):
-            samples[row] = tokens
-    if draws:
-        for row, token in zip(draw_rows, sample(draw_logits, metadata), strict=True):
-            samples[row].append(token)
-    for seq, tokens in zip(ready, samples, strict=True):
-        if not math.isfinite(tokens[0].logprob):
-            error = NoTokenAllowed if tokens[0].logprob == -math.inf else NonFiniteLogits
+        request, params, position, banned = (
+            seq.request,
+            seq.request.params,
+            seq.num_tokens,
+            seq.banned_token_ids,
+        )
+        if request.is_beam_search:  # the most likely token, with those that come next
+            num = min(request.num_candidates + len(banned), logits.shape[-1])
+            draws.append(Draw(GREEDY, 0, 0, position, banned, num_candidates=num))
+        else:  # n outputs at the end of a prompt, else the next token of one
+            counts = token_counts(seq) if params.penalties else None
+            for index in range(params.n) if request.forks_later else (seq.index,):
+                draws.append(Draw(params, request.seed, index, position, banned, counts))
+        rows += [num_ready] * (len(draws) - len(rows))
+        drawn_for += [i] * (len(draws) - len(drawn_for))
+        num_ready += 1
+    samples: list[list[Sample]] = [[] for _ in batch.sequences]
+    tokens = sample(take_rows(logits, rows), SamplingMetadata(draws, logits.device))
+    for i, token in zip(drawn_for, tokens, strict=True):
+        seq = batch.sequences[i]
+        if not math.isfinite(token.logprob):
+            error = NoTokenAllowed if token.logprob == -math.inf else NonFiniteLogits
             raise error(seq.request.request_id, seq.num_tokens)
-    rows = iter(samples)
-    return [next(rows) if seq.needs_sample else [] for seq in batch.sequences]
+        samples[i] += candidates(seq, token) if seq.request.is_beam_search else [token]
+    return samples
 
 
-def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:
-    """The given rows of a tensor. Rows 0, 1, 2, … are a view: nothing is sent to the device or copied."""
-    if rows == list(range(len(rows))):
-        return tensor[: len(rows)]
-    return tensor[to_device(np.array(rows), tensor.device)]
-
-
-def propose_for_beams(logits: Tensor, beams: list[Sequence]) -> list[list[Sample]]:
-    """The most likely next tokens of each beam, in falling order, without the banned ones.
-
-    A beam whose tokens are all banned proposes one of them, with a log-probability of -inf.
+def candidates(beam: Sequence, token: Sample) -> list[Sample]:
+    """The most likely next tokens of a beam, in falling order, without those that must not be drawn.
 
     Args:
-        logits: [num_beams, vocab_size]; row i belongs to `beams[i]`.
+        token: the most likely one, whose `logprobs` have the others.
     """
-    logprobs = logits.log_softmax(-1)
-    banned = [seq.banned_token_ids for seq in beams]
-    if any(banned):
-        logprobs.index_put_(tuple(send_banned(banned, logits.device)), logprobs.new_full((), -math.inf))
-    num = [seq.request.num_candidates for seq in beams]
-    best = logprobs.topk(min(max(num), logits.shape[-1]))
-    all_ids, all_values = torch.stack((best.indices.double(), best.values.double())).tolist()
-    proposals = []
-    for ids, values, n in zip(all_ids, all_values, num, strict=True):
-        tokens = list(map(Sample, map(int, ids[:n]), values[:n]))
-        proposals.append([token for token in tokens if token.logprob != -math.inf] or tokens[:1])
-    return proposals
+    banned = beam.banned_token_ids
+    allowed = [
+        Sample(token_id, logprob.logprob)
+        for token_id, logprob in token.logprobs.items()
+        if token_id not in banned and logprob.logprob != -math.inf
+    ]
+    return allowed[: beam.request.num_candidates]
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
@@ -192,23 +164,6 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
             token_ids = torch.where(metadata.is_greedy[:, 0] > 0, allowed.argmax(-1), token_ids)
     is_masked = allowed is not logprobs
     return gather_logprobs(logprobs, token_ids, metadata.num_logprobs, allowed if is_masked else None)
-
-
-def penalize(logits: Tensor, where: Tensor, numbers: Tensor) -> Tensor:
-    """A copy of the logits with penalties applied, as vLLM defines them; see `SamplingParams`.
-
-        repetition 2, frequency 0.5, presence 1; logits 3 and -3 of a token generated 4 times:
-        3 / 2 - 4 · 0.5 - 1 = -1.5 and -3 · 2 - 4 · 0.5 - 1 = -9
-
-    Args:
-        logits: [num_rows, vocab_size].
-        where, numbers: see `send_penalties`.
-    """
-    count, repetition, frequency, presence = numbers
-    values = logits[tuple(where)]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= frequency * count + presence * (count > 0)
-    return logits.index_put(tuple(where), values)
 
 
 def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

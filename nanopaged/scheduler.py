@@ -14,73 +14,15 @@ tensors: the model runner computes the `ScheduledBatch`.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from heapq import heapify, heappop, heappush
-from itertools import count
 from operator import attrgetter
 from typing import Any
 
 from nanopaged.beam_search import advance_beams, fork_samples
 from nanopaged.block_manager import BlockManager
+from nanopaged.queues.waiting import WaitingQueue
 from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 from nanopaged.swap import Swapper
-
-
-class WaitingQueue(OrderedDict[str, Request]):
-    """The waiting requests by id, in order of arrival, preempted ones first. `first` is the first by rank.
-
-    A heap holds their ranks, so a step takes the same time however long the queue is. A rank is computed when
-    a request begins to wait. If the rank of the first request has changed since, all ranks are computed
-    again: a rank that changes from step to step is followed, but each step then takes a time that grows with
-    the queue (measured in docs/04-scheduling.md, "FCFS"). If the rank of another request alone becomes
-    better, this is noticed only when all ranks are computed again; `rank_again` does that.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._heap: list[tuple[Any, int, Request]] = []  # (rank, place, request); the first is the smallest
-        self._unranked: list[tuple[int, Request]] = []  # have come since the last step
-        self._last, self._front = count(1), count(-1, -1)  # places among equal ranks: 1 2 3 …, -1 -2 -3 …
-
-    def add(self, request: Request) -> None:
-        """Behind all others."""
-        self[request.request_id] = request
-        self._unranked.append((next(self._last), request))
-
-    def put_back(self, request: Request) -> None:
-        """Before all others: it was preempted."""
-        self[request.request_id] = request
-        self.move_to_end(request.request_id, last=False)
-        self._unranked.append((next(self._front), request))
-
-    def update_ranks(self, rank: Callable[[Request], Any]) -> None:
-        """Before a step: rank the requests that have come, or all of them if the first one's rank changed."""
-        for place, request in self._unranked:
-            heappush(self._heap, (rank(request), place, request))
-        self._unranked = []
-        if self and (rank(self.first()) != self._heap[0][0] or len(self._heap) > 2 * len(self)):
-            self.rank_again(rank)
-
-    def rank_again(self, rank: Callable[[Request], Any]) -> None:
-        """Compute all ranks, and forget the requests that were aborted."""
-        self._heap = [(rank(r), place, r) for _, place, r in self._heap if self.get(r.request_id) is r]
-        heapify(self._heap)
-
-    def first(self) -> Request:
-        """The first request. There must be one."""
-        while self.get(self._heap[0][2].request_id) is not self._heap[0][2]:  # it was aborted
-            heappop(self._heap)
-        return self._heap[0][2]
-
-    def take_first(self) -> None:
-        """Remove the first request: it is admitted."""
-        _, _, request = heappop(self._heap)
-        del self[request.request_id]
-
-    def discard(self, request: Request) -> bool:
-        """Remove a request, if it waits. Returns whether it did."""
-        return self.pop(request.request_id, None) is not None
 
 
 class Scheduler:
@@ -117,15 +59,6 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.unreported: list[Request] = []  # finished, but no step has returned their outputs yet
-
-        self.num_preemptions_recompute = 0
-        self.num_preemptions_swap = 0
-        self.num_blocks_swapped_out = 0
-        self.num_blocks_swapped_in = 0
-        self.num_blocks_copied = 0
-        self.prefix_cache_queries = 0  # tokens of admitted prompts …
-        self.prefix_cache_hits = 0  # … and how many of them were found in the cache
-        self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
 
     def add(self, request: Request) -> None:
@@ -169,8 +102,8 @@ class Scheduler:
             budget = self._schedule_tokens(request, budget, decodes, prefills)
             i += 1
 
-        # A request that was just preempted waits, too. It is rarely admitted again in the same step: of the
-        # blocks that it gave back, another request took one, or it needs more itself.
+        # A request preempted above is in this queue as well. It seldom fits at once: one of its blocks is
+        # taken, or it needs more than it gave back.
         num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
         self.waiting.update_ranks(self.rank)
         while self.waiting and budget > 0:
@@ -205,7 +138,7 @@ class Scheduler:
             elif num_tokens > 1:
                 prefills.append(seq)
             if num_computed_tokens % self.block_size + num_tokens >= self.block_size:  # a block becomes full
-                self.block_manager.cache_blocks(seq)
+                self.block_manager.publish(seq)
         return budget
 
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
@@ -217,12 +150,11 @@ class Scheduler:
         moves = self.swapper.swap_out(request) if self.preemption == "swap" else None
         if moves is not None:
             batch.swap_out += moves
-            self.num_preemptions_swap += 1
         else:
             for seq in request.live:
                 self.block_manager.free(seq)
                 seq.candidates = None  # recomputing the last token of a beam gives its candidates again
-            self.num_preemptions_recompute += 1
+        batch.preempted.append((request, "recompute" if moves is None else "swap"))
         request.num_preemptions += 1
         self.waiting.put_back(request)
 
@@ -249,6 +181,9 @@ class Scheduler:
         self.waiting.take_first()
         self.running.append(request)
         batch.admitted.append(request)
+        if request.num_cached_tokens is None:  # the first admission, not one after a preemption
+            request.num_cached_tokens = request.live[0].num_computed_tokens
+            batch.started.append(request)
         return True
 
     def _fits_whole(self, request: Request, look_up: bool, budget: int) -> bool:
@@ -261,38 +196,31 @@ class Scheduler:
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
         """Append the sampled tokens, fork, finish and free. Returns the requests that got a token."""
-        self.num_blocks_swapped_out += len(batch.swap_out)
-        self.num_blocks_swapped_in += len(batch.swap_in)
-        self.num_blocks_copied += len(batch.copies)
-        self._count_admissions(batch.admitted)
         for request, logprobs in result.prompt_logprobs.items():
             request.prompt_logprobs.extend(logprobs)
         advanced = dict.fromkeys(self.unreported)  # used as an ordered set
         ended: list[Sequence] = []
-        num_generated, now = 0, time.monotonic()
+        now = time.monotonic()
         for seq, samples in zip(batch.sequences, result.samples, strict=True):
             request = seq.request
-            seq.advance(seq.num_scheduled_tokens)
-            if not samples:
+            seq.num_computed_tokens += seq.num_scheduled_tokens
+            if not samples:  # a chunk of a prompt, or of what a preempted request computes again
                 continue
             if request.is_beam_search:
                 seq.candidates = samples
                 if any(beam.candidates is None for beam in request.live):
-                    continue
+                    continue  # it waits for its siblings
                 advance_beams(request, self.block_manager)
-                num_generated += len(request.sequences)
-            elif request.prompt_phase:  # the prompt is computed: fork
+                self.num_generated_tokens += len(request.sequences)
+            elif request.forks_later:  # the prompt is computed: fork
                 ended += [sib for sib in fork_samples(request, samples, self.block_manager) if sib.finished]
-                num_generated += len(samples)
+                self.num_generated_tokens += len(samples)
             else:
-                (sample,) = samples
-                if seq.append(sample):
+                self.num_generated_tokens += 1
+                if seq.append(samples[0]):
                     ended.append(seq)
-                num_generated += 1
-            if request.first_token_time is None:
-                request.first_token_time = now
             advanced[request] = None
-        self.num_generated_tokens += num_generated
+            request.first_token_time = request.first_token_time or now
         for seq in ended:
             self.block_manager.free(seq)
             seq.request.live.remove(seq)
@@ -303,15 +231,6 @@ class Scheduler:
             self.running = [request for request in self.running if request.live]
         self.unreported = []
         return list(advanced)
-
-    def _count_admissions(self, admitted: list[Request]) -> None:
-        for request in admitted:
-            if request.num_cached_tokens is None:  # the first admission, not one after a preemption
-                request.num_cached_tokens = request.live[0].num_computed_tokens
-                self.num_prompt_tokens += request.num_prompt_tokens
-                if self.block_manager.enable_prefix_caching and not request.wants_prompt_logprobs:
-                    self.prefix_cache_queries += request.num_prompt_tokens
-                    self.prefix_cache_hits += request.num_cached_tokens
 
     def start_over(self, requests: Iterable[Request]) -> None:
         """After a failed step, put all unfinished `requests` back into the waiting queue.

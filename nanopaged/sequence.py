@@ -10,7 +10,6 @@ Blocks are ids here. Nothing in this module knows what a block contains or on wh
 from __future__ import annotations
 
 import time
-from collections import Counter
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -89,22 +88,13 @@ class Sequence:
         rules = self.request.stop_rules
         return rules.token_ids if len(self.token_ids) < rules.min_length else frozenset()
 
-    def token_counts(self) -> dict[int, int]:
-        """Each token that penalties change → how often it was generated.
-
-        Only a repetition penalty changes tokens of the prompt that were never generated; their count is 0.
-        """
-        end = self.request.num_prompt_tokens
-        prompt = self.token_ids[:end] if self.request.params.repetition_penalty != 1 else ()
-        return dict.fromkeys(prompt, 0) | Counter(self.token_ids[end:])
-
     @property
     def finished(self) -> bool:
         """Whether the sequence has ended."""
         return self.finish_reason is not None
 
-    def fork(self, index: int) -> Sequence:
-        """A copy with the same tokens and no blocks; `BlockManager.fork` shares the blocks."""
+    def copy_tokens(self, index: int) -> Sequence:
+        """A sequence with the same tokens and no blocks; `BlockManager.fork` shares the blocks."""
         return Sequence(
             request=self.request,
             token_ids=list(self.token_ids),
@@ -114,10 +104,6 @@ class Sequence:
             detokenizer=copy(self.detokenizer),
             block_keys=list(self.block_keys),
         )
-
-    def advance(self, num_tokens: int) -> None:
-        """The K/V of so many more tokens is in the cache."""
-        self.num_computed_tokens += num_tokens
 
     def append(self, sample: Sample) -> bool:
         """Add a generated token, whose K/V the next step computes. Returns whether it ends the sequence."""
@@ -224,14 +210,14 @@ class Request:
         return any(seq.host_table for seq in self.live)
 
     @property
-    def prompt_phase(self) -> bool:
-        """Whether there is still one sequence, from which the others will be forked. False if n is 1."""
+    def forks_later(self) -> bool:
+        """True until n outputs or beams are forked from the first sequence; always False for one output."""
         return len(self.sequences) < self.num_sequences
 
     @property
     def num_seqs(self) -> int:
         """Sequences that count for `max_num_seqs`: all that it will have, later the live ones."""
-        return self.num_sequences if self.prompt_phase else len(self.live)
+        return self.num_sequences if self.forks_later else len(self.live)
 
     @property
     def num_candidates(self) -> int:
@@ -245,6 +231,8 @@ class Request:
 
     def start_over(self) -> None:
         """After a failed step, every sequence keeps its tokens and loses its K/V; some finish once more."""
+        if self.first_token_time is None:
+            self.num_cached_tokens = None  # it starts again
         for seq in self.sequences:
             seq.start_over()
         self.live = [seq for seq in self.sequences if not seq.finished]
@@ -282,7 +270,9 @@ class ScheduledBatch:
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination)
-    admitted: list[Request] = field(default_factory=list)  # requests that left the waiting queue
+    admitted: list[Request] = field(default_factory=list)  # requests that left the waiting queue …
+    started: list[Request] = field(default_factory=list)  # … for the first time
+    preempted: list[tuple[Request, str]] = field(default_factory=list)  # and how: "swap" or "recompute"
 
 
 @dataclass(slots=True)
@@ -298,31 +288,3 @@ class StepResult:
 
     samples: list[list[Sample]]
     prompt_logprobs: dict[Request, list[Logprobs]] = field(default_factory=dict)
-
-
-class NonFiniteLogits(FloatingPointError):
-    """The model's logits for a request are not finite. The engine can go on without it.
-
-    Attributes:
-        request_id: of the request, for `LLMEngine.abort_request`.
-    """
-
-    def __init__(self, request_id: str, position: int) -> None:
-        super().__init__(request_id, position)  # so that it can be pickled
-        self.request_id, self.position = request_id, position
-
-    def __str__(self) -> str:
-        return (
-            f"the model's logits for request {self.request_id!r} at position {self.position} are not finite: "
-            "abort the request, or use a dtype with a wider range"
-        )
-
-
-class NoTokenAllowed(NonFiniteLogits):
-    """Every token of the vocabulary is banned for a request, or masked. The engine can go on without it."""
-
-    def __str__(self) -> str:
-        return (
-            f"no token is allowed for request {self.request_id!r} at position {self.position}: its banned "
-            "tokens or its mask leave none of the vocabulary; abort the request, or allow a token"
-        )

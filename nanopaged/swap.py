@@ -9,8 +9,6 @@ beginning of a step: first all blocks that go to the host, then all blocks that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from nanopaged.block_manager import BlockManager, blocks_needed, blocks_to_grow
 from nanopaged.sequence import Request
 
@@ -87,15 +85,3 @@ class Swapper:
         self.free_ids += {host_id for seq in request.live for host_id in seq.host_table}
         for seq in request.live:
             seq.host_table = []
-
-    def check_invariants(self, requests: Iterable[Request]) -> None:
-        """Raise AssertionError unless every host block is free or in one request's tables."""
-        in_use: list[int] = []
-        for request in requests:
-            in_use += {host_id for seq in request.live for host_id in seq.host_table}
-            for seq in request.live:
-                size = self.block_manager.block_size
-                assert not (seq.host_table and seq.block_table), "a swapped sequence has device blocks"
-                assert not seq.host_table or seq.num_computed_tokens <= len(seq.host_table) * size
-        everything = sorted(self.free_ids + in_use)
-        assert everything == list(range(self.num_host_blocks)), "a host block is lost or used twice"

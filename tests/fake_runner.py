@@ -169,7 +169,7 @@ class FakeRunner:
         if request.is_beam_search:
             return proposals(token_ids, request.num_candidates, banned)
         samples = []
-        for index in range(request.params.n) if request.prompt_phase else (seq.index,):
+        for index in range(request.params.n) if request.forks_later else (seq.index,):
             noise = 0 if request.params.is_greedy else index + 100 * (request.params.seed or 0)
             token_id = next_token(token_ids, noise, banned)
             (logprob,) = logprobs_after(token_ids, [token_id])

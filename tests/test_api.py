@@ -17,7 +17,8 @@ from conftest import MAX_MODEL_LEN, VOCAB_SIZE, Oracle
 from faults import interrupt_second_append
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from nanopaged.sequence import NonFiniteLogits, ScheduledBatch, StepResult
+from nanopaged.checks.failures import NonFiniteLogits
+from nanopaged.sequence import ScheduledBatch, StepResult
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -78,7 +79,7 @@ def test_a_config_that_does_not_suit_the_model(qwen3: Oracle) -> None:
 
 def test_memory_that_does_not_suffice(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message has the numbers: blocks needed, bytes of each, blocks that fit."""
-    monkeypatch.setattr("nanopaged.model_runner.available_memory", lambda: 100_000)
+    monkeypatch.setattr("nanopaged.model.sizing.available_memory", lambda: 100_000)
     with pytest.raises(ValueError, match=r"needs 10 blocks of 8,192 bytes.*only 6 fit in the 50,000 bytes"):
         LLM(qwen3.folder, dtype="float32", block_size=16, device="cpu")
     llm = LLM(qwen3.folder, dtype="float32", memory_utilization=1.0, device="cpu")

@@ -65,8 +65,8 @@ class Case:
                 if p < cached:
                     if offset == 0:
                         self.cache.data[block] = unused
-                    k_cache[block, :, offset] = self.cache.encode(k[p])
-                    v_cache[block, :, offset] = self.cache.encode(v[p])
+                    k_cache[block, :, offset] = self.cache.pack(k[p])
+                    v_cache[block, :, offset] = self.cache.pack(v[p])
                 else:
                     slots.append(block * block_size + offset)
         self.metadata = AttentionMetadata(
@@ -205,8 +205,8 @@ def test_the_inputs_of_flash_attention(
 
     monkeypatch.setattr(flash_backend, "load_varlen", lambda: dense_varlen)
     monkeypatch.setattr(flash_backend, "GATHER_KEYS", gather_keys)
-    monkeypatch.setattr(KVCache, "encode", lambda self, kv: kv.flip(-1))
-    monkeypatch.setattr(KVCache, "decode", lambda self, stored: stored.flip(-1))
+    monkeypatch.setattr(KVCache, "pack", lambda self, kv: kv.flip(-1))
+    monkeypatch.setattr(KVCache, "unpack", lambda self, stored: stored.flip(-1))
     case = Case(lengths, block_size, (6, 2), 20)
     backend = FlashPrefills(case.cache, 20**-0.5)
     torch.testing.assert_close(case.run(backend), case.dense(), atol=2e-5, rtol=1e-4)

@@ -12,6 +12,8 @@ from nanopaged.block_manager import BlockManager, blocks_needed
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.sequence import Request, Sample, Sequence
 from nanopaged.text.stopping import StopRules
+from nanopaged.views.invariants import check_blocks
+from nanopaged.views.statistics import num_blocks_saved, num_shared_blocks, slot_utilization
 
 
 def sequence(*token_ids: int) -> Sequence:
@@ -40,14 +42,14 @@ def admit(manager: BlockManager, *token_ids: int, computed: bool = True) -> Sequ
 def schedule(manager: BlockManager, seq: Sequence) -> None:
     """This step computes the rest of the sequence."""
     seq.num_scheduled_tokens = seq.num_tokens - seq.num_computed_tokens
-    manager.cache_blocks(seq)
+    manager.publish(seq)
 
 
 def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> None:
     """A step schedules and computes the sequence up to `num_tokens`; full blocks are published."""
     end = seq.num_tokens if num_tokens is None else num_tokens
     seq.num_scheduled_tokens = end - seq.num_computed_tokens
-    manager.cache_blocks(seq)
+    manager.publish(seq)
     seq.num_computed_tokens = end
 
 
@@ -74,20 +76,20 @@ def test_a_block_is_taken_only_when_a_token_needs_it() -> None:
     assert len(seq.block_table) == 2
     append(manager, seq, 9)
     assert len(seq.block_table) == 3
-    assert manager.slot_utilization([seq]) == 9 / 12
-    manager.check_invariants([seq])
+    assert slot_utilization(manager, [seq]) == 9 / 12
+    check_blocks(manager, [seq])
 
 
 def test_slots_of_a_prompt_count_as_filled_when_they_are_computed() -> None:
     """Two blocks of 4; a fork shares both, and they count once."""
     manager = BlockManager(8, 4)
     seq = admit(manager, 1, 2, 3, 4, 5, 6, computed=False)
-    assert manager.slot_utilization([seq]) == 0
+    assert slot_utilization(manager, [seq]) == 0
     compute(manager, seq, 2)
-    assert manager.slot_utilization([seq]) == 2 / 8
+    assert slot_utilization(manager, [seq]) == 2 / 8
     compute(manager, seq)
-    assert manager.slot_utilization([seq, manager.fork(seq, 1)]) == 6 / 8
-    assert manager.slot_utilization([]) == 0
+    assert slot_utilization(manager, [seq, manager.fork(seq, 1)]) == 6 / 8
+    assert slot_utilization(manager, []) == 0
 
 
 def test_a_prefix_is_shared_up_to_the_first_block_that_differs() -> None:
@@ -97,7 +99,7 @@ def test_a_prefix_is_shared_up_to_the_first_block_that_differs() -> None:
     assert second.block_table[:2] == first.block_table[:2]
     assert not set(second.block_table[2:]) & set(first.block_table)
     assert second.num_computed_tokens == 4
-    manager.check_invariants([first, second])
+    check_blocks(manager, [first, second])
 
 
 def test_equal_blocks_after_different_beginnings_are_not_shared() -> None:
@@ -125,7 +127,7 @@ def test_the_last_token_is_always_computed() -> None:
     assert second.block_table[1] != first.block_table[1], (
         "an equal block is published, so this one stays private"
     )
-    manager.check_invariants([first, second])
+    check_blocks(manager, [first, second])
     assert manager.num_free_blocks == 13
 
 
@@ -137,7 +139,7 @@ def test_freed_blocks_are_found_again() -> None:
     assert (manager.num_free_blocks, len(manager.cached)) == (16, 2)
     second = admit(manager, 1, 2, 3, 4, 6)
     assert second.block_table[:2] == table[:2]
-    manager.check_invariants([second])
+    check_blocks(manager, [second])
 
 
 def test_a_chain_is_evicted_from_its_end() -> None:
@@ -148,7 +150,7 @@ def test_a_chain_is_evicted_from_its_end() -> None:
     other = admit(manager, 11, 12, 13, 14)
     again = sequence(1, 2, 3, 4, 5, 6)
     assert len(manager.find_prefix(again)) == 2
-    manager.check_invariants([other])
+    check_blocks(manager, [other])
 
 
 def test_the_least_recently_used_chain_goes_first() -> None:
@@ -159,7 +161,7 @@ def test_the_least_recently_used_chain_goes_first() -> None:
     other = admit(manager, 5, 6)
     assert len(manager.find_prefix(sequence(1, 2, 0))) == 2
     assert not manager.find_prefix(sequence(3, 4, 0))
-    manager.check_invariants([other])
+    check_blocks(manager, [other])
 
 
 def test_an_evicted_block_leaves_the_index() -> None:
@@ -168,7 +170,7 @@ def test_an_evicted_block_leaves_the_index() -> None:
     manager.free(admit(manager, 1, 2, 3))
     seq = admit(manager, 7, 8, 9)
     assert not manager.find_prefix(sequence(1, 2, 3))
-    manager.check_invariants([seq])
+    check_blocks(manager, [seq])
 
 
 def test_refused_admission_changes_nothing() -> None:
@@ -182,7 +184,7 @@ def test_refused_admission_changes_nothing() -> None:
     assert seq.block_table == []
     assert seq.num_computed_tokens == 0
     assert before == (manager.num_free_blocks, list(manager.cached), dict(manager.index))
-    manager.check_invariants([holder])
+    check_blocks(manager, [holder])
 
 
 def test_cached_blocks_that_are_hit_do_not_count_as_free_for_the_rest() -> None:
@@ -191,7 +193,7 @@ def test_cached_blocks_that_are_hit_do_not_count_as_free_for_the_rest() -> None:
     manager.free(admit(manager, 1, 2, 3))
     assert not manager.allocate([sequence(1, 2, 8, 9)])
     shorter = admit(manager, 1, 2, 8)
-    manager.check_invariants([shorter])
+    check_blocks(manager, [shorter])
 
 
 def test_reserved_blocks_stay_free() -> None:
@@ -215,7 +217,7 @@ def test_blocks_whose_fast_hashes_collide_are_told_apart() -> None:
     sequences = [admit(manager, *a, *x, 1), admit(manager, *c, 5), admit(manager, *c, *x, 1, computed=False)]
     assert sequences[2].block_table[0] == sequences[1].block_table[0]
     assert sequences[2].num_computed_tokens == 16
-    manager.check_invariants(sequences)
+    check_blocks(manager, sequences)
 
 
 def test_blocks_are_shared_among_equal_salts_only() -> None:
@@ -233,7 +235,7 @@ def test_blocks_are_shared_among_equal_salts_only() -> None:
         again.request.cache_salt = salt
         assert manager.find_prefix(again) == seq.block_table[:-1]
         others.append(seq)
-    manager.check_invariants(others)
+    check_blocks(manager, others)
 
 
 def test_trimming_gives_back_the_blocks_beyond_the_tokens() -> None:
@@ -258,7 +260,7 @@ def test_a_scheduled_block_can_be_shared_at_once() -> None:
     assert second.block_table[:2] == first.block_table[:2]
     assert second.num_computed_tokens == 4
     first.num_computed_tokens = second.num_computed_tokens = 5
-    manager.check_invariants([first, second])
+    check_blocks(manager, [first, second])
 
 
 def test_a_block_after_a_private_one_is_found_by_its_contents() -> None:
@@ -275,7 +277,7 @@ def test_a_block_after_a_private_one_is_found_by_its_contents() -> None:
     third = admit(manager, 1, 2, 3, 4, 6, computed=False)
     assert third.block_table[:2] == [first.block_table[0], second.block_table[1]]
     compute(manager, third)
-    manager.check_invariants([first, second, third])
+    check_blocks(manager, [first, second, third])
 
 
 def test_a_block_given_back_twice_is_an_error_at_once() -> None:
@@ -292,7 +294,7 @@ def test_reset_forgets_everything() -> None:
     manager.reset()
     assert manager.num_free_blocks == 4
     assert not manager.find_prefix(sequence(1, 2, 3))
-    manager.check_invariants([])
+    check_blocks(manager, [])
 
 
 def test_an_emptied_prefix_cache_keeps_what_is_in_use() -> None:
@@ -300,12 +302,12 @@ def test_an_emptied_prefix_cache_keeps_what_is_in_use() -> None:
     manager.free(admit(manager, 1, 2, 3))
     holder = admit(manager, 7, 8, 9)
     manager.reset_prefix_cache()
-    manager.check_invariants([holder])
+    check_blocks(manager, [holder])
     assert len(manager.cached) == 0
     assert not manager.find_prefix(sequence(1, 2, 3))
     assert len(manager.find_prefix(sequence(7, 8, 9))) == 1
     again = admit(manager, 1, 2, 3)
-    manager.check_invariants([holder, again])
+    check_blocks(manager, [holder, again])
 
 
 def test_only_the_blocks_that_a_step_fills_are_published() -> None:
@@ -330,15 +332,15 @@ def test_the_invariants_notice_a_wrong_reference_count() -> None:
     seq = admit(manager, 1, 2, 3)
     manager.blocks[seq.block_table[0]].ref_count += 1
     with pytest.raises(AssertionError, match="references"):
-        manager.check_invariants([seq])
+        check_blocks(manager, [seq])
     manager.blocks[seq.block_table[0]].ref_count -= 1
     manager.free_ids.append(seq.block_table[1])
     with pytest.raises(AssertionError, match="free"):
-        manager.check_invariants([seq])
+        check_blocks(manager, [seq])
     manager.free_ids.pop()
-    manager.check_invariants([seq])
+    check_blocks(manager, [seq])
     with pytest.raises(AssertionError):
-        manager.check_invariants([])
+        check_blocks(manager, [])
 
 
 # ── forks and copy-on-write ───────────────────────────────────────────────────────────────────────
@@ -361,9 +363,9 @@ def test_a_fork_takes_no_memory() -> None:
     assert manager.num_free_blocks == free
     assert child.block_table == parent.block_table
     assert refs(manager, *parent.block_table) == [2, 2]
-    assert manager.num_blocks_saved([parent, child]) == 2
-    assert manager.num_shared_blocks([parent, child]) == 2
-    manager.check_invariants([parent, child])
+    assert num_blocks_saved(manager, [parent, child]) == 2
+    assert num_shared_blocks(manager, [parent, child]) == 2
+    check_blocks(manager, [parent, child])
 
 
 def test_parallel_sampling_as_in_figure_8_of_the_paper() -> None:
@@ -386,7 +388,7 @@ def test_parallel_sampling_as_in_figure_8_of_the_paper() -> None:
     assert refs(manager, 7, 1, 3) == [2, 1, 1]
     for seq in (a1, a2):
         compute(manager, seq)
-    manager.check_invariants([a1, a2])
+    check_blocks(manager, [a1, a2])
 
 
 def test_beam_search_as_in_figure_9_of_the_paper() -> None:
@@ -409,7 +411,7 @@ def test_beam_search_as_in_figure_9_of_the_paper() -> None:
         for block_id in table:
             manager.blocks[block_id].ref_count += 1
     assert refs(manager, *range(9)) == [4, 3, 1, 3, 1, 1, 1, 1, 1]
-    manager.check_invariants(beams)
+    check_blocks(manager, beams)
 
     for beam, tokens in zip(beams, ([], [50, 51], [52, 53], []), strict=True):
         beam.candidates = [Sample(token_id, -float(token_id)) for token_id in tokens]
@@ -440,10 +442,10 @@ def test_the_last_of_several_writers_writes_in_place() -> None:
     assert [dst for _, dst in copies] == [seq.block_table[1] for seq in siblings[:3]]
     assert siblings[3].block_table[1] == original
     assert len({seq.block_table[1] for seq in siblings}) == 4
-    assert manager.num_blocks_saved(siblings) == 3
+    assert num_blocks_saved(manager, siblings) == 3
     for seq in siblings:
         compute(manager, seq)
-    manager.check_invariants(siblings)
+    check_blocks(manager, siblings)
 
 
 def test_a_full_last_block_is_not_copied() -> None:
@@ -499,7 +501,7 @@ def test_siblings_that_come_back_share_their_common_past(prefix_caching: bool) -
     assert third[0] == first[0]
     assert len({*first, *second, *third}) == 5
     assert [seq.num_computed_tokens for seq in siblings] == [0, 4, 2]
-    manager.check_invariants(siblings)
+    check_blocks(manager, siblings)
 
 
 def test_a_sibling_does_not_evict_what_another_has_found() -> None:
@@ -513,7 +515,7 @@ def test_a_sibling_does_not_evict_what_another_has_found() -> None:
     siblings = family([1, 8], [1, 2, 3, 9])
     assert manager.allocate(siblings)
     assert not {*siblings[0].block_table[1:]} & {*siblings[1].block_table}
-    manager.check_invariants(siblings)
+    check_blocks(manager, siblings)
 
 
 def test_siblings_that_do_not_fit_together_change_nothing() -> None:
@@ -521,7 +523,7 @@ def test_siblings_that_do_not_fit_together_change_nothing() -> None:
     siblings = family([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 8, 9])
     assert not manager.allocate(siblings)
     assert all(seq.block_table == [] for seq in siblings)
-    manager.check_invariants([])
+    check_blocks(manager, [])
     roomier = BlockManager(5, 2)
     assert roomier.allocate(siblings)
     assert roomier.num_free_blocks == 0

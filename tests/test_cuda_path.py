@@ -27,7 +27,8 @@ from nanopaged.attention import flash_backend
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model.model_config import read_model_config
-from nanopaged.model_runner import PromptTile, StepInputs
+from nanopaged.model.prompt_scores import PromptTile
+from nanopaged.model_runner import StepInputs
 from nanopaged.sequence import ScheduledBatch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
@@ -291,15 +292,14 @@ SAMPLING = {
 def test_samples_are_fetched_at_once(qwen3: Oracle, cuda: FakeCuda, name: str) -> None:
     """One wait, for tokens and log-probabilities."""
     llm = on_cuda(qwen3, attention_backend="triton", enforce_eager=True)
-    waits = ["sampler.py propose_for_beams"] if "beams" in name else DRAWN
     steps = run(cuda, llm, [9], dataclasses.replace(SAMPLING[name], max_tokens=3))
     assert len(steps) == 3
     for step in steps:
-        check(step, waits)
+        check(step, DRAWN)
 
 
 def test_all_kinds_of_sampling_in_one_batch(qwen3: Oracle, cuda: FakeCuda) -> None:
-    """One wait for the beams, one for the drawn tokens."""
+    """Beams and drawn tokens are fetched together."""
     llm = on_cuda(
         qwen3, num_blocks=200, max_num_seqs=20, max_num_batched_tokens=200, attention_backend="triton"
     )
@@ -307,7 +307,7 @@ def test_all_kinds_of_sampling_in_one_batch(qwen3: Oracle, cuda: FakeCuda) -> No
     steps = run(cuda, llm, [4] * len(params), params)
     assert len(steps) == 3
     for step in steps:
-        check(step, ["sampler.py propose_for_beams"] + DRAWN)
+        check(step, DRAWN)
 
 
 def test_scores_of_prompts(qwen3: Oracle, cuda: FakeCuda) -> None:
@@ -315,7 +315,7 @@ def test_scores_of_prompts(qwen3: Oracle, cuda: FakeCuda) -> None:
     llm = on_cuda(qwen3, attention_backend="triton")
     first, second, third = run(cuda, llm, [30], SamplingParams(max_tokens=2, prompt_logprobs=1))
     check(first, DRAWN)
-    check(second, DRAWN + DRAWN, ["model_runner.py execute"])
+    check(second, DRAWN + DRAWN, ["prompt_scores.py score_prompts"])
     check(third, DRAWN)
 
 
@@ -366,7 +366,7 @@ def test_the_largest_step(qwen3: Oracle, cuda: FakeCuda, backend: str, dtype: st
     llm = on_cuda(qwen3, num_blocks=None, attention_backend=backend, dtype=dtype, enforce_eager=True)
     events = cuda.taken()
     assert where(events, "wait") == DRAWN
-    assert set(where(events, "blocking send")) == {"layers.py __init__"}  # the tables of rotary embedding
+    assert set(where(events, "blocking send")) == {"layers.py compute"}  # the tables of rotary embedding
     assert llm.engine.stats().num_blocks == 4 * MAX_MODEL_LEN // 4
     assert "sort" in cuda.launched
     if backend != "torch":

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which t
 from nanopaged import LLM, SamplingParams
 from nanopaged.kernels import fused
 from nanopaged.model import layers
-from nanopaged.model.layers import Linear, RMSNorm
+from nanopaged.model.layers import Linear, RMSNorm, allocate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -102,7 +102,9 @@ def test_norm_and_linear_on_a_gpu(dtype: torch.dtype) -> None:
     """They have no kernel of ours, but PyTorch's own."""
     torch.manual_seed(0)
     x = randn(7, 96, dtype=dtype)
-    norm, linear = RMSNorm(96, 1e-3, dtype, DEVICE), Linear(96, 48, True, dtype, DEVICE)
+    norm, linear = RMSNorm(96, 1e-3), Linear(96, 48, True)
+    for module in (norm, linear):
+        allocate(module, dtype, DEVICE)
     for weight in (norm.weight, linear.weight, linear.bias):
         weight.data.copy_(torch.randn(weight.shape) / 8)
     mean = x.double().square().mean(-1, keepdim=True)

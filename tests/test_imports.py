@@ -24,28 +24,47 @@ MAY_IMPORT = {
     "block_manager": {"sequence"},
     "swap": {"block_manager", "sequence"},
     "beam_search": {"block_manager", "sequence", "text"},
-    "scheduler": {"block_manager", "swap", "beam_search", "sequence"},
+    "queues": {"sequence"},
+    "scheduler": {"block_manager", "swap", "beam_search", "queues", "sequence"},
     "prompts": {"sequence", "text", "checks"},
-    "trace": {"scheduler", "block_manager", "sequence"},
+    "views": {"scheduler", "block_manager", "swap", "sequence", "text"},
     # the tensors, which know no queue
     "kernels": set(),
     "kv_cache": {"kernels"},
     "attention": {"kernels", "kv_cache"},
-    "model": {"kernels", "kv_cache", "attention"},
-    "sampler": {"sequence", "kv_cache", "text"},
-    "model_runner": {"model", "attention", "kv_cache", "sampler", "sequence", "text"},
+    "sampling": {"sequence", "kv_cache"},
+    "sampler": {"sampling", "sequence", "kv_cache", "text", "checks"},
+    "model": {"kernels", "kv_cache", "attention", "sampler", "sequence", "text"},
+    "model_runner": {"model", "attention", "kernels", "kv_cache", "sampler", "sequence"},
     # where the two meet
     "engine": {
-        *("prompts", "scheduler", "block_manager", "sequence", "model_runner", "model", "text", "trace"),
+        *("prompts", "scheduler", "block_manager", "sequence", "model_runner", "model", "text", "views"),
         "checks",
     },
-    "llm": {"engine", "prompts", "sequence", "text", "checks"},
-    "__main__": set(),  # a script like a user's: it has what `import nanopaged` offers, and no more
+    # above the engine, which knows nothing of them
+    "threads": {"engine", "sequence", "checks"},
+    "llm": {"engine", "prompts", "sequence", "text", "threads", "views", "checks"},
+    "trace": {"engine", "block_manager", "sequence", "views"},
+    "terminal": set(),  # a script like a user's: it has what `import nanopaged` offers, and no more
+    "__main__": {"terminal"},
     "tiny": set(),
 }
-BOOKKEEPING = {"text", "sequence", "block_manager", "swap", "beam_search", "scheduler", "prompts", "trace"}
+BOOKKEEPING = {
+    "text",
+    "sequence",
+    "block_manager",
+    "swap",
+    "beam_search",
+    "scheduler",
+    "prompts",
+    "views",
+    "queues",
+}
 WITHOUT_TORCH = {"config", "checks"} | BOOKKEEPING
-WINGS = {"attention", "checks", "kernels", "model", "text", "tiny", "trace"}
+WINGS = {
+    *("attention", "checks", "kernels", "model", "queues", "sampling", "terminal", "text"),
+    *("threads", "tiny", "trace", "views"),
+}
 
 
 def modules() -> dict[str, Path]:

@@ -38,11 +38,11 @@ def test_the_order_of_moves_within_a_step() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_all_kv_is_encoded_and_decoded(qwen3: Oracle, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_kv_is_packed_and_unpacked(qwen3: Oracle, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With K/V stored back to front the tokens are the same: prompts whole and in chunks, found in the cache,
     and decodes. So no reader or writer of slots leaves one of the two out."""
-    monkeypatch.setattr(KVCache, "encode", lambda self, kv: kv.flip(-1))
-    monkeypatch.setattr(KVCache, "decode", lambda self, stored: stored.flip(-1))
+    monkeypatch.setattr(KVCache, "pack", lambda self, kv: kv.flip(-1))
+    monkeypatch.setattr(KVCache, "unpack", lambda self, stored: stored.flip(-1))
     config = {"dtype": "float32", "num_blocks": 30, "max_num_batched_tokens": 30, "block_size": 8}
     llm = LLM(qwen3.folder, attention_backend=backend, **config)
     params = SamplingParams(temperature=0, max_tokens=10)

@@ -10,20 +10,26 @@ import pytest
 import torch
 from conftest import MAX_MODEL_LEN, Oracle
 
-from nanopaged import LLM, EngineConfig, model_runner
+from nanopaged import LLM, EngineConfig
 from nanopaged.kv_cache import KVShape
-from nanopaged.model_runner import LOGITS_TILE
+from nanopaged.model import sizing
+from nanopaged.model.prompt_scores import LOGITS_TILE
 
 GB = 1 << 30
 SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)  # 2 MiB a block of 16
 
 
+def config_of(max_model_len: int, **options: object) -> EngineConfig:
+    lengths = {"max_model_len": max_model_len, "max_num_batched_tokens": 8192}
+    return EngineConfig(model="unused", **lengths, **options)
+
+
 def size_on_a_gpu(monkeypatch: pytest.MonkeyPatch, peak: int, **options: object) -> int:
     """A card of 80 GB of which 16 GB are in use, and a largest step of `peak` bytes."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (64 * GB, 80 * GB))
-    monkeypatch.setattr(model_runner, "peak_memory", lambda work, device: peak)
+    monkeypatch.setattr(sizing, "peak_memory", lambda work, device: peak)
     model = SimpleNamespace(embed_tokens=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
-    return model_runner.measure_num_blocks(EngineConfig(model="unused", **options), model, SHAPE, 8192, 8192)
+    return sizing.measure_num_blocks(config_of(8192, **options), model, SHAPE)
 
 
 def test_what_is_left_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,10 +64,9 @@ def test_a_gpu_too_small_for_one_sequence(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_share_of_a_computers_memory(
     free: int, max_model_len: int, options: dict[str, Any], num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "available_memory", lambda: free)
+    monkeypatch.setattr(sizing, "available_memory", lambda: free)
     model = SimpleNamespace(embed_tokens=torch.nn.Embedding(1, 1))
-    config = EngineConfig(model="unused", **options)
-    num_blocks = model_runner.measure_num_blocks(config, model, SHAPE, max_model_len, 8192)
+    num_blocks = sizing.measure_num_blocks(config_of(max_model_len, **options), model, SHAPE)
     assert num_blocks * SHAPE.block_bytes(16) == num_bytes
 
 
@@ -79,17 +84,15 @@ def test_the_largest_step(
 
     A budget of 400 is more than two sequences of 160 tokens can fill: three compute it.
     """
-    llm = LLM(qwen3.folder, dtype="float32", max_num_seqs=max_num_seqs, num_blocks=20)
+    options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+    llm = LLM(qwen3.folder, dtype="float32", num_blocks=20, **options)
     runner, drawn = llm.engine.runner, []
     before = runner.kv_cache.data.fill_(1.0).clone()
-    sample = model_runner.sample
-    monkeypatch.setattr(
-        model_runner, "sample", lambda logits, rows: drawn.append(logits) or sample(logits, rows)
-    )
+    sample = sizing.sample
+    monkeypatch.setattr(sizing, "sample", lambda logits, rows: drawn.append(logits) or sample(logits, rows))
     computed = []
     hook = runner.model.register_forward_pre_hook(lambda _, args: computed.append(args[1]))
-    shape = runner.kv_cache.shape
-    model_runner.largest_step(llm.engine.config, runner.model, shape, MAX_MODEL_LEN, budget)
+    sizing.largest_step(llm.engine.config, runner.model, runner.kv_cache.shape)
     hook.remove()
     (positions,), (logits,) = computed, drawn
     assert len(positions) == budget
@@ -107,8 +110,8 @@ def test_the_cheaper_preemption(
     runner = LLM(qwen3.folder, dtype="float32", num_blocks=20, preemption="swap").engine.runner
     before = runner.kv_cache.data.fill_(3.0).clone()
     seconds = iter([1.0, 2.0] if choice == "swap" else [2.0, 0.1])  # 8 blocks out and in; 64 tokens
-    measure = runner._seconds
-    monkeypatch.setattr(runner, "_seconds", lambda work: measure(work) * 0 + next(seconds))
+    measure = sizing.seconds
+    monkeypatch.setattr(sizing, "seconds", lambda *args: measure(*args) * 0 + next(seconds))
     with caplog.at_level(logging.INFO, "nanopaged"):
         assert runner.cheaper_preemption() == choice
     assert f"preemption by {choice}: " in caplog.text

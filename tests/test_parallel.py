@@ -24,7 +24,9 @@ from conftest import Oracle, make_checkpoint, random_prompts, tokens
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopaged.attention.metadata import AttentionMetadata, StepInputs
+from nanopaged.checks.lengths import resolve_lengths
 from nanopaged.model import parallel
+from nanopaged.model.cuda_graphs import DecodeGraphs
 from nanopaged.model.model_config import read_model_config
 from nanopaged.model_runner import ModelRunner
 
@@ -127,10 +129,11 @@ class Saboteur(ModelRunner):
         self.obey("start")
         super().__init__(*args, **kwargs)
 
-    def follow(self, inputs: StepInputs) -> None:
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
         self.obey("before")
-        super().follow(inputs)
+        hidden = super().forward(inputs)
         self.obey("after")
+        return hidden
 
     def harmless(self) -> None:
         """Would do nothing."""
@@ -159,8 +162,8 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sabotaged(oracle: Oracle, orders: Path) -> LLMEngine:
-    config = EngineConfig(model=oracle.folder, **OPTIONS)
-    arguments = config, read_model_config(oracle.folder), oracle.folder, 160, 40
+    config = resolve_lengths(EngineConfig(model=oracle.folder, **OPTIONS), 160)
+    arguments = config, read_model_config(oracle.folder), oracle.folder
     return LLMEngine(config, parallel.start(2, "cpu", partial(Saboteur, *arguments, orders=orders)))
 
 
@@ -211,7 +214,8 @@ def test_a_step_that_fails_on_any_rank_is_tried_again(qwen3: Oracle, orders: Pat
         with pytest.raises(RuntimeError, match=r"rank 1:\nTraceback[^$]*ValueError: sabotage"):
             drain(engine)
         engine.check_invariants()
-        engine.runner.graphs = "of connections that are closed now"  # not a graph: it cannot be run
+        engine.runner.graphs = graphs = DecodeGraphs.__new__(DecodeGraphs)
+        graphs.model = engine.runner.model  # its connections are closed now, and it has nothing to run
         assert drain(engine) == expected
     # on rank 0: in the middle of a layer, or while a worker waits to send its logits
     for name, at in (("all_reduce", 3), ("gather", 1)):

@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.checks.failures import NonFiniteLogits
 from nanopaged.sampler import (
     VOCAB_CHUNK,
-    NonFiniteLogits,
-    SampleRow,
+    Draw,
     SamplingMetadata,
     filtered_probs,
     sample,
@@ -73,7 +73,7 @@ def choose(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
 
 
 def metadata_of(params: list[SamplingParams]) -> SamplingMetadata:
-    return SamplingMetadata([SampleRow(p, 0, 0, 0, []) for p in params], CPU)
+    return SamplingMetadata([Draw(p, 0, 0, 0, []) for p in params], CPU)
 
 
 def test_filters_out_of_all_proportion() -> None:
@@ -112,9 +112,9 @@ def test_the_edge_of_top_p_is_that_of_transformers(top_p: float) -> None:
     assert torch.equal(ours, transformers_distribution(logits, params) > 0)
 
 
-def rows_of(params: SamplingParams, num: int, **fields: object) -> list[SampleRow]:
+def rows_of(params: SamplingParams, num: int, **fields: object) -> list[Draw]:
     defaults = {"seed": 1, "index": 0, "banned_token_ids": []}
-    return [SampleRow(params=params, position=i, **(defaults | fields)) for i in range(num)]
+    return [Draw(params=params, position=i, **(defaults | fields)) for i in range(num)]
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_an_interrupted_line_is_followed_by_a_whole_state(
     engine.add_request("a", tokens(5, 7), greedy(6, n=2))
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine.trace), "_blocks", lambda self: 1 / 0)
+        patch.setattr(type(engine.listeners[0]), "_blocks", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     engine.step()
@@ -252,7 +252,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(
     engine = make_engine(tmp_path / "run.html")
     engine.add_request("a", tokens(5, 7), greedy(3))
     engine.step()
-    file = engine.trace.file
+    file = engine.listeners[0].file
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "run.html").stat().st_size + 40, limits[1]))
     try:
@@ -262,7 +262,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (message,) = caplog.messages
     assert message.startswith(f"the trace {tmp_path / 'run.html'} ends here: ")
-    assert engine.scheduler.num_generated_tokens == 3
+    assert engine.stats().num_generated_tokens == 3
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
@@ -281,7 +281,7 @@ def test_an_interrupt_while_a_step_is_recorded_loses_no_output(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.trace, "_sequences", interrupted)
+        patch.setattr(engine.listeners[0], "_sequences", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     (output,) = engine.step()

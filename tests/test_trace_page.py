@@ -16,7 +16,7 @@ from test_random_runs import make_engine
 from test_trace import greedy, read_trace, run_to_end, tokens
 from test_trace import make_engine as make_small_engine
 
-from nanopaged.trace.snapshot import Snapshot, short_key
+from nanopaged.views.snapshot import Snapshot, short_key
 
 COLOURS = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"]
 MOST_TABLES, MOST_ROWS = 16, 24  # that the page shows

@@ -13,8 +13,8 @@ pytest.importorskip("rich", reason='the live view needs rich: pip install -e ".[
 
 from rich.console import Console
 
-from nanopaged.trace.snapshot import Snapshot
 from nanopaged.trace.watch import COLOURS, Watch
+from nanopaged.views.snapshot import Snapshot
 
 
 def drawn(watch: Watch, snapshot: Snapshot) -> tuple[list[str], list[str]]:

@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanopaged import LLM, SamplingParams
+from nanopaged import LLM, EngineConfig, SamplingParams
 from nanopaged.model import model_config
 from nanopaged.model.checkpoint import TINY_MODEL, load_model, read_eos_token_ids
 from nanopaged.model.layers import ACTIVATIONS, Linear, rotary_frequencies
@@ -199,7 +199,7 @@ def test_weights_are_packed_where_the_cpu_can(
         model = LLM(oracle.folder, num_blocks=8, dtype=dtype, device="cpu").engine.runner.model
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert len(linears) == 2 * 4 + 1
-    assert {linear._packed is not None for linear in linears} == {works}
+    assert {linear._reordered is not None for linear in linears} == {works}
     assert caplog.text.count(WITHOUT_PACKING) == (0 if works else 1)
 
 
@@ -230,8 +230,9 @@ def test_memory_of_weights_that_was_never_written(
     whole = make_checkpoint("llama", tmp_path, attention_bias=True, mlp_bias=True)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *sizes, **kwargs: empty(*sizes, **kwargs).fill_(math.nan))
-    ranks, config = SimpleNamespace(rank=rank, size=2), read_model_config(tmp_path)
-    model = load_model(config, tmp_path, "auto", 8, torch.float32, torch.device("cpu"), ranks=ranks)
+    ranks, cpu = SimpleNamespace(rank=rank, size=2, meet=lambda: None), torch.device("cpu")
+    config, model_config = EngineConfig(max_model_len=8), read_model_config(tmp_path)
+    model = load_model(config, model_config, tmp_path, torch.float32, cpu, ranks)
     assert all(weight.isfinite().all() for weight in model.parameters())
     rows = model.embed_tokens.weight
     assert rows.shape[0] == 49

@@ -62,7 +62,7 @@ TESTS = {  # file of the package → NAME of its tests, tests/test_NAME.py
     "trace/recorded_pool.py": ["trace"],
     "trace/recorder.py": ["trace", "trace_page"],
     "trace/sentences.py": ["trace"],
-    "trace/snapshot.py": ["snapshot", "trace"],
+    "views/snapshot.py": ["snapshot", "trace"],
     "trace/watch.py": ["watch"],
 }
 

@@ -30,7 +30,7 @@ class NoModel:
     def _samples(self, seq: Sequence) -> list[Sample]:
         request = seq.request
         if not request.is_beam_search:
-            num = request.params.num_sequences if request.prompt_phase else 1
+            num = request.params.num_sequences if request.forks_later else 1
             return [Sample(self.rng.randrange(self.vocab_size), -1.0) for _ in range(num)]
         # Beams propose tokens whose probabilities fall off as in text: a few likely ones, a long tail.
         draws = [-self.rng.expovariate(0.5) for _ in range(request.num_candidates)]

@@ -216,17 +216,18 @@ def replay(lengths: Lengths, watermark: float, seed: int) -> tuple[float, int, f
     )
     for i, (num_input, num_output) in enumerate(lengths):
         scheduler.add(make_request(str(i), [0] * num_input, SamplingParams(max_tokens=num_output)))
-    runner, computed, steps, busy_steps, running = NoModel(seed), 0, 0, 0, 0
+    runner, computed, preempted, steps, busy_steps, running = NoModel(seed), 0, 0, 0, 0, 0
     while scheduler.running or scheduler.waiting:
         batch = scheduler.schedule()
         steps += 1
         computed += sum(seq.num_scheduled_tokens for seq in batch.sequences)
+        preempted += len(batch.preempted)
         if scheduler.waiting:
             busy_steps += 1
             running += len(scheduler.running)
         scheduler.update(batch, runner.execute(batch))
     useful = sum(num_input + num_output - 1 for num_input, num_output in lengths)  # the last needs no K/V
-    return computed / useful, scheduler.num_preemptions_recompute, running / max(1, busy_steps), steps
+    return computed / useful, preempted, running / max(1, busy_steps), steps
 
 
 if __name__ == "__main__":

@@ -66,8 +66,9 @@ def tensors(model: object) -> list:
     """The weights of a model, in the layout in which they are read."""
     from nanopaged.model.layers import Linear
 
-    packed = [m._packed for m in model.modules() if isinstance(m, Linear) and m._packed is not None]
-    return [*model.parameters(), *packed]
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    reordered = [linear._reordered for linear in linears if linear._reordered is not None]
+    return [*model.parameters(), *reordered]
 
 
 def measure(llm: LLM, num_seqs: int, args: argparse.Namespace) -> tuple[float, float, int]:

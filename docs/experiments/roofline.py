@@ -91,13 +91,14 @@ def linear_speed(dtype_name: str) -> float:
     """Floating-point operations a second of a large linear layer, the best."""
     import torch
 
-    from nanopaged.model.layers import Linear
+    from nanopaged.model.layers import Linear, allocate
 
     device, dtype = pick_device(), getattr(torch, dtype_name)
     n = 8192 if device.type == "cuda" else 2048
-    layer = Linear(n, n, bias=False, dtype=dtype, device=device)
+    layer = Linear(n, n, bias=False)
+    allocate(layer, dtype, device)
     layer.weight.data.normal_()
-    layer.pack()
+    layer.reorder_weight()
     x = torch.randn(n, n, device=device).to(dtype)
     with torch.inference_mode():
         return 2 * n**3 / time_call(lambda: layer(x), device, best=True)

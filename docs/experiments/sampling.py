@@ -73,9 +73,9 @@ def in_turns(one: Callable[[], object], other: Callable[[], object], repeat: int
 
 def our_draw(logits: torch.Tensor, params: SamplingParams, seed: int) -> Callable[[], object]:
     """One token for each row, as a step of the engine draws it."""
-    from nanopaged.sampler import SampleRow, SamplingMetadata, sample
+    from nanopaged.sampler import Draw, SamplingMetadata, sample
 
-    rows = [SampleRow(params, seed, i, 0, []) for i in range(len(logits))]
+    rows = [Draw(params, seed, i, 0, []) for i in range(len(logits))]
     return lambda: sample(logits, SamplingMetadata(rows, logits.device))
 
 

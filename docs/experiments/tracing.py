@@ -50,7 +50,7 @@ def time_steps(num_seqs: int, num_steps: int, num_blocks: int, seed: int) -> tup
             params = SamplingParams(max_tokens=num_steps + 10, ignore_eos=True)
             for i in range(num_seqs):
                 engine.add_request(str(i), f"{i}. Once more unto the breach, dear friends, once more", params)
-            while engine.scheduler.waiting or engine.scheduler.running[-1].prompt_phase:
+            while engine.scheduler.waiting or engine.scheduler.running[-1].forks_later:
                 engine.step(with_outputs=False)
             engines.append(engine)
         times: tuple[list[float], list[float]] = ([], [])

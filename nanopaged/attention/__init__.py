@@ -36,7 +36,8 @@ import torch
 from nanopaged.attention.reference_backend import ReferenceAttention, ScoreMod
 from nanopaged.attention.torch_backend import TorchAttention
 from nanopaged.config import ATTENTION_BACKENDS
-from nanopaged.kv_cache import KVCache, is_ampere
+from nanopaged.kernels.devices import is_ampere
+from nanopaged.kv_cache import KVCache
 
 
 def make_attention(

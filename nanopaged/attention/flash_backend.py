@@ -75,7 +75,7 @@ class FlashAttention(TritonAttention):
             if slots is not None:
                 blocks, offsets = slots
                 keys, values = k_cache[blocks, :, offsets], v_cache[blocks, :, offsets]
-            keys, values = self.cache.decode(keys), self.cache.decode(values)
+            keys, values = self.cache.unpack(keys), self.cache.unpack(values)
             outs.append(load_varlen()(q[tokens], keys, values, *lengths, softmax_scale=self.scale))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 

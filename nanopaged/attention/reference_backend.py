@@ -87,12 +87,12 @@ class ReferenceAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One layer: store all new K/V, then query by query."""
-        k, v = self.cache.encode(k), self.cache.encode(v)
+        k, v = self.cache.pack(k), self.cache.pack(v)
         k_cache, v_cache = self.cache.layer(layer)
         for token, slot in enumerate(self.metadata.slot_mapping.tolist()):
             block_id, offset = divmod(slot, self.cache.block_size)
             k_cache[block_id, :, offset], v_cache[block_id, :, offset] = k[token], v[token]
-        k_cache, v_cache = self.cache.decode(k_cache), self.cache.decode(v_cache)
+        k_cache, v_cache = self.cache.unpack(k_cache), self.cache.unpack(v_cache)
         score_mod = partial(self.score_mod, layer) if self.score_mod is not None else None
         out, token = torch.empty_like(q), 0
         lens = zip(self.metadata.query_lens.tolist(), self.metadata.context_lens.tolist(), strict=True)

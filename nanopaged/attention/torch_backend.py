@@ -59,7 +59,7 @@ class TorchAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One layer: store all new K/V, then decode the first `num_decodes` tokens, and prefill the rest."""
         n = self.num_decodes
-        k, v = self.cache.encode(k), self.cache.encode(v)
+        k, v = self.cache.pack(k), self.cache.pack(v)
         self.store(layer, k, v)
         if n == len(q):
             return self.decode(layer, q)
@@ -198,7 +198,7 @@ class TorchAttention:
     def _gather(self, pool: Tensor, ids: Tensor) -> Tensor:
         """Copy head blocks [n, width] out of the pool: K or V [n, keys in a row, head_dim]."""
         rows = torch.index_select(pool, 0, ids.flatten(), out=self.buffer[: ids.numel()])
-        return self.cache.decode(rows.view(len(ids), self.row_keys, -1))
+        return self.cache.unpack(rows.view(len(ids), self.row_keys, -1))
 
     # ── prefills ──────────────────────────────────────────────────────────────────────────────────
 
@@ -230,7 +230,7 @@ class TorchAttention:
             else:
                 keys = gather_context(k_cache, table, context_len)
                 values = gather_context(v_cache, table, context_len)
-            keys, values = self.cache.decode(keys), self.cache.decode(values)
+            keys, values = self.cache.unpack(keys), self.cache.unpack(values)
             out[tokens] = causal_attention(q[tokens], keys, values, score_mod)
         return out
 

@@ -6,7 +6,7 @@ queued. (`rules.py` checks what is wrong for any model.) This module knows the n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from numbers import Integral
 from typing import Any
@@ -14,6 +14,67 @@ from typing import Any
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 
 Params = SamplingParams | BeamSearchParams
+
+
+Prompt = str | SequenceOf[int] | dict[str, Any]
+"""A text, token ids, or a dict of {"prompt": text, "prompt_token_ids": ids} with one of them or both. Prompts
+with different values of "cache_salt" in it share no K/V."""
+
+
+def token_rows(encoding: Mapping[str, Any]) -> list[list[int]]:
+    """The token ids in the output of a transformers tokenizer: a row for each text, without padding."""
+    ids, mask = (
+        value.tolist() if hasattr(value, "tolist") else value
+        for value in (encoding["input_ids"], encoding.get("attention_mask"))
+    )
+    if not ids or not isinstance(ids[0], list):
+        ids, mask = [ids], mask and [mask]
+    if mask is None:
+        return ids
+    return [
+        [token_id for token_id, is_text in zip(row, its_mask, strict=True) if is_text]
+        for row, its_mask in zip(ids, mask, strict=True)
+    ]
+
+
+def pair_up(
+    prompts: Prompt | SequenceOf[Prompt], params: Params | SequenceOf[Params] | None
+) -> list[tuple[Prompt, Params | None]]:
+    """Each prompt with its params. A single prompt is a list of one; single params are for all prompts."""
+    prompts = _as_list(prompts)
+    if params is None or isinstance(params, Params):
+        params = [params] * len(prompts)
+    if isinstance(params, dict) or not isinstance(params, Iterable):
+        raise TypeError(
+            "sampling_params are SamplingParams, or a list with one for each prompt, got "
+            f"{params!r}{write_params(params)}"
+        )
+    params = list(params)
+    if len(params) != len(prompts):
+        raise ValueError(
+            f"there are {len(prompts)} prompts, but {len(params)} sampling_params: give one for all, "
+            "or one each"
+        )
+    return list(zip(prompts, params, strict=True))
+
+
+def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+    """The prompts as a list; a single prompt (a text, or token ids) becomes a list of one."""
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        return token_rows(prompts)
+    if isinstance(prompts, str | Mapping) or (hasattr(prompts, "tolist") and prompts.ndim < 2):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts are a str, a list of token ids, or a list of such prompts, got {prompts!r}")
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
+
+
+def check_beam_params(params: Any) -> None:
+    """Raise TypeError unless these are `BeamSearchParams`, or several of them."""
+    for each in params if isinstance(params, list | tuple) else [params]:
+        if not isinstance(each, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, got {type(each).__name__}")
 
 
 def check_types(request_id: Any, params: Any) -> None:
@@ -86,7 +147,6 @@ def check_fits(
     num_prompt_tokens: int,
     params: Params,
     max_length: int,
-    max_model_len: int,
     config: EngineConfig,
     num_blocks: int,
 ) -> None:
@@ -94,12 +154,13 @@ def check_fits(
 
     Args:
         max_length: tokens of the prompt and of the longest output.
+        config: with `max_model_len` chosen.
         num_blocks: of the whole pool.
     """
-    if num_prompt_tokens >= max_model_len:
+    if num_prompt_tokens >= config.max_model_len:
         raise ValueError(
-            f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {max_model_len} with at least "
-            "one token to generate: shorten it, or raise max_model_len if the model allows more"
+            f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {config.max_model_len} with "
+            "at least one token to generate: shorten it, or raise max_model_len if the model allows more"
         )
     num_seqs = params.num_sequences
     if num_seqs > config.max_num_seqs:

@@ -20,7 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from nanopaged.config import EngineConfig
 from nanopaged.model.decoder import Model
+from nanopaged.model.layers import allocate
 from nanopaged.model.model_config import ModelConfig, read_json
 from nanopaged.model.parallel import Ranks
 
@@ -56,38 +58,41 @@ def find_model(model: str | Path | None, with_weights: bool = True) -> Path:
 
 
 def load_model(
-    config: ModelConfig,
+    config: EngineConfig,
+    model_config: ModelConfig,
     folder: Path,
-    load_format: str,
-    max_positions: int,
     dtype: torch.dtype,
     device: torch.device,
-    seed: int = 0,
     ranks: Ranks | None = None,
 ) -> Model:
     """The model of `folder` on `device`, ready to run.
 
     Args:
-        load_format: "auto" reads the safetensors files; "dummy" draws random weights from `seed`.
-        max_positions: the longest sequence, in tokens.
-        ranks: the ranks that share the model; each reads its part of the weights.
+        config: `load_format` "auto" reads the safetensors files, "dummy" draws random weights from
+            `seed`; `max_model_len` is the longest sequence, in tokens.
+        ranks: the ranks that share the model; each reads its part of the weights, and waits for the others.
 
     Raises:
         FileNotFoundError: a weights file is missing.
-        ValueError: the weights are broken, or do not fit `config`.
+        ValueError: the weights are broken, or do not fit `model_config`.
     """
+    max_positions = config.max_model_len
     try:
-        model = Model(config, max_positions, dtype, device, ranks)
+        model = Model(model_config, ranks)
+        allocate(model, dtype, device)
+        model.rotary.compute(model_config, max_positions, dtype, device)
     except (RuntimeError, OverflowError) as error:  # torch's out-of-memory errors are RuntimeErrors
         raise ValueError(
             f"a model of these sizes for {max_positions} positions cannot be allocated on {device}: lower "
-            f"max_model_len, or use a smaller model; {config}"
+            f"max_model_len, or use a smaller model; {model_config}"
         ) from error
-    if load_format == "dummy":
-        _draw_weights(model, seed + (ranks.rank if ranks is not None else 0))
+    if config.load_format == "dummy":
+        _draw_weights(model, config.seed + (ranks.rank if ranks is not None else 0))
     else:
         _read_weights(model, folder)
-    model.pack()
+    model.reorder_weights()
+    if ranks is not None:
+        ranks.meet()
     return model.eval()
 
 
@@ -115,7 +120,7 @@ def _read_weights(model: Model, folder: Path) -> None:
             + _name_some("missing", missing)
             + _name_some("unexpected", unexpected)
         )
-    whole = Model(model.config, 1, torch.float32, torch.device("meta"))  # the shapes of unsplit weights
+    whole = Model(model.config)  # the shapes of unsplit weights
     shapes = {name: list(slot.shape) for name, slot in _weight_slots(whole).items()}
     for file in set(files.values()):
         with _open_weights(file) as tensors:

@@ -92,6 +92,11 @@ class DecodeGraphs:
         attention.set_decodes(table_rows, context_lens, self.max_context_len)
         return Graph(inputs, *self.capture(lambda: self.model(input_ids, positions, attention)))
 
+    def can_run(self, metadata: AttentionMetadata) -> bool:
+        """Whether the batch has only decodes. Ranks that met again have other connections than the graphs."""
+        ranks = self.model.ranks
+        return metadata.num_decodes == len(metadata.query_lens) and (ranks is None or ranks.meeting == 0)
+
     def run(self, input_ids: np.ndarray, positions: np.ndarray, metadata: AttentionMetadata) -> Tensor:
         """Compute a batch of decodes → hidden states [num_seqs, hidden_size], valid until the next run.
 

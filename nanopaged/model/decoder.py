@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
-from nanopaged.model.layers import MLP, Linear, RMSNorm, Rotary, norm_rotate
+from nanopaged.model.layers import MLP, Linear, RMSNorm, Rotary, empty_weight, norm_rotate
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.model.parallel import Ranks
 
@@ -27,14 +26,7 @@ num_kv_heads, head_dim]. A backend of `nanopaged.attention` is one."""
 class SelfAttention(nn.Module):
     """q, k, v of the new tokens, attention over the KV cache, and the output projection."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        ranks: Ranks | None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, ranks: Ranks | None) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
@@ -42,10 +34,10 @@ class SelfAttention(nn.Module):
         self.heads = [config.num_heads, config.num_kv_heads]
         width = config.num_heads * config.head_dim
         qkv_width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv_proj = Linear(config.hidden_size, qkv_width, config.qkv_bias, dtype, device)
-        self.o_proj = Linear(width, config.hidden_size, config.o_bias, dtype, device, ranks)
-        self.q_norm = RMSNorm(config.head_dim, self.eps, dtype, device) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, self.eps, dtype, device) if config.qk_norm else None
+        self.qkv_proj = Linear(config.hidden_size, qkv_width, config.qkv_bias)
+        self.o_proj = Linear(width, config.hidden_size, config.o_bias, ranks)
+        self.q_norm = RMSNorm(config.head_dim, self.eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, self.eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn) -> Tensor:
         """x [num_tokens, hidden_size] → the same shape."""
@@ -61,19 +53,12 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x))."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        ranks: Ranks | None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, ranks: Ranks | None) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.self_attn = SelfAttention(config, layer, dtype, device, ranks)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.mlp = MLP(config, dtype, device, ranks)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config, layer, ranks)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, ranks)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
@@ -83,32 +68,24 @@ class DecoderLayer(nn.Module):
 class Model(nn.Module):
     """Token ids and positions in, hidden states out; `logits` turns hidden states into scores.
 
+    It is made without memory for its weights: `load_model` gives them memory and values.
+
     Args:
-        max_positions: the longest sequence (the engine's `max_model_len`).
         ranks: the ranks that share the model; None if this is all of it.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        ranks: Ranks | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, ranks: Ranks | None = None) -> None:
         super().__init__()
         self.config, self.ranks = config, ranks
         size = ranks.size if ranks is not None else 1
         self.share = share = config.share(size)  # the sizes of this rank's layers
         num_rows = -(-config.vocab_size // size)  # of the vocabulary; the last rank may have some too many
-        embeddings = torch.empty(num_rows, config.hidden_size, dtype=dtype, device=device)
+        embeddings = empty_weight(num_rows, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings, freeze=True)
-        self.rotary = Rotary(config, max_positions, dtype, device)
-        self.layers = nn.ModuleList(
-            DecoderLayer(share, i, dtype, device, ranks) for i in range(config.num_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.lm_head = Linear(config.hidden_size, num_rows, False, dtype, device)
+        self.rotary = Rotary()
+        self.layers = nn.ModuleList(DecoderLayer(share, i, ranks) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, num_rows, False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
@@ -133,8 +110,10 @@ class Model(nn.Module):
         scores = self.lm_head(hidden).float()
         return scores if self.ranks is None else self.ranks.gather(scores)[:, : self.config.vocab_size]
 
-    def pack(self) -> None:
-        """Pack all linears, once the weights are loaded."""
-        reasons = {module.pack() for module in self.modules() if isinstance(module, Linear)} - {None}
+    def reorder_weights(self) -> None:
+        """Reorder the weights of all linears, once they are loaded."""
+        reasons = {linear.reorder_weight() for linear in self.modules() if isinstance(linear, Linear)} - {
+            None
+        }
         if reasons:
             logger.info("linear layers run without oneDNN's packed weights, and slower: %s", reasons.pop())

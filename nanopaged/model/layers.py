@@ -1,7 +1,8 @@
 """The parts of a decoder: linear, RMSNorm, rotary embedding, MLP.
 
-Weights are allocated empty, on their device and in their dtype; `checkpoint.py` fills them. The layers know
-no sequences: a row of their input is a token, of any sequence.
+They are made on PyTorch's meta device, which has shapes and no memory; `checkpoint.py` gives the weights
+memory, a dtype and their values. The layers know no sequences: a row of their input is a token, of any
+sequence.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanopaged.model import onednn
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.model.parallel import Ranks
 
@@ -23,9 +26,19 @@ FUSED_KERNELS = os.environ.get("NANOPAGED_FUSED") == "1"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu}  # name → function
 
 
-def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+def empty_weight(*shape: int, dtype: torch.dtype | None = None, device: Any = "meta") -> nn.Parameter:
     """A weight of this shape, not initialised and without gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give the weights of a module memory. Two names of one weight stay names of one weight."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, weight in list(part.named_parameters(recurse=False)):
+            if weight not in made:
+                made[weight] = empty_weight(*weight.shape, dtype=dtype, device=device)
+            setattr(part, name, made[weight])
 
 
 class Linear(nn.Module):
@@ -35,47 +48,24 @@ class Linear(nn.Module):
         ranks: if W is split by columns, the ranks whose results add up to y.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        ranks: Ranks | None = None,
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool, ranks: Ranks | None = None) -> None:
         super().__init__()
         self.ranks = ranks
-        self.weight = empty_weight(out_features, in_features, dtype=dtype, device=device)
-        self.bias = empty_weight(out_features, dtype=dtype, device=device) if bias else None
-        self._packed: Tensor | None = None
+        self.weight = empty_weight(out_features, in_features)
+        self.bias = empty_weight(out_features) if bias else None
+        self._reordered: Tensor | None = None
 
-    def pack(self) -> str | None:
-        """On a CPU, reorder the weights once into the layout that oneDNN's matrix product reads.
-
-        `F.linear` reorders them at every call, or uses a slower kernel. Measured on one core for 32 tokens
-        and 768 → 3072 features: float32 0.59 instead of 1.41 ms (docs/benchmarks.md), bfloat16 about 15 %
-        less. These operators are private to PyTorch. If they are missing or fail, `F.linear` is used.
-
-        Returns:
-            Why they cannot be used on this CPU; None if they are, or if it is a GPU.
-        """
-        if self.weight.device.type != "cpu":
-            return None
-        try:
-            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data)
-            probe = self.weight.new_zeros(1, self.weight.shape[1])
-            torch.ops.mkldnn._linear_pointwise(probe, packed, self.bias, "none", [], "")
-        except (RuntimeError, AttributeError, NotImplementedError) as error:
-            return str(error).partition("\n")[0]
-        self._packed = packed
-        self.weight = None  # only the packed copy is needed from here on
-        return None
+    def reorder_weight(self) -> str | None:
+        """Reorder W for oneDNN; see `onednn.reorder`. Returns why that cannot be done, None if it is."""
+        self._reordered, reason = onednn.reorder(self.weight, self.bias)
+        if self._reordered is not None:
+            self.weight = None  # only the reordered copy is needed from here on
+        return reason
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, in_features] → [num_tokens, out_features]."""
-        if self._packed is not None:
-            out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        if self._reordered is not None:
+            out = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
         else:
             out = F.linear(x, self.weight, self.bias)
         return out if self.ranks is None else self.ranks.all_reduce(out)
@@ -84,9 +74,9 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
     """x / √(mean(x²) + ε) · w over the last dimension (Zhang and Sennrich, arXiv 1910.07467)."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = empty_weight(size, dtype=dtype, device=device)
+        self.weight = empty_weight(size)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,10 +123,10 @@ class Rotary(nn.Module):
         x_i cos a_i - x_{i + half} sin a_i        x_{i + half} cos a_i + x_i sin a_i
     """
 
-    def __init__(
+    def compute(
         self, config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__()
+        """Tables of the cosines and sines of `max_positions` positions."""
         positions = torch.arange(max_positions, dtype=torch.float32)
         angles = torch.outer(positions, rotary_frequencies(config))  # [max_positions, head_dim / 2]
         self.cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(device, dtype)
@@ -178,14 +168,12 @@ def norm_rotate(
 class MLP(nn.Module):
     """down(act(gate(x)) · up(x)), with gate and up in one matrix (Shazeer, arXiv 2002.05202)."""
 
-    def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks | None
-    ) -> None:
+    def __init__(self, config: ModelConfig, ranks: Ranks | None) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
         self.activation = ACTIVATIONS[config.activation]
-        self.gate_up_proj = Linear(hidden, 2 * inner, config.mlp_bias, dtype, device)
-        self.down_proj = Linear(inner, hidden, config.mlp_bias, dtype, device, ranks)
+        self.gate_up_proj = Linear(hidden, 2 * inner, config.mlp_bias)
+        self.down_proj = Linear(inner, hidden, config.mlp_bias, ranks)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] → the same shape."""

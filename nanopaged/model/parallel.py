@@ -46,7 +46,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanopaged.attention.metadata import AttentionMetadata, StepInputs
-from nanopaged.kv_cache import pick_device
+from nanopaged.kernels.devices import pick_device
+from nanopaged.kv_cache import take_rows
 
 # Seconds that ranks wait for each other within a step; a rank that takes longer is lost.
 STEP_TIMEOUT = float(os.environ.get("NANOPAGED_STEP_TIMEOUT", 30))
@@ -61,8 +62,10 @@ METHODS = ("cheaper_preemption",)  # of a worker, which a message may name
 class Worker(Protocol):
     """What the other ranks run."""
 
-    def follow(self, inputs: StepInputs) -> None:
-        """Compute a step."""
+    model: Any  # `Model.logits` computes this rank's share of the logits
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Move blocks and run the model → hidden states [num_tokens, hidden_size]."""
 
     def cheaper_preemption(self) -> str:
         """Take part in a measurement."""
@@ -253,7 +256,11 @@ class Ranks:
                 return
             try:
                 if isinstance(message, dict):
-                    worker.follow(self.decode(message))
+                    inputs = self.decode(message)
+                    with torch.inference_mode():
+                        hidden = worker.forward(inputs)
+                        for rows in filter(None, inputs.logit_rows):  # in the order of `ModelRunner.execute`
+                            worker.model.logits(take_rows(hidden, rows))
                 elif message in METHODS:
                     getattr(worker, message)()
                 elif isinstance(message, str):
@@ -316,7 +323,7 @@ class Ranks:
 
 
 def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
-    """The model runner of rank 0, among `size` ranks.
+    """The model runner of rank 0, among `size` ranks; of the only one, if `size` is 1.
 
     Started by a launcher with `size` processes (torchrun), each process is a rank: in the workers this call
     does not return, but ends the process when rank 0 ends. Otherwise the workers are started here.
@@ -328,6 +335,8 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
         RuntimeError: a worker cannot start; the message has its traceback. Or as `make_runner`.
         ValueError: torchrun has started another number of processes, or this process may start none.
     """
+    if size == 1:
+        return make_runner()
     launched = under_torchrun()
     if launched and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # or all ranks would open a context on GPU 0

@@ -11,6 +11,14 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 
+def as_conversations(
+    messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
+) -> SequenceOf[SequenceOf[Message]]:
+    """One conversation or several, as several."""
+    several = isinstance(messages, SequenceOf) and len(messages) > 0 and isinstance(messages[0], list | tuple)
+    return messages if several else [messages]
+
+
 def render_chat(
     tokenizer: PreTrainedTokenizerBase | None, messages: SequenceOf[Message], options: dict[str, Any] | None
 ) -> str:

@@ -2,7 +2,7 @@
 
 `recorder.py` compares the state after a step with the state before. What a step does and undoes again, such
 as a block that is taken and given back, leaves no difference there, but a note here. The block manager itself
-knows nothing of the trace: this subclass stands in for it only in an engine that has one.
+knows nothing of the trace: an engine's own becomes one of this class when a trace begins.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class RecordedBlockManager(BlockManager):
             self.copies.append((writer, others, src, dst))
         return copies
 
-    def cache_blocks(self, seq: Sequence) -> None:
-        super().cache_blocks(seq)
+    def publish(self, seq: Sequence) -> None:
+        super().publish(seq)
         first = seq.num_computed_tokens // self.block_size
         end = (seq.num_computed_tokens + seq.num_scheduled_tokens) // self.block_size
         for block_id in seq.block_table[first:end]:

@@ -5,8 +5,8 @@ for each step. Every line goes to the file at once, so the page is complete at a
 runs and after it was interrupted. A line says what has changed since the line before.
 
 Most of it is found by comparing the engine's state after the step with the state before. The rest, such as
-which block was evicted for whom, is in the notes of `recorded_pool.py`. Scheduler and block manager know
-nothing of the trace.
+which block was evicted for whom, is in the notes of `recorded_pool.py`. The engine and all that is below it
+know nothing of the trace: it is one of `LLMEngine.listeners`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from nanopaged.scheduler import Scheduler
+from nanopaged.engine import LLMEngine
 from nanopaged.sequence import Request, ScheduledBatch, Sequence
 from nanopaged.trace import sentences
 from nanopaged.trace.recorded_pool import RecordedBlockManager
-from nanopaged.trace.snapshot import short_key
+from nanopaged.views.snapshot import short_key
 
 PAGE = Path(__file__).with_name("page.html")
 
@@ -80,19 +78,20 @@ class Recorder:
         OSError: the page cannot be written.
     """
 
-    def __init__(
-        self, path: str | Path, model: str, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase | None
-    ) -> None:
-        self.path = Path(path)
-        self.scheduler, self.tokenizer = scheduler, tokenizer
-        self.manager: RecordedBlockManager = scheduler.block_manager
+    def __init__(self, engine: LLMEngine) -> None:
+        self.path = Path(engine.config.trace)
+        self.engine, self.scheduler, self.tokenizer = engine, engine.scheduler, engine.tokenizer
+        engine.block_manager.__class__ = RecordedBlockManager  # the same pool, which now notes what it does
+        self.manager: RecordedBlockManager = engine.block_manager
+        self.manager.forget()
+        scheduler = engine.scheduler
         self.start = time.monotonic()
         self.num_requests = 0
         self.known: dict[Request, Known] = {}  # the unfinished ones
         self.fresh = False  # whether the next line must be a whole state instead of changes
         self._forget()
         header = {
-            "model": model,
+            "model": Path(engine.model_name).name,
             "block_size": self.manager.block_size,
             "num_blocks": self.manager.num_blocks,
             "num_host_blocks": scheduler.swapper.num_host_blocks,
@@ -110,14 +109,17 @@ class Recorder:
                 error.errno, f"the trace cannot be written: {error.strerror}", str(self.path)
             ) from error
 
-    def record(self, batch: ScheduledBatch, num_steps: int) -> None:
+    def step_ended(self, batch: ScheduledBatch) -> None:
         """Write the line of a step that has just ended."""
-        self._add(batch, {"step": num_steps})
+        self._add(batch, {"step": self.engine.num_steps + 1})
 
-    def record_failure(self, error: BaseException, num_steps: int) -> None:
+    def step_failed(self, error: BaseException) -> None:
         """Write a line that says that a step has failed, and that all requests wait again."""
         self.fresh = True
-        self._add(ScheduledBatch(), {"step": num_steps, "said": [sentences.failed(type(error).__name__)]})
+        self._add(
+            ScheduledBatch(),
+            {"step": self.engine.num_steps, "said": [sentences.failed(type(error).__name__)]},
+        )
 
     def _add(self, batch: ScheduledBatch, fields: dict[str, Any]) -> None:
         """If it is interrupted, half compared, the next line must not build on it: `fresh` stays True."""
@@ -180,8 +182,8 @@ class Recorder:
         line["hits"] = [block_id for _, found in manager.hits for block_id in found]
         line |= self._sequences(running + newly_waiting) | self._blocks() | self._queues(running, waiting)
         line["texts"] = self._texts(line["seqs"])
-        line["drawn"] = scheduler.num_generated_tokens - self.num_generated_tokens
-        self.num_generated_tokens = scheduler.num_generated_tokens
+        line["drawn"] = self.scheduler.num_generated_tokens - self.num_generated_tokens
+        self.num_generated_tokens = self.scheduler.num_generated_tokens
         self.running, self.waiting = running, waiting
         manager.forget()
         return {name: value for name, value in line.items() if value or name in ("running", "waiting")}

@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from nanopaged.trace.snapshot import BlockState, RequestState, Snapshot
+from nanopaged.views.snapshot import BlockState, RequestState, Snapshot
 
 # Paul Tol's light scheme, as in page.html: distinct for the colour-blind, and readable under black letters.
 COLOURS = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"]

@@ -27,8 +27,8 @@ from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, RequestOut
 from nanopaged import model_runner as runner_module
 from nanopaged.attention import TorchAttention, make_attention
 from nanopaged.attention.metadata import AttentionMetadata, slots_of
+from nanopaged.checks.failures import NonFiniteLogits
 from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.sampler import NonFiniteLogits
 from nanopaged.sequence import ScheduledBatch, StepResult
 
 CPU = torch.device("cpu")
@@ -83,24 +83,24 @@ def test_every_number_is_stored_to_half_a_scale(dtype: torch.dtype) -> None:
     rows = torch.randn(4000, 2, 16) * 10 ** torch.empty(4000, 2, 1).uniform_(low, high)
     rows[::2] *= 10 ** torch.empty(2000, 2, 16).uniform_(-4, 0)
     rows = rows.clamp(-6e4, 6e4).to(dtype) if dtype == torch.float16 else rows.to(dtype)
-    stored = cache.encode(rows)
+    stored = cache.pack(rows)
     expected = check_slots(stored, rows.float(), rounding=1e-4)
-    torch.testing.assert_close(cache.decode(stored), expected.to(dtype))
-    assert cache.decode(stored).dtype == dtype
+    torch.testing.assert_close(cache.unpack(stored), expected.to(dtype))
+    assert cache.unpack(stored).dtype == dtype
 
 
 def test_the_example_of_the_docstring() -> None:
     cache = make_cache(1, head_dim=4)
-    stored = cache.encode(torch.tensor([12.5, -31.75, 0.7, 0]))
+    stored = cache.pack(torch.tensor([12.5, -31.75, 0.7, 0]))
     assert stored[:4].tolist() == [50, -127, 3, 0]
-    assert cache.decode(stored).tolist() == [12.5, -31.75, 0.75, 0]
+    assert cache.unpack(stored).tolist() == [12.5, -31.75, 0.75, 0]
 
 
 def test_zeros() -> None:
     """A head of zeros, and the zero bytes of a masked slot: no NaN from 0 / 0."""
     cache = make_cache(1)
-    assert (cache.decode(cache.encode(torch.zeros(2, 16))) == 0).all()
-    assert (cache.decode(torch.zeros(2, cache.data.shape[-1], dtype=torch.int8)) == 0).all()
+    assert (cache.unpack(cache.pack(torch.zeros(2, 16))) == 0).all()
+    assert (cache.unpack(torch.zeros(2, cache.data.shape[-1], dtype=torch.int8)) == 0).all()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -109,7 +109,7 @@ def test_what_is_not_finite_stays_so(value: float) -> None:
     cache = make_cache(1)
     rows = torch.ones(3, 2, 16)
     rows[1, 0, 5] = value
-    decoded = cache.decode(cache.encode(rows))
+    decoded = cache.unpack(cache.pack(rows))
     assert not decoded[1, 0, 5].isfinite()
     assert torch.equal(decoded.isfinite().all(-1), rows.isfinite().all(-1))
 

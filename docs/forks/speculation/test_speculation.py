@@ -31,7 +31,8 @@ from nanopaged import (
     RequestOutput,
     SamplingParams,
 )
-from nanopaged.sampler import NonFiniteLogits, NoTokenAllowed, sample_next_tokens, verify
+from nanopaged.checks.failures import NonFiniteLogits, NoTokenAllowed
+from nanopaged.sampler import sample_next_tokens, verify
 from nanopaged.scheduler import look_up
 from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
 from nanopaged.text.stopping import StopRules

@@ -12,6 +12,7 @@ from hashlib import sha256
 
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request
+from nanopaged.views.statistics import filled_slots
 
 COLUMNS = 20  # logical blocks in a row of the drawing
 
@@ -156,7 +157,7 @@ def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Reque
         requests: all unfinished requests, in order of arrival.
     """
     manager = scheduler.block_manager
-    filled = manager.filled_slots(scheduler.sequences)
+    filled = filled_slots(manager, scheduler.sequences)
     blocks = []
     for block in manager.blocks:
         state, num_filled = "free", 0
