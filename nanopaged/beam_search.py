@@ -22,8 +22,8 @@ from nanopaged.sequence import Request, Sample, Sequence
 def fork_samples(request: Request, samples: list[Sample], block_manager: BlockManager) -> list[Sequence]:
     """Fork the sequence that has computed the prompt, once for each of the `samples` drawn to follow it.
 
-    As in `advance_beams`, the request changes in one assignment at the end. So no fork is ever left without a
-    token of its own; after a failed step it would need a block of its own for the end of the prompt.
+    As in `advance_beams`, the request changes in one assignment at the end. So a failed step leaves no fork
+    without its token; such a fork would need a block that was never counted.
 
     Returns:
         the sequences of the request, in order of index.

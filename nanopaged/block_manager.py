@@ -2,9 +2,8 @@
 
 The block manager is the page table of the engine. It hands out physical blocks of the KV cache, lets
 sequences share them, replaces a shared block before it is written, and keeps full blocks so that a later
-prompt can find them (PagedAttention, §4.2 to §4.4; the prefix cache is not in the paper).
-
-It knows block ids only, no tensors, models or queues. The model runner copies the contents of blocks.
+prompt can find them (PagedAttention, §4.2 to §4.4; the prefix cache is not in the paper). It knows block ids
+only: the model runner copies the contents.
 """
 
 from __future__ import annotations
@@ -28,10 +27,14 @@ def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_siz
     """Free blocks that a request's sequences need to store their newest tokens.
 
     These are new blocks after the end of a table, and copies of a block that several sequences are about to
-    write: each but the last writer needs a copy. A forked sequence has one token to write, its newest one.
+    write: each but the last writer needs one. A forked sequence has one token to write, its newest one.
 
         block_size = 4, tables [7, 2] and [7, 2], 7 tokens each: one copy of block 2
         the same with 9 tokens each:                             two new blocks, and nothing to copy
+
+    `append_slots` makes these copies, and decides by reference counts. Both ways count the same, because a
+    block that is still written is shared only by siblings that write it: 3 tables with block 2 are 3
+    references, so 2 copies, and 1 reference is left.
 
     Args:
         tables: for each sequence its block table, or its host table if it is swapped out.
@@ -66,7 +69,7 @@ class Block:
 class BlockManager:
     """Block tables over one pool of `num_blocks` blocks of `block_size` token slots.
 
-    Lookup, allocation, sharing, release and eviction take constant time per block, however large the pool.
+    Every operation takes constant time per block, however large the pool.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
@@ -128,11 +131,17 @@ class BlockManager:
     def allocate(self, sequences: list[Sequence], look_up: bool = True, num_reserved: int = 0) -> bool:
         """Give block tables for all their tokens to the sequences of one request, which have no blocks yet.
 
-        Each table begins with the blocks found in the prefix cache. The sequences of a request that was
-        preempted also share the full blocks of their common prefixes with each other. Such a block counts as
-        computed for all but the first of them, because a request's sequences are computed in order.
+        A sequence's table begins with the blocks found in the prefix cache; the others are taken.
 
-            block_size = 2    a b c d e │ a b c d f │ a b x y z      tables [0 1 2] [0 1 3] [0 4 5]
+            block_size = 2, a b c d e, the cache has (a b) in block 7:      table [7 0 1], 2 tokens computed
+            If another sequence uses block 7, 2 free blocks are needed. If none does, block 7 is among the
+            free ones: 3 of `num_free_blocks` are needed.
+
+        Several sequences, of a request that was preempted, also share the full blocks of their common
+        prefixes. Such a block counts as computed for all but the first of them, because a request's sequences
+        are computed in order.
+
+            a b c d e │ a b c d f │ a b x y z      tables [0 1 2] [0 1 3] [0 4 5]: 3 keys and 3 last blocks
 
         Args:
             look_up: whether to look into the prefix cache.
@@ -142,7 +151,7 @@ class BlockManager:
             False, and nothing is changed, if the pool has too few blocks.
         """
         size = self.block_size
-        # The last block of each sequence is its own even if it is full: its last token is always computed.
+        # The last block of each sequence is its own, even if full: its last token is always computed.
         keys = [self.keys_of(seq, (seq.num_tokens - 1) // size) for seq in sequences]
         hits = [self.find_prefix(seq) if look_up else [] for seq in sequences]
         in_use = {block_id for hit in hits for block_id in hit if self.blocks[block_id].ref_count > 0}
@@ -154,17 +163,17 @@ class BlockManager:
                 self.share(block_id)
         taken: dict[bytes, int] = {}
         for seq, its_keys, hit in zip(sequences, keys, hits, strict=True):
-            num_shared = len(hit)
+            num_found = len(hit)
             seq.block_table = list(hit)
             for key in its_keys[len(hit) :]:
                 if key in taken:
                     self.share(taken[key])
-                    num_shared += 1
+                    num_found += 1
                 else:
                     taken[key] = self.take()
                 seq.block_table.append(taken[key])
             seq.block_table.append(self.take())
-            seq.num_computed_tokens = num_shared * size
+            seq.num_computed_tokens = num_found * size
         return True
 
     def append_slots(self, sequences: list[Sequence]) -> list[tuple[int, int]] | None:
@@ -176,9 +185,8 @@ class BlockManager:
                                         └─         ref_count is 2: copy 2 → 9, table [7, 9], write into 9
 
         Returns:
-            the copies (source, destination) to make before the slots are written (copy-on-write, §4.4). The
-            last of several sequences that share a block writes in place. None, and nothing is changed, if
-            the pool has too few blocks.
+            the copies (source, destination) to make before the slots are written (copy-on-write, §4.4); None,
+            and nothing is changed, if the pool has too few blocks.
         """
         size = self.block_size
         seq = sequences[0]
@@ -212,8 +220,8 @@ class BlockManager:
     def free(self, seq: Sequence) -> None:
         """Give the sequence's blocks back. Published blocks can be found until they are evicted.
 
-        The last block goes first, so that the end of a prefix is evicted before its beginning: a beginning
-        can be found without the end, but not the end without the beginning.
+        The last block goes first, so that the end of a prefix, which cannot be found without the beginning,
+        is evicted first.
         """
         self.trim(seq, 0)
         seq.num_computed_tokens = 0
@@ -238,10 +246,9 @@ class BlockManager:
             block_size = 2    tokens  a b │ c d │ e      keys  k0 = (a b)    k1 = SHA-256(k0)·(c d)
             with a salt                                  k0 = SHA-256(-1 salt)·(a b)
 
-        Two blocks with equal keys have the same tokens, and the same tokens before them. A fast,
-        non-cryptographic hash is not enough: for xxh3, two blocks with equal hashes are found in seconds, so
-        a prompt could be crafted that is served with the K/V of another prompt. A salt is hashed after -1,
-        which is no token, so that no salt looks like a block.
+        Equal keys mean equal tokens, all the way back. A fast hash is not enough: two blocks with equal xxh3
+        are found in seconds, so a prompt could be crafted that is served with the K/V of another. A salt is
+        hashed after -1, which is no token, so that no salt looks like a block.
         """
         keys, size = seq.block_keys, self.block_size
         for i in range(len(keys), num_blocks):
@@ -256,8 +263,7 @@ class BlockManager:
 
         The block of the last token is not looked up: that token must be computed for its logits.
 
-            block_size = 4, 8 tokens, both blocks in the cache: (8 - 1) // 4 = 1 block is looked up,
-            and tokens 4 to 7 are computed again, into a private block
+            block_size = 4, 8 tokens: (8 - 1) // 4 = 1 block is looked up, tokens 4 to 7 are computed again
         """
         prefix: list[int] = []
         if self.enable_prefix_caching:
@@ -268,11 +274,11 @@ class BlockManager:
         return prefix
 
     def publish(self, seq: Sequence) -> None:
-        """Publish the blocks that this step will fill, unless blocks with equal keys are published.
+        """Make the blocks that this step will fill findable, unless blocks with equal keys are.
 
-        No other function adds to the prefix index. The blocks can be found before they are computed, so that
-        requests with the same prompt share them within one step. That is correct because every layer stores
-        the K/V of the whole batch before any sequence attends.
+        No other function adds to the prefix index. Blocks can be found before they are computed, so requests
+        with the same prompt share them within one step. That is correct because every layer stores the K/V of
+        the whole batch before any sequence attends.
 
             block_size = 4, 6 tokens computed, 7 scheduled: tokens 6 to 12 fill blocks 1 and 2
         """

@@ -1,24 +1,22 @@
 """Every option of the engine and of a request: its default, and the rule that its values keep.
 
 `EngineConfig` holds what is fixed for the life of an engine, `SamplingParams` and `BeamSearchParams` what may
-differ from request to request. The rules (`checks/rules.py`) are applied when one is made. Limits that depend
-on the model (the vocabulary, the longest context) are checked in `checks/requests.py` and `engine.py`.
-
-This module knows no tensors: `dtype` and `device` are names here.
+differ from request to request. The rules (`checks/rules.py`) are applied when one is made; limits that depend
+on the model are checked later. This module knows no tensors: `dtype` and `device` are names here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from nanopaged.checks import rules
-from nanopaged.checks.foreign_names import explain, options_of, refuse_change
-from nanopaged.checks.rules import boolean, check_options, number, one_of, option, optional, require, whole
+from nanopaged.checks.foreign_names import refuse_change
+from nanopaged.checks.rules import Options, boolean, number, one_of, option, optional, whole
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch", "reference")
@@ -26,62 +24,43 @@ NO_TOP_K = 1 << 24  # more than any vocabulary, and exact in float32
 OR_NONE, TO_THE_LIMIT = " (None chooses it for you)", " (None is as many as max_model_len allows)"
 
 
-_T = TypeVar("_T", bound="_Options")
-
-
-class _Options:
-    """The base of the classes below: the error for an unknown keyword says what may have been meant."""
-
-    def __new__(cls: type[_T], *args: Any, **options: Any) -> _T:  # with Any, editors would show no options
-        known = [option.name for option in fields(cls)]
-        unknown = [name for name in options if name not in known]
-        if unknown:
-            raise TypeError(f"{cls.__name__} has no option {explain(unknown, known, options_of(cls))}")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(_Options):
+class EngineConfig(Options):
     """The options of an engine.
 
     Fields:
-        model: a folder with config.json, safetensors and a tokenizer, or a Hugging Face hub id.
-            None is the tiny model in the box.
-        dtype: the type of weights, activations and K/V: "float32", "bfloat16" or "float16", as a name
-            ("float" and "half" too) or as torch's own. "auto" takes the checkpoint's.
+        model: a folder with config.json, safetensors and a tokenizer, or a Hugging Face hub id. None is the
+            tiny model in the box.
+        dtype: of weights, activations and K/V: "float32", "bfloat16" or "float16", or torch's own. "auto"
+            takes the checkpoint's.
         device: "auto" (CUDA if there is one), or a device of torch or its name: "cpu", "cuda", "cuda:1".
-        block_size: token slots in a block, 1 or more; 16 is the paper's default (§7.2).
-        num_blocks: blocks of the KV cache. None measures the free memory and uses what
-            `memory_utilization` allows, but no more than `max_num_seqs` sequences of full length could fill.
-            The logger "nanopaged" tells the choice, at level INFO.
+        block_size: token slots in a block; 16 is the paper's default (§7.2).
+        num_blocks: blocks of the KV cache. None measures the free memory and uses what `memory_utilization`
+            allows, but no more than `max_num_seqs` sequences of full length could fill.
         num_host_blocks: blocks in host memory for swapped requests. None is as many as the KV cache has, but
             at most 4 GiB; 0 disables swapping.
-        memory_utilization: on a GPU, the share of its memory that weights, activations and KV cache may take
-            together (None: 0.9). On a CPU, the KV cache may take this share of the memory that is free at
-            start. There None is a half, but at most 4 GiB unless a single sequence of full length needs more.
-            The memory is used little by little, so a second engine still counts it as free.
+        memory_utilization: on a GPU, the share of its memory for weights, activations and KV cache together
+            (None: 0.9). On a CPU, the KV cache may take this share of the memory that is free at start; None
+            is a half, but at most 4 GiB unless a single sequence of full length needs more.
         max_num_seqs: sequences running at once.
         max_num_batched_tokens: tokens computed in one step (the token budget). None is 2048, or
             `max_model_len` if that is more and chunked prefill is off.
         max_model_len: tokens of prompt and output together. None takes the model's own limit.
         enable_prefix_caching: let requests share full blocks of earlier prompts and outputs that begin alike.
-        enable_chunked_prefill: compute a prompt in pieces over several steps, so that a long one does not
-            hold up the sequences that are already decoding.
+        enable_chunked_prefill: compute a long prompt in pieces over several steps, so that it does not hold
+            up the sequences that are already decoding.
         preemption: what happens to the K/V of a request that must give its blocks back. "swap" moves it to
-            host memory (and recomputes if that is full), "recompute" drops it and computes it again, "auto"
-            takes the cheaper one, measured once at start.
+            host memory (and recomputes if that is full), "recompute" computes it again, "auto" takes the
+            cheaper one, measured once at start.
         watermark: share of the blocks that must stay free when a request is admitted while others run, so
-            that their sequences can grow. 0 admits while a block is left, and preempts more often.
-        attention_backend: "torch" runs everywhere. "triton" uses our own kernels for storing and decoding, on
-            a GPU. "flash" does too, and prefills with flash-attn or PyTorch's flash attention. "reference" is
-            the slow, obvious loop over blocks that the docs explain. "auto" picks the fastest that runs here.
-        enforce_eager: launch every kernel one by one. Otherwise, on a GPU with the "triton" or "flash"
-            backend, decode-only steps are replayed from CUDA graphs, which are captured at start.
+            that these can grow. 0 admits while a block is left, and preempts more often.
+        attention_backend: "torch" runs everywhere. "triton" has our own kernels for storing and decoding, on
+            a GPU. "flash" has too, and prefills with flash-attn or PyTorch's flash attention. "reference" is
+            the slow, obvious loop over blocks. "auto" picks the fastest that runs here.
+        enforce_eager: launch every kernel one by one. Otherwise, on a GPU with "triton" or "flash",
+            decode-only steps are replayed from CUDA graphs, which are captured at start.
         tensor_parallel_size: processes that share each layer, each with a GPU of its own (or all on the CPU).
-            The engine starts them, or uses those that torchrun has started.
+            The engine starts them, or uses those of torchrun.
         load_format: "auto" reads the weights; "dummy" draws random ones (config.json is enough).
         seed: seeds the requests that have no seed of their own, and the dummy weights.
         trace: a file for a page that shows each step in a browser, such as "run.html" (docs/trace.md). It is
@@ -118,22 +97,14 @@ class EngineConfig(_Options):
     on_start: ClassVar[list[Callable[[Any], None]]] = []
 
 
-def _check_lengths(params: SamplingParams | BeamSearchParams) -> None:
-    require(
-        params.max_tokens is None or params.min_tokens <= params.max_tokens,
-        f"min_tokens is {params.min_tokens}, but max_tokens is only {params.max_tokens}",
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams(_Options):
+class SamplingParams(Options):
     """How one request's tokens are chosen, and when it stops.
 
     The logits pass through penalties (vLLM's), temperature, top-k, top-p and min-p, in transformers' order,
-    then a token is drawn. (vLLM has min-p before top-k.) Defaults are vLLM's. Left out, to stay small:
-    logit_bias, bad_words, structured output, skip_special_tokens (they are never in the text), detokenize
-    (text is made when it is read). Params cannot be changed: `dataclasses.replace(params, n=2)` makes a
-    changed copy.
+    then a token is drawn. Defaults are vLLM's. Left out, to stay small: logit_bias, bad_words, structured
+    output, skip_special_tokens (they are never in the text), detokenize (text is made when it is read).
+    Params cannot be changed: `dataclasses.replace(params, n=2)` makes a changed copy.
 
     Fields:
         n: outputs for the prompt (parallel sampling).
@@ -145,17 +116,16 @@ class SamplingParams(_Options):
             multiplies the negative ones. Above 1 discourages repetition (Keskar et al., CTRL, 2019).
         frequency_penalty: subtracted from a token's logit once for each time that it was generated.
         presence_penalty: subtracted once from the logit of each token that was generated.
-        seed: makes the request repeatable, independent of the other requests in the batch. None draws one.
+        seed: makes the request repeatable, independent of the rest of the batch. None draws one.
         max_tokens: tokens to generate at most; None is as many as `max_model_len` allows. Blocks for all of
             them must fit in the pool, or the request is refused.
-        min_tokens: until this many tokens are generated, no end-of-sequence or stop token is drawn and
-            stop strings do not end the output.
+        min_tokens: until this many are generated, no end-of-sequence or stop token is drawn, and stop strings
+            do not end the output.
         stop: a string, or several; the output ends before the first one that appears.
         stop_token_ids: token ids that end the output, in addition to the model's end-of-sequence ids.
         ignore_eos: do not end at end-of-sequence; `stop` and `stop_token_ids` still end it.
         logprobs: at each generated position, return the log-probabilities of this many most likely tokens,
-            and of the chosen one. They belong to the model's own distribution, before penalties,
-            temperature and filters. None returns none.
+            and of the chosen one: those of the model itself, before penalties and temperature.
         prompt_logprobs: the same for the prompt's tokens.
 
     Raises:
@@ -172,7 +142,7 @@ class SamplingParams(_Options):
     presence_penalty: float = option(0.0, number(-2.0, 2.0, ": 0 changes nothing"))
     seed: int | None = option(None, optional(whole(0)))
     max_tokens: int | None = option(16, optional(whole(1, TO_THE_LIMIT)))
-    min_tokens: int = option(0, whole(0), _check_lengths)
+    min_tokens: int = option(0, whole(0), rules.min_at_most_max)
     stop: str | SequenceOf[str] = option((), rules.texts)
     stop_token_ids: SequenceOf[int] = option((), rules.token_ids)
     ignore_eos: bool = option(False, boolean)
@@ -205,11 +175,11 @@ class SamplingParams(_Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BeamSearchParams(_Options):
+class BeamSearchParams(Options):
     """Beam search for one request: the same hypotheses and scores as transformers' `generate(num_beams=…)`.
 
-    The request's outputs are the `beam_width` best texts, best first. A text's score is the sum of its
-    tokens' log-probabilities over (number of tokens ** length_penalty), end-of-sequence included.
+    The outputs are the `beam_width` best texts, best first. A text's score is the sum of its tokens'
+    log-probabilities over (number of tokens ** length_penalty), end-of-sequence included.
 
     Fields:
         beam_width: beams (unfinished texts) kept at each step; 1 is greedy decoding.
@@ -227,7 +197,7 @@ class BeamSearchParams(_Options):
 
     beam_width: int = option(rule=whole(1))
     max_tokens: int | None = option(16, optional(whole(1, TO_THE_LIMIT)))
-    min_tokens: int = option(0, whole(0), _check_lengths)
+    min_tokens: int = option(0, whole(0), rules.min_at_most_max)
     length_penalty: float = option(1.0, number(-50, 50))  # 10⁶ ** 50 is still a float
     early_stopping: bool | str = option(False, rules.true_false_or("never"))
     ignore_eos: bool = option(False, boolean)

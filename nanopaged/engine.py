@@ -30,7 +30,7 @@ from nanopaged.views.statistics import Counters, engine_stats
 
 
 class Runner(Protocol):
-    """The interface of a model runner. `ModelRunner` implements it; experiments and tests have their own."""
+    """What computes batches: `ModelRunner`. Experiments and tests have their own."""
 
     num_blocks: int
     num_host_blocks: int
@@ -104,13 +104,13 @@ class LLMEngine:
     def step(self, with_outputs: bool = True, keep: bool = False) -> list[RequestOutput]:
         """Compute one batch. Returns the requests that got a token, finished or not.
 
-        If a step fails, the exception is raised to the caller and no generated token is lost: every request
-        waits again, and the next step begins to compute its K/V again. The caller can call `step` again, or
-        abort the request that caused the failure: a `NonFiniteLogits` has its `request_id`.
+        If a step fails, its exception is raised and no generated token is lost: every request waits again,
+        and its K/V is computed again. The caller can call `step` again, or abort the request that caused the
+        failure: a `NonFiniteLogits` has its `request_id`.
 
         Args:
-            with_outputs: False returns an empty list. `LLM.generate` reads its outputs only at the end, and
-                building hundreds of `RequestOutput`s takes longer than scheduling them.
+            with_outputs: False returns an empty list: building hundreds of `RequestOutput`s takes longer than
+                scheduling their requests.
             keep: leave the requests of `add_request` that finish to the next step, which reports them.
         """
         if not self.requests:
@@ -192,10 +192,10 @@ class LLMEngine:
         return engine_stats(self.num_steps, self.scheduler, self.counters)
 
     def snapshot(self) -> Snapshot:
-        """Every request, block table and block, valid between two steps. Printed, it is a drawing of them."""
+        """Every request, block table and block, valid between two steps. Printed, it is a drawing."""
         return take_snapshot(self.num_steps, self.scheduler, self.requests.values())
 
     def check_invariants(self) -> None:
         """Raise AssertionError if block tables, pools and prefix index disagree. Call it between steps."""
-        check_blocks(self.block_manager, self.scheduler.sequences)
+        check_blocks(self.block_manager, self.scheduler.running_sequences)
         check_host_blocks(self.scheduler.swapper, self.requests.values())

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.kernels.devices import is_ampere
+from nanopaged.kernels.devices import allocate_blocks, is_ampere
 
 
 def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None) -> Tensor:
@@ -77,8 +77,11 @@ class KVCache:
     ) -> None:
         self.shape = shape
         self.block_size = block_size
-        self.data = self._allocate(num_blocks, device)
-        self.host = self._allocate(num_host_blocks, torch.device("cpu"), device.type == "cuda")
+        sizes = shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim
+        # Not initialised: a slot without a token is not read, or has weight 0.
+        self.data = allocate_blocks(num_blocks, sizes, shape.dtype, device)
+        host, pin_memory = torch.device("cpu"), device.type == "cuda"
+        self.host = allocate_blocks(num_host_blocks, sizes, shape.dtype, host, pin_memory)
         self.copy_kernel = None
         if is_ampere(device):
             try:
@@ -88,22 +91,6 @@ class KVCache:
             except ImportError:  # Triton is not installed: blocks are copied one by one
                 pass
 
-    def _allocate(self, num_blocks: int, device: torch.device, pin_memory: bool = False) -> Tensor:
-        """Memory for blocks, not initialised: a slot without a token is not read, or has weight 0."""
-        shape = self.shape
-        sizes = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, self.block_size, shape.head_dim)
-        try:
-            return torch.empty(
-                sizes, dtype=shape.dtype, device=device, pin_memory=pin_memory and num_blocks > 0
-            )
-        except (RuntimeError, TypeError, OverflowError) as error:  # no memory, or more than 64 bits hold
-            num_bytes = num_blocks * shape.block_bytes(self.block_size)
-            raise ValueError(
-                f"{num_blocks:,} blocks of {self.block_size:,} tokens need {num_bytes:,} bytes on {device}, "
-                "more than can be allocated: lower num_blocks, num_host_blocks or block_size, or leave them "
-                "at their defaults"
-            ) from error
-
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's K and V, each [num_blocks, num_kv_heads, block_size, head_dim]."""
         return self.data[:, layer, 0], self.data[:, layer, 1]
@@ -112,8 +99,8 @@ class KVCache:
         """K or V [..., head_dim] of tokens → what is stored of it in a slot [..., slot width].
 
         Backends pass all K/V through `pack` before they store it, and through `unpack` after they read it.
-        Here both change nothing; a quantised cache would have its arithmetic in them. (The Triton decode
-        kernel reads slots without `unpack`.)
+        Here both change nothing: they are the place for a quantised cache. (The Triton decode kernel reads
+        slots without `unpack`.)
         """
         return kv
 
@@ -149,10 +136,7 @@ class KVCache:
         comes first. A block just swapped in may be the source of a copy, so copies come last. On a GPU the
         moves are queued in the stream of the kernels: the host does not wait for them.
 
-        Args:
-            swap_out: (device block, host block).
-            swap_in: (host block, device block).
-            copies: (source, destination), both on the device. No block is both.
+        Args: pairs of blocks, see `ScheduledBatch`.
         """
         for device_block, host_block in swap_out:
             self.host[host_block].copy_(self.data[device_block], non_blocking=True)

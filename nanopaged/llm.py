@@ -1,7 +1,7 @@
 """`LLM`: the API for scripts. It generates text for a list of prompts.
 
-It makes requests, runs `LLMEngine.step` until they are finished, and returns their outputs. It knows no
-blocks and no tensors. A server would use `LLMEngine` directly.
+It makes requests, runs `LLMEngine.step` until they are finished, and returns their outputs. A server would
+use `LLMEngine` directly.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class LLM(ForeignAttributes):
 
         Args:
             prompts: a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; or a list of
-                such prompts. {"prompt": text, "cache_salt": name} shares K/V only with prompts of that salt.
-                The output of a transformers tokenizer is taken, too: a prompt for each of its texts.
+                such prompts, or the output of a transformers tokenizer. {"prompt": text, "cache_salt": name}
+                shares K/V only with prompts of that salt.
             sampling_params: one for all prompts, or a list with one for each. None is `SamplingParams()`.
 
         Raises:
@@ -112,26 +112,7 @@ class LLM(ForeignAttributes):
             raise TypeError("stream takes one prompt: a str, a list of token ids, or a dict of one of them")
         with self._lock:  # it gets its id when it is queued
             request = self.engine.prompts.make_request("", prompt, sampling_params)
-        return self._stream(request)
-
-    def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        with self._turns.serving([request]):
-            with self._lock:
-                request.request_id = self._turns.new_id()
-                self._turns.queue(request)
-            num_shown, output = 0, None
-            while output is None or not output.finished:
-                with self._lock:
-                    if not request.finished:  # a step of another stream may have finished it
-                        self._turns.step([request])
-                    output = request.output()
-                self._turns.abort([])
-                if request.error is not None:
-                    raise request.error
-                num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-                if num_tokens > num_shown or output.finished:
-                    num_shown = num_tokens
-                    yield output
+        return self._turns.stream(request)
 
     @with_hints(SamplingParams)
     def chat(

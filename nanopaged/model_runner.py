@@ -1,7 +1,7 @@
 """Runs a scheduled batch: it becomes tensors, a forward pass, and sampled tokens.
 
-The runner has the model and the KV cache, and measures at start-up how many blocks fit in memory. It reads
-sequences and block tables, and changes neither. It knows no queues and no prefix cache.
+The runner has the model and the KV cache. It reads sequences and block tables, and changes neither. It knows
+no queues and no prefix cache.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class ModelRunner:
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Run one step: move blocks, compute, sample.
 
-        A GPU runs asynchronously: `self.model(...)` returns while the GPU still computes. The inputs of the
-        sampling are therefore prepared after that call, and the host waits only when it reads the tokens.
+        A GPU runs asynchronously: `forward` returns while it still computes. So the inputs of the sampling
+        are prepared after that call, and the host waits only when it reads the tokens.
 
         Raises:
             NonFiniteLogits: the model's logits for a request are not finite.
@@ -104,13 +104,9 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
 
     block_size = 4, table [7, 2], 3 of 6 tokens computed: positions 3 4 5, slots 7·4+3, 2·4+0, 2·4+1
     """
-    input_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    query_lens: list[int] = []
-    context_lens: list[int] = []
-    block_tables: list[list[int]] = []
-    last_tokens: list[int] = []  # of sequences that need a sample: 1, 4 and 1 new tokens, rows 0 and 5
+    input_ids, positions, slots = [], [], []  # of each token
+    query_lens, context_lens, block_tables = [], [], []  # of each sequence
+    last_tokens = []  # of sequences that need a sample: with 1, 4 and 1 new tokens, maybe rows 0 and 5
     logit_rows, tiles = [last_tokens], []
     for seq in batch.sequences:
         start, n, table = seq.num_computed_tokens, seq.num_scheduled_tokens, seq.block_table
@@ -139,10 +135,6 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
         num_decodes=batch.num_decodes,
         seq_ids=list(map(id, batch.sequences)),
     )
-    return StepInputs(
-        moves=(batch.swap_out, batch.swap_in, batch.copies),
-        input_ids=np.array(input_ids, dtype=np.int64),
-        positions=np.array(positions, dtype=np.int64),
-        metadata=metadata,
-        logit_rows=logit_rows,
-    ), tiles
+    moves = batch.swap_out, batch.swap_in, batch.copies
+    tokens = np.array((input_ids, positions), dtype=np.int64)
+    return StepInputs(moves, *tokens, metadata, logit_rows), tiles

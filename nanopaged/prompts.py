@@ -1,14 +1,12 @@
 """From a prompt and its parameters to a checked request.
 
-A prompt is a text or token ids here, and a `Request` afterwards. What cannot be served is refused by the
-checks of `checks/requests.py`, before it is queued. This module knows the number of blocks, but no block and
-no queue.
+What cannot be served is refused by `checks/requests.py`, before it is queued. This module knows the number of
+blocks, but no block and no queue.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
@@ -18,11 +16,10 @@ from nanopaged.checks.requests import (
     Prompt,
     check_fits,
     check_params,
-    check_prompt_dict,
     check_text,
     check_token_ids,
     check_types,
-    token_rows,
+    read_prompt,
 )
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.sequence import Request
@@ -62,17 +59,8 @@ class PromptProcessor:
         """
         params = params if params is not None else SamplingParams()
         check_types(request_id, params)
-        text, salt = prompt if isinstance(prompt, str) else None, None
-        if isinstance(prompt, Mapping) and "input_ids" in prompt:
-            rows = token_rows(prompt)
-            if len(rows) != 1:
-                raise ValueError(f"these are the tokens of {len(rows)} texts: give them to LLM.generate")
-            prompt = rows[0]
-        elif isinstance(prompt, Mapping):
-            check_prompt_dict(prompt)
-            text, salt = prompt.get("prompt"), prompt.get("cache_salt")
-            prompt = prompt.get("prompt_token_ids", text)
-        token_ids = self.encode(prompt) if isinstance(prompt, str) else prompt
+        text, content, salt = read_prompt(prompt)
+        token_ids = self.encode(content) if isinstance(content, str) else content
         token_ids = check_token_ids(token_ids, self.vocab_size)
         rules = StopRules.of(params, len(token_ids), self.eos_token_ids, self.config.max_model_len)
         check_fits(len(token_ids), params, rules.max_length, self.config, self.num_blocks)
@@ -84,7 +72,7 @@ class PromptProcessor:
             params=params,
             stop_rules=rules,
             seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
-            cache_salt=(salt or "").encode(),
+            cache_salt=salt.encode(),
         )
         if self.tokenizer is not None:
             request.sequences[0].detokenizer = Detokenizer(self.tokenizer.backend_tokenizer, params.stop)

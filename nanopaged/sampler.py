@@ -1,14 +1,12 @@
 """Sampling: which sequences get a token in a step, and which token.
 
-A sequence gets a token if the step computes its last known token. The hidden state of that token is projected
-to logits, one for each token of the vocabulary. One token is drawn from them; n tokens, if a request for n
-outputs has just finished its prompt; for a beam, the most likely tokens are proposed.
+A sequence gets a token if the step computes its last known token. From the logits of that token one token is
+drawn; n tokens, if a request for n outputs has just finished its prompt; for a beam, the most likely tokens.
 
-Sampling applies penalties, temperature, top-k, top-p and min-p in transformers' order. The random number of a
-draw is a function of (seed, output index, position) alone, so it does not depend on the rest of the batch, on
-chunked prefill or on preemption. (These can change the logits by a rounding error.)
+The random number of a draw is a function of (seed, output index, position) alone, so it does not depend on
+the rest of the batch, on chunked prefill or on preemption. (These can change the logits by a rounding error.)
 
-This module knows no blocks and no KV cache. It changes no sequence: `Scheduler.update` appends the tokens.
+This module knows no blocks. It changes no sequence: `Scheduler.update` appends the tokens.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ from torch import Tensor
 from nanopaged.checks.failures import NonFiniteLogits, NoTokenAllowed
 from nanopaged.config import SamplingParams
 from nanopaged.kv_cache import take_rows, to_device
+from nanopaged.sampling.logprobs import add_most_likely
 from nanopaged.sampling.penalties import penalize, send_banned, send_penalties, token_counts
 from nanopaged.sequence import Sample, ScheduledBatch, Sequence
-from nanopaged.text.outputs import Logprob
 
 VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
 GREEDY = SamplingParams(temperature=0)
@@ -87,8 +85,7 @@ def uniform(seed: int, index: int, position: int) -> float:
 def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
     """The samples of a `StepResult`: for each sequence of the batch, the tokens that may follow it.
 
-    A GPU still computes the logits while this function runs. All inputs of the sampling are sent before the
-    first result is read, because reading makes the host wait.
+    All inputs are sent before the first result is read, because reading makes the host wait for the GPU.
 
     Args:
         logits: float32 [num_ready, vocab_size], a row for each sequence that needs a sample.
@@ -169,8 +166,8 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
 def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """Probabilities at each row's temperature; 0 for the tokens that top-k, top-p and min-p drop.
 
-    A filter runs only if a row has it set, and leaves the other rows unchanged. The remaining probabilities
-    are not rescaled to a sum of 1. Ties with the last kept token are kept, too.
+    A filter runs only if a row has it set. The remaining probabilities are not rescaled to a sum of 1. Ties
+    with the last kept token are kept, too.
 
     Args:
         logits: [num_rows, vocab_size]. May be log-probabilities: the softmax is the same.
@@ -208,16 +205,17 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
-    """Draw one token id for each row, by inverting the cumulative distribution at u.
+    """Draw one token id for each row, by inverting the cumulative distribution at u:
 
-    A cumulative sum over the whole vocabulary is slow, so it is taken over the sums of chunks of the
-    vocabulary first, then over the tokens of one chunk.
+        torch.searchsorted(probs.cumsum(-1), u * probs.sum(-1, keepdim=True), right=True)
+
+    That sum over the whole vocabulary is slow, so it is taken over the sums of chunks of the vocabulary
+    first, then over the tokens of one chunk.
 
         VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    sums of chunks .3 .3 .4, cumulative .3 .6 1.
         u = .5: the second chunk, at (.5 - .3) / .3 = 2/3 of it: token 2
 
-    Cumulative sums are in float64, which adds float32 numbers almost exactly: no rounding error can draw a
-    token of probability 0.
+    Sums are in float64, which adds float32 numbers almost exactly: none can draw a token of probability 0.
 
     Args:
         probs: [num_rows, vocab_size]; their sum need not be 1.
@@ -268,9 +266,5 @@ def gather_logprobs(
     fetched = torch.cat(columns, dim=1).T.tolist()
     samples = list(map(Sample, map(int, fetched[0]), fetched[1]))
     if most is not None:
-        values, ids = fetched[3 : 3 + most], fetched[3 + most :]
-        for row, (token, n) in enumerate(zip(samples, num_logprobs, strict=True)):
-            if n is not None:
-                token.logprobs = {int(ids[i][row]): Logprob(values[i][row], i + 1) for i in range(n)}
-                token.logprobs.setdefault(token.token_id, Logprob(token.logprob, int(fetched[2][row])))
+        add_most_likely(samples, fetched[2], fetched[3 : 3 + most], fetched[3 + most :], num_logprobs)
     return samples

@@ -7,8 +7,7 @@ One rule covers prefill, chunked prefill, prefix-cache hits, recomputation and d
 Requests are served in the order of `Scheduler.rank`, which is their order of arrival unless it is set to
 another function. When no block is left, the last of the running requests is preempted (PagedAttention, §4.5).
 
-The scheduler moves requests between its two queues and gets their blocks from the block manager. It knows no
-tensors: the model runner computes the `ScheduledBatch`.
+The scheduler knows no tensors: the model runner computes the `ScheduledBatch`.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class Scheduler:
     Both are served by `rank`. Admission takes the first of `waiting`, preemption the last of `running`.
 
     Attributes:
-        rank: request → its place in the order of service, smallest first. The default is a policy, too: first
-            come, first served. Another policy is another function:
+        rank: request → its place in the order of service, smallest first; the time of arrival by default.
             `scheduler.rank = lambda request: request.num_prompt_tokens` serves short prompts first. Equal
             ranks are served in order of arrival. `WaitingQueue` says when ranks are computed.
     """
@@ -58,7 +56,9 @@ class Scheduler:
         self.rank: Callable[[Request], Any] = attrgetter("arrival_time")
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
-        self.unreported: list[Request] = []  # finished, but no step has returned their outputs yet
+        self.unreported: list[
+            Request
+        ] = []  # finished, e.g. in a step that failed later; the next step returns them
         self.num_generated_tokens = 0
 
     def add(self, request: Request) -> None:
@@ -76,7 +76,7 @@ class Scheduler:
         request.live, request.finish_time = [], time.monotonic()
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def running_sequences(self) -> list[Sequence]:
         """All sequences with blocks on the device."""
         return [seq for request in self.running for seq in request.live]
 
@@ -126,7 +126,7 @@ class Scheduler:
         """
         for seq in request.live:
             num_computed_tokens = seq.num_computed_tokens
-            num_tokens = len(seq.token_ids) - num_computed_tokens
+            num_tokens = len(seq.token_ids) - num_computed_tokens  # 0 for a beam that waits for its siblings
             if num_tokens > budget:
                 if not self.enable_chunked_prefill or budget == 0:
                     break  # its siblings wait, too: they may share blocks that it has not computed yet
@@ -144,8 +144,8 @@ class Scheduler:
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
         """Free the blocks of a running request, and put it back into the waiting queue.
 
-        The request keeps its generated tokens. Its K/V goes to host memory, or it is computed again when the
-        request is admitted again (except for the blocks that the prefix cache still has).
+        It keeps its generated tokens. Its K/V goes to host memory, or is computed again when the request is
+        admitted again (except for the blocks that the prefix cache still has).
         """
         moves = self.swapper.swap_out(request) if self.preemption == "swap" else None
         if moves is not None:
@@ -172,7 +172,7 @@ class Scheduler:
             batch.swap_in += moves
             batch.copies += self.block_manager.append_slots(request.live)  # `swap_in` counted them
         else:
-            # A prompt token found in the cache is not computed, so it would have no log-probability.
+            # A token found in the cache is not computed, so a prompt that is to be scored is not looked up.
             look_up = not request.wants_prompt_logprobs
             if not self.enable_chunked_prefill and not self._fits_whole(request, look_up, budget):
                 return False
@@ -235,9 +235,9 @@ class Scheduler:
     def start_over(self, requests: Iterable[Request]) -> None:
         """After a failed step, put all unfinished `requests` back into the waiting queue.
 
-        They keep their generated tokens and lose their K/V, on the device and on the host; the prefix cache
-        is emptied, and the K/V is computed again. This needs no record of what the step had done, so it is
-        right wherever the step failed: while scheduling, computing or updating.
+        They keep their generated tokens and lose their K/V, on the device and on the host, and the prefix
+        cache is emptied. This needs no record of what the step had done, so it is right wherever the step
+        failed: while scheduling, computing or updating.
 
         Args:
             requests: every unfinished request, in order of arrival.

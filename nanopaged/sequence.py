@@ -2,9 +2,7 @@
 
 A `Sequence` is one output being generated: its tokens, the blocks that hold their K/V, and how many of them
 have been computed. A `Request` has a prompt, its parameters and one or more sequences. The scheduler gives
-the model runner a `ScheduledBatch`; the runner returns a `StepResult`.
-
-Blocks are ids here. Nothing in this module knows what a block contains or on which device it is.
+the model runner a `ScheduledBatch`; the runner returns a `StepResult`. Blocks are only ids here.
 """
 
 from __future__ import annotations
@@ -239,6 +237,7 @@ class Request:
 
     def output(self) -> RequestOutput:
         """The outputs so far, see `RequestOutput`."""
+        times = self.arrival_time, self.first_token_time, self.finish_time
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -246,13 +245,7 @@ class Request:
             prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
             outputs=[seq.output() for seq in self.sequences],
             finished=not self.live,
-            metrics=RequestMetrics(
-                arrival_time=self.arrival_time,
-                first_token_time=self.first_token_time,
-                finish_time=self.finish_time,
-                num_cached_tokens=self.num_cached_tokens or 0,
-                num_preemptions=self.num_preemptions,
-            ),
+            metrics=RequestMetrics(*times, self.num_cached_tokens or 0, self.num_preemptions),
         )
 
 
@@ -260,9 +253,9 @@ class Request:
 class ScheduledBatch:
     """The work of one step: `seq.num_scheduled_tokens` tokens of each sequence are computed.
 
-    Sequences with one scheduled token, the decodes, come first: `sequences[:num_decodes]`. Blocks are moved
-    before tokens are computed: all swaps out, then all swaps in, then the copies on write. No block is the
-    destination of two copies, or both a source and a destination.
+    Sequences with one scheduled token, the decodes, come first: `sequences[:num_decodes]`. Before tokens are
+    computed, blocks are moved: swaps out, swaps in, then copies on write. No block is the destination of two
+    copies, or both a source and a destination.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -280,9 +273,9 @@ class StepResult:
     """What the runner computed.
 
     Fields:
-        samples: for each sequence of the batch, the tokens that may follow it. An empty list if its last
-            token was not computed; n tokens, one for each output, if a request for n outputs has just
-            finished its prompt; the candidates of a beam; else one token.
+        samples: for each sequence of the batch, the tokens that may follow it: none if its last token was
+            not computed; n if a request for n outputs has just finished its prompt; the candidates of a beam;
+            else one.
         prompt_logprobs: for each request that wants them, of the prompt tokens computed in this step.
     """
 

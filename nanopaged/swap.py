@@ -1,10 +1,7 @@
 """Swapping: the K/V of a preempted request moves to host memory and back (PagedAttention, §4.5).
 
-A request is swapped out whole, with all its sequences. A block that several sequences share is moved once.
-The request is swapped in whole, to other device blocks, and its sequences share blocks as before.
-
-Like the block manager, this module knows block ids only. The model runner copies the contents at the
-beginning of a step: first all blocks that go to the host, then all blocks that come from it.
+A request is swapped out whole, and in again, to other device blocks. A block that several of its sequences
+share is moved once, and shared again afterwards. Like the block manager, this module knows block ids only.
 """
 
 from __future__ import annotations
@@ -46,9 +43,7 @@ class Swapper:
         moves = {block_id: self.free_ids.pop() for block_id in device_blocks}
         for seq in request.live:
             seq.host_table = [moves[block_id] for block_id in seq.block_table if block_id in moves]
-            num_computed_tokens = seq.num_computed_tokens
-            self.block_manager.free(seq)
-            seq.num_computed_tokens = num_computed_tokens  # `free` reset it, but the host has the K/V
+            self.block_manager.trim(seq, 0)  # and not `free`: its tokens stay computed, on the host
         return list(moves.items())
 
     def swap_in(self, request: Request, num_reserved: int = 0) -> list[Move] | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.__main__ import chat
+from nanopaged.terminal.chat import chat
 
 TINY = Path(__file__).parents[1] / "nanopaged" / "tiny"
 COMMAND = [sys.executable, "-m", "nanopaged"]

@@ -106,7 +106,7 @@ def test_padding_touches_no_block(qwen3: Oracle) -> None:
     assert int(written.sum()) == 3
     expected = {
         (seq.block_table[n // 4], n % 4)
-        for seq in llm.engine.scheduler.sequences
+        for seq in llm.engine.scheduler.running_sequences
         if (n := seq.num_tokens - 2)
     }
     assert {tuple(slot) for slot in written.nonzero().tolist()} == expected

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "kv_cache": {"kernels"},
     "attention": {"kernels", "kv_cache"},
-    "sampling": {"sequence", "kv_cache"},
+    "sampling": {"sequence", "kv_cache", "text"},
     "sampler": {"sampling", "sequence", "kv_cache", "text", "checks"},
     "model": {"kernels", "kv_cache", "attention", "sampler", "sequence", "text"},
     "model_runner": {"model", "attention", "kernels", "kv_cache", "sampler", "sequence"},
@@ -42,7 +42,7 @@ MAY_IMPORT = {
         "checks",
     },
     # above the engine, which knows nothing of them
-    "threads": {"engine", "sequence", "checks"},
+    "threads": {"engine", "sequence", "text", "checks"},
     "llm": {"engine", "prompts", "sequence", "text", "threads", "views", "checks"},
     "trace": {"engine", "block_manager", "sequence", "views"},
     "terminal": set(),  # a script like a user's: it has what `import nanopaged` offers, and no more

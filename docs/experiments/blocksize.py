@@ -64,7 +64,7 @@ def replay(block_size: int, args: argparse.Namespace) -> tuple[float, float]:
     with tqdm(total=args.requests, desc=f"blocks of {block_size}", leave=False) as bar:
         while scheduler.running or scheduler.waiting:
             batch = scheduler.schedule()
-            for seq in scheduler.sequences:
+            for seq in scheduler.running_sequences:
                 # A block that two tables share counts twice, as allocated and as filled.
                 allocated += len(seq.block_table) * block_size
                 filled += min(seq.num_tokens, len(seq.block_table) * block_size)

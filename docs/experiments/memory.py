@@ -222,7 +222,7 @@ def count_blocks(usage: Usage, scheduler: Scheduler) -> None:
     """Count one step. Only the slots at the end of each sequence's last block are held without a token."""
     size, num_running = scheduler.block_size, len(scheduler.running)
     real = held = filled_in_the_end = 0
-    for seq in scheduler.sequences:
+    for seq in scheduler.running_sequences:
         room = len(seq.block_table) * size
         final = seq.request.num_prompt_tokens + seq.request.params.max_tokens - 1  # the last needs no K/V
         real += seq.num_computed_tokens + seq.num_scheduled_tokens

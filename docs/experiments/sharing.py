@@ -72,7 +72,7 @@ def replay(kind: str, width: int, means: tuple[int, int], args: argparse.Namespa
             batch = scheduler.schedule()
             bar.update(sum(request.finished for request in scheduler.update(batch, runner.execute(batch))))
             blocks += num_used_blocks(scheduler)
-            entries += sum(len(seq.block_table) for seq in scheduler.sequences)
+            entries += sum(len(seq.block_table) for seq in scheduler.running_sequences)
     return 1 - blocks / entries if entries else 0.0
 
 

@@ -69,7 +69,7 @@ def paging() -> tuple[list[Piece], list[Range], int]:
         if step < STEP - 1:
             served += sum(each.finished for each in scheduler.update(batch, runner.execute(batch)))
     pieces, ranges = [], []
-    for seq in scheduler.sequences:
+    for seq in scheduler.running_sequences:
         tokens = seq.num_computed_tokens + seq.num_scheduled_tokens
         final = seq.request.num_prompt_tokens + seq.request.params.max_tokens - 1
         for i, block_id in enumerate(seq.block_table):

@@ -25,8 +25,8 @@ class AttentionMetadata:
         block_tables: for each sequence, its physical block ids.
         slot_mapping: [num_tokens], the slot of each new token: block · block_size + offset.
         num_decodes: how many sequences, from the first on, are decodes.
-        seq_ids: [num_seqs], a number for each sequence, the same in every step. It only has to be unique
-            within a batch, see `BlockTables`.
+        seq_ids: [num_seqs], a number that stays with a sequence; after its end another may reuse it. See
+            `BlockTables`.
     """
 
     query_lens: np.ndarray

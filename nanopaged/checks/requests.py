@@ -91,8 +91,18 @@ def write_params(params: Any) -> str:
     return f": write SamplingParams(**{params!r})" if isinstance(params, dict) else ""
 
 
-def check_prompt_dict(prompt: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the dict has a text or token ids, and nothing unknown."""
+def read_prompt(prompt: Any) -> tuple[str | None, Any, str]:
+    """The text of a prompt, if it has one; what its tokens are made of (a text, or token ids); its salt.
+
+    Raises ValueError unless a dict has a text or token ids, and nothing unknown.
+    """
+    if not isinstance(prompt, Mapping):
+        return prompt if isinstance(prompt, str) else None, prompt, ""
+    if "input_ids" in prompt:
+        rows = token_rows(prompt)
+        if len(rows) != 1:
+            raise ValueError(f"these are the tokens of {len(rows)} texts: give them to LLM.generate")
+        return None, rows[0], ""
     refuse_message(prompt)
     text, salt = prompt.get("prompt"), prompt.get("cache_salt")
     unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
@@ -103,6 +113,7 @@ def check_prompt_dict(prompt: Mapping[str, Any]) -> None:
         )
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise ValueError(f"cache_salt must be a text that is not empty, got {salt!r}")
+    return text, prompt.get("prompt_token_ids", text), salt or ""
 
 
 def refuse_message(item: object) -> None:

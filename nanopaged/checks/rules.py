@@ -2,7 +2,7 @@
 
 A rule stands beside the default of its option: `watermark: float = option(0.05, number(0.0, 0.9))`. It is a
 function of (name, value) that returns the value as it is kept, or raises a TypeError or a ValueError, which
-names the value, the limit and the way out. This module knows no option by name.
+names the value, the limit and the way out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from nanopaged.checks.foreign_names import explain, options_of
 
 Rule = Callable[[str, Any], Any]
 
@@ -38,6 +40,23 @@ def check_options(options: object) -> None:
     for each in fields(options):
         if each.metadata["check"] is not None:
             each.metadata["check"](options)
+
+
+_T = TypeVar("_T", bound="Options")
+
+
+class Options:
+    """The base of the classes of options: the error for an unknown keyword says what may have been meant."""
+
+    def __new__(cls: type[_T], *args: Any, **options: Any) -> _T:  # with Any, editors would show no options
+        known = [option.name for option in fields(cls)]
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise TypeError(f"{cls.__name__} has no option {explain(unknown, known, options_of(cls))}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 def require(condition: bool, message: str) -> None:
@@ -163,3 +182,11 @@ def _as_tuple(name: str, value: Any) -> tuple:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list, got {value!r} ({type(value).__name__})")
     return tuple(value)
+
+
+def min_at_most_max(params: Any) -> None:
+    """The check of `min_tokens`."""
+    require(
+        params.max_tokens is None or params.min_tokens <= params.max_tokens,
+        f"min_tokens is {params.min_tokens}, but max_tokens is only {params.max_tokens}",
+    )

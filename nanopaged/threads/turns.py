@@ -15,6 +15,7 @@ from threading import Lock
 from nanopaged.checks.failures import NonFiniteLogits
 from nanopaged.engine import LLMEngine
 from nanopaged.sequence import Request
+from nanopaged.text.outputs import RequestOutput
 
 logger = logging.getLogger("nanopaged")
 
@@ -83,3 +84,23 @@ class Turns:
                 logger.warning("%s", error)
                 self.engine.requests[error.request_id] = request
                 self.engine.scheduler.unreported.append(request)
+
+    def stream(self, request: Request) -> Iterator[RequestOutput]:
+        """Queue a request and yield its state after every step that gave it a token. (Takes the lock.)"""
+        with self.serving([request]):
+            with self.lock:
+                request.request_id = self.new_id()
+                self.queue(request)
+            num_shown, output = 0, None
+            while output is None or not output.finished:
+                with self.lock:
+                    if not request.finished:  # a step of another stream may have finished it
+                        self.step([request])
+                    output = request.output()
+                self.abort([])
+                if request.error is not None:
+                    raise request.error
+                num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+                if num_tokens > num_shown or output.finished:
+                    num_shown = num_tokens
+                    yield output

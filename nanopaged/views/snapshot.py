@@ -157,7 +157,7 @@ def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Reque
         requests: all unfinished requests, in order of arrival.
     """
     manager = scheduler.block_manager
-    filled = filled_slots(manager, scheduler.sequences)
+    filled = filled_slots(manager, scheduler.running_sequences)
     blocks = []
     for block in manager.blocks:
         state, num_filled = "free", 0

@@ -41,7 +41,7 @@ class Counters:
 
 def engine_stats(num_steps: int, scheduler: Scheduler, counters: Counters) -> EngineStats:
     """The counters, and the state of blocks and queues now."""
-    blocks, swapper, sequences = scheduler.block_manager, scheduler.swapper, scheduler.sequences
+    blocks, swapper, sequences = scheduler.block_manager, scheduler.swapper, scheduler.running_sequences
     num_swapped = sum(request.is_swapped for request in scheduler.waiting.values())
     return EngineStats(
         num_blocks=blocks.num_blocks,

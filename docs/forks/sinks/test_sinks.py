@@ -67,7 +67,7 @@ def serve(
     while llm.engine.has_unfinished_requests():
         outputs |= {output.request_id: output for output in llm.engine.step()}
         llm.engine.check_invariants()
-        for seq in llm.engine.scheduler.sequences:
+        for seq in llm.engine.scheduler.running_sequences:
             assert len(seq.block_table) <= (SINKS + WINDOW) // BLOCK
     return [outputs[str(i)] for i in range(len(prompts))]
 

@@ -67,7 +67,9 @@ def serve(engine: LLMEngine, asked: list[tuple[list[int] | str, Params]]) -> lis
     while engine.has_unfinished_requests():
         finished |= {output.request_id: output for output in engine.step() if output.finished}
         engine.check_invariants()
-        assert not any(seq.draft_ids for seq in engine.scheduler.sequences), "a draft outlived its step"
+        assert not any(seq.draft_ids for seq in engine.scheduler.running_sequences), (
+            "a draft outlived its step"
+        )
     assert engine.stats().num_used_blocks == 0
     return [finished[str(i)] for i in range(len(asked))]
 
