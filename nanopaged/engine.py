@@ -1,7 +1,7 @@
 """The engine: the loop of continuous batching.
 
 `LLMEngine.step` is the whole loop, three calls long. The engine itself decides nothing: `Scheduler` chooses
-the batch, a `Runner` computes it, and `PromptProcessor` checks requests. `llm.py` is the API for scripts.
+the batch, a `Runner` computes it, and `PromptProcessor` checks requests.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class LLMEngine:
         if not self.requests:
             return []
         with self._or_start_over():
-            batch = self.scheduler.schedule()  # empty if a failed step had finished the last requests
+            # The batch is empty if a failed step had finished the last requests.
+            batch = self.scheduler.schedule()
             result = self.runner.execute(batch) if batch.sequences else StepResult([])
             advanced = self.scheduler.update(batch, result)
             if batch.admitted or batch.preempted or batch.copies:

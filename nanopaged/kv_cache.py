@@ -24,8 +24,8 @@ from nanopaged.kernels.devices import allocate_blocks, is_ampere
 def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None) -> Tensor:
     """Copy a host array to the device (into `out`, if given) without blocking the host.
 
-    A GPU copies from pinned host memory asynchronously. `torch.tensor(list, device="cuda")` would block the
-    host until all kernels launched before it are done.
+    A GPU copies from pinned memory asynchronously. `torch.tensor(list, device="cuda")` would wait for all
+    kernels launched before it.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cuda":

@@ -19,7 +19,7 @@ from nanopaged.text.stopping import StopRules
 
 @dataclass(slots=True)
 class Sample:
-    """A sampled token. Its log-probability is the model's own, before temperature and filters."""
+    """A sampled token with the model's own log-probability, before temperature and filters."""
 
     token_id: int
     logprob: float
