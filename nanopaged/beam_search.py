@@ -10,7 +10,7 @@ a text becomes a hypothesis: a finished sequence, with the score that transforme
 
     score = sum of the log-probabilities of the generated tokens / (their number ** length_penalty)
 
-This module knows no queues and no logits: candidates come from `sampler.py`.
+Candidates come from `sampler.py`.
 """
 
 from __future__ import annotations

@@ -32,18 +32,17 @@ def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_siz
         block_size = 4, tables [7, 2] and [7, 2], 7 tokens each: one copy of block 2
         the same with 9 tokens each:                             two new blocks, and nothing to copy
 
-    `append_slots` makes these copies, and decides by reference counts. Both ways count the same, because a
-    block that is still written is shared only by siblings that write it: 3 tables with block 2 are 3
-    references, so 2 copies, and 1 reference is left.
+    `append_slots` makes these copies, and decides by reference counts. Both count the same, because other
+    requests share only full blocks: 3 tables with block 2 are 3 references, so 2 copies, and 1 is left.
 
     Args:
         tables: for each sequence its block table, or its host table if it is swapped out.
     """
     num_new, written = 0, []
     for seq, table in zip(sequences, tables, strict=True):
-        first = (len(seq.token_ids) - 1) // block_size  # logical block of the first token to be written
-        if first < len(table):
-            written.append(table[first])  # shared by all siblings that are to write it
+        newest = (len(seq.token_ids) - 1) // block_size  # logical block of the newest token
+        if newest < len(table):
+            written.append(table[newest])  # shared by all siblings that are to write it
         num_new += max(0, blocks_needed(len(seq.token_ids), block_size) - len(table))
     return num_new + len(written) - len(set(written))
 
@@ -52,11 +51,10 @@ def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_siz
 class Block:
     """A physical block and its state.
 
-        free ──▶ partial ──▶ full ──▶ cached ──▶ full again (a hit)
-              one sequence  can be   no reference,
-              writes it     shared   contents kept
+        free ──▶ partial ──▶ full ──▶ cached ──▶ full again (a hit: `share`)
+           `take`        `publish`  `release`: no reference, contents kept
                   ▲                      │
-                  └──────────────────────┘ evicted, least recently used first
+                  └──────────────────────┘ evicted by `take`, least recently used first
 
     `key` is set while the prefix index names this block. Without references, a block without a key is free.
     """
@@ -196,14 +194,14 @@ class BlockManager:
             return None
         copies = []
         for seq in sequences:
-            first = (seq.num_tokens - 1) // size  # as in `blocks_to_grow`
+            newest = (seq.num_tokens - 1) // size
             is_written = seq.num_computed_tokens < seq.num_tokens  # not if a beam waits for its siblings
-            is_shared = first < len(seq.block_table) and self.blocks[seq.block_table[first]].ref_count > 1
+            is_shared = newest < len(seq.block_table) and self.blocks[seq.block_table[newest]].ref_count > 1
             if is_written and is_shared:
-                src = seq.block_table[first]
-                seq.block_table[first] = self.take()
+                src = seq.block_table[newest]
+                seq.block_table[newest] = self.take()
                 self.release(src)
-                copies.append((src, seq.block_table[first]))
+                copies.append((src, seq.block_table[newest]))
             while len(seq.block_table) < blocks_needed(seq.num_tokens, size):
                 seq.block_table.append(self.take())
         return copies
@@ -241,7 +239,7 @@ class BlockManager:
         """The keys of the first `num_blocks` blocks of a sequence, which must be full. Each is computed once.
 
         K/V depends on the whole prefix, so a key identifies the whole prefix: it is the SHA-256 hash of the
-        previous block's key, followed by the block's own tokens.
+        previous block's key, then the block's own tokens, not hashed.
 
             block_size = 2    tokens  a b │ c d │ e      keys  k0 = (a b)    k1 = SHA-256(k0)·(c d)
             with a salt                                  k0 = SHA-256(-1 salt)·(a b)

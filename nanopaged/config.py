@@ -104,7 +104,7 @@ class SamplingParams(Options):
     The logits pass through penalties (vLLM's), temperature, top-k, top-p and min-p, in transformers' order,
     then a token is drawn. Defaults are vLLM's. Left out, to stay small: logit_bias, bad_words, structured
     output, skip_special_tokens (they are never in the text), detokenize (text is made when it is read).
-    Params cannot be changed: `dataclasses.replace(params, n=2)` makes a changed copy.
+    `dataclasses.replace(params, n=2)` makes a changed copy.
 
     Fields:
         n: outputs for the prompt (parallel sampling).

@@ -1,6 +1,6 @@
 """The engine: the loop of continuous batching.
 
-`LLMEngine.step` is the whole loop, three calls long. The engine itself decides nothing: `Scheduler` chooses
+`LLMEngine.step` is one turn of the loop, three calls long. The engine decides nothing: `Scheduler` chooses
 the batch, a `Runner` computes it, and `PromptProcessor` checks requests.
 """
 
@@ -49,7 +49,7 @@ class Listener(Protocol):
         """The batch is computed, and the sequences have its tokens."""
 
     def step_failed(self, error: BaseException) -> None:
-        """All requests wait again."""
+        """A step failed, or adding or aborting a request: all requests wait again."""
 
 
 class LLMEngine:
@@ -95,14 +95,14 @@ class LLMEngine:
         self.prompts = PromptProcessor(
             config, self.tokenizer, self.vocab_size, runner.num_blocks, eos_token_ids
         )
-        self.requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
+        self.requests: dict[str, Request] = {}  # unfinished or not yet reported, in order of arrival
         self.num_steps, self.counters = 0, Counters()
         self.listeners: list[Listener] = []
         for call in config.on_start:
             call(self)
 
     def step(self, with_outputs: bool = True, keep: bool = False) -> list[RequestOutput]:
-        """Compute one batch. Returns the requests that got a token, finished or not.
+        """Compute one batch. Returns the requests that got a token or have ended.
 
         If a step fails, its exception is raised and no generated token is lost: every request waits again,
         and its K/V is computed again. The caller can call `step` again, or abort the request that caused the
@@ -111,7 +111,8 @@ class LLMEngine:
         Args:
             with_outputs: False returns an empty list: building hundreds of `RequestOutput`s takes longer than
                 scheduling their requests.
-            keep: leave the requests of `add_request` that finish to the next step, which reports them.
+            keep: requests of `add_request` that finish now are reported by the next step. `LLM`, which does
+                not read what a step returns, steps so.
         """
         if not self.requests:
             return []
@@ -152,8 +153,7 @@ class LLMEngine:
         """Queue a prompt (a text, token ids, or a dict of one of them) for generation.
 
         Raises:
-            TypeError, ValueError: the prompt is empty, too long or not in the vocabulary, the id is
-                taken, or the request could never be served; nothing is queued then.
+            TypeError, ValueError: the prompt or its params cannot be served, or the id is taken.
         """
         self.queue(self.prompts.make_request(request_id, prompt, params))
 

@@ -6,8 +6,8 @@ The layout is block-major: all layers of a block are contiguous, so moving a blo
 strided view. Inside a block the slots of one head are contiguous (a *head block*), which gives attention long
 contiguous reads.
 
-Only this module knows the layout. It knows no sequences: the block manager decides which block belongs to
-which sequence.
+Only this module knows how layers lie in `data`. It knows no sequences: the block manager decides which block
+belongs to which.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class KVCache:
         self.shape = shape
         self.block_size = block_size
         sizes = shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim
-        # Not initialised: a slot without a token is not read, or has weight 0.
+        # Not initialised: a slot without a token is not read, or is zero (`TorchAttention.clear`).
         self.data = allocate_blocks(num_blocks, sizes, shape.dtype, device)
         host, pin_memory = torch.device("cpu"), device.type == "cuda"
         self.host = allocate_blocks(num_host_blocks, sizes, shape.dtype, host, pin_memory)

@@ -22,7 +22,7 @@ from nanopaged.sequence import Request
 from nanopaged.text.chat import Message, as_conversations, render_chat
 from nanopaged.text.outputs import RequestOutput
 from nanopaged.threads.turns import Turns
-from nanopaged.views.progress import Progress
+from nanopaged.views.progress import progress_bar
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -78,10 +78,10 @@ class LLM(ForeignAttributes):
                 for prompt, params in pair_up(prompts, sampling_params)
             ]
             engine = self.engine
-            with Progress(requests, engine.requests, engine.scheduler, use_tqdm) as progress:
+            with progress_bar(requests, engine.requests, engine.scheduler, use_tqdm) as some_are_unfinished:
                 for request in requests:
                     self._turns.queue(request)
-                while progress.update():
+                while some_are_unfinished():
                     self._turns.step(requests)
         return [request.output() for request in requests]
 
@@ -103,8 +103,8 @@ class LLM(ForeignAttributes):
     def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt, yielding its state after every step that gave it a token.
 
-        The text grows from output to output; a character spread over several tokens appears when it is
-        complete. Leaving the loop early aborts the request.
+        A character spread over several tokens appears when it is complete. Leaving the loop early aborts the
+        request.
 
         Raises: as `generate`, at the call, not at the first output.
         """

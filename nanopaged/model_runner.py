@@ -44,7 +44,7 @@ class ModelRunner:
         device: torch.device | None = None,
     ) -> None:
         self.ranks = ranks
-        self.together = ranks.together if ranks is not None else nullcontext  # see `execute`
+        self.together = ranks.together if ranks is not None else nullcontext  # computing with other processes
         self.device = device if device is not None else pick_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # for Triton's kernels and CUDA graphs
@@ -106,7 +106,7 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
     """
     input_ids, positions, slots = [], [], []  # of each token
     query_lens, context_lens, block_tables = [], [], []  # of each sequence
-    last_tokens = []  # of sequences that need a sample: with 1, 4 and 1 new tokens, maybe rows 0 and 5
+    last_tokens = []  # rows of the tokens that are sampled from: with 1, 1 and 4 new tokens 0, 1 and 5
     logit_rows, tiles = [last_tokens], []
     for seq in batch.sequences:
         start, n, table = seq.num_computed_tokens, seq.num_scheduled_tokens, seq.block_table
@@ -136,5 +136,5 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
         seq_ids=list(map(id, batch.sequences)),
     )
     moves = batch.swap_out, batch.swap_in, batch.copies
-    tokens = np.array((input_ids, positions), dtype=np.int64)
-    return StepInputs(moves, *tokens, metadata, logit_rows), tiles
+    input_ids, positions = np.array((input_ids, positions), dtype=np.int64)
+    return StepInputs(moves, input_ids, positions, metadata, logit_rows), tiles

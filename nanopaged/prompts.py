@@ -1,7 +1,6 @@
 """From a prompt and its parameters to a checked request.
 
-What cannot be served is refused by `checks/requests.py`, before it is queued. This module knows the number of
-blocks, but no block and no queue.
+What cannot be served is refused by `checks/requests.py`, before it is queued.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class PromptProcessor:
         """A checked request, with a seed, which is not queued yet.
 
         Raises:
-            TypeError, ValueError: the prompt is empty, too long or not in the vocabulary, or the request
-                could never be served.
+            TypeError, ValueError: it is empty, too long, not in the vocabulary, or could never be served.
         """
         params = params if params is not None else SamplingParams()
         check_types(request_id, params)

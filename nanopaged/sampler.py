@@ -48,7 +48,7 @@ class Draw:
 class SamplingMetadata:
     """The parameters of all draws of a step, as tensors on the device. Row i belongs to row i of the logits.
 
-    Temperatures, filters and random numbers go to the device in one copy, as float32 [6, num_draws, 1].
+    Temperatures, filters and random numbers are sent in one copy, as float32 [6, num_draws, 1].
     """
 
     def __init__(self, draws: list[Draw], device: torch.device) -> None:
@@ -107,7 +107,7 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
             seq.num_tokens,
             seq.banned_token_ids,
         )
-        if request.is_beam_search:  # the most likely token, with those that come next
+        if request.is_beam_search:  # the most likely token, with the next ones in likelihood
             num = min(request.num_candidates + len(banned), logits.shape[-1])
             draws.append(Draw(GREEDY, 0, 0, position, banned, num_candidates=num))
         else:  # n outputs at the end of a prompt, else the next token of one
@@ -215,7 +215,8 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
         VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    sums of chunks .3 .3 .4, cumulative .3 .6 1.
         u = .5: the second chunk, at (.5 - .3) / .3 = 2/3 of it: token 2
 
-    Sums are in float64, which adds float32 numbers almost exactly: none can draw a token of probability 0.
+    Cumulative sums are in float64, which adds float32 numbers almost exactly: none can draw a token of
+    probability 0.
 
     Args:
         probs: [num_rows, vocab_size]; their sum need not be 1.

@@ -4,8 +4,9 @@ One rule covers prefill, chunked prefill, prefix-cache hits, recomputation and d
 
     num_scheduled_tokens = min(num_tokens - num_computed_tokens, what is left of the token budget)
 
-Requests are served in the order of `Scheduler.rank`, which is their order of arrival unless it is set to
-another function. When no block is left, the last of the running requests is preempted (PagedAttention, §4.5).
+(without chunked prefill all of them or none). Requests are served in the order of `Scheduler.rank`, which is
+their order of arrival unless it is set to another function. When no block is left, the last of the running
+requests is preempted (PagedAttention, §4.5).
 
 The scheduler knows no tensors: the model runner computes the `ScheduledBatch`.
 """
@@ -56,9 +57,8 @@ class Scheduler:
         self.rank: Callable[[Request], Any] = attrgetter("arrival_time")
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
-        self.unreported: list[
-            Request
-        ] = []  # finished, e.g. in a step that failed later; the next step returns them
+        # Finished, e.g. in a step that failed afterwards; the next step returns their outputs.
+        self.unreported: list[Request] = []
         self.num_generated_tokens = 0
 
     def add(self, request: Request) -> None:
@@ -103,7 +103,7 @@ class Scheduler:
             i += 1
 
         # A request preempted above is in this queue as well. It seldom fits at once: one of its blocks is
-        # taken, or it needs more than it gave back.
+        # taken, or it needs more than it gave back. If it fits, nothing is wrong: swaps out come first.
         num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
         self.waiting.update_ranks(self.rank)
         while self.waiting and budget > 0:
@@ -122,7 +122,7 @@ class Scheduler:
     ) -> int:
         """Schedule the tokens that the request still has to compute; return the rest of the budget.
 
-        block_size = 4, 6 of 13 tokens computed, budget 20: 7 tokens are scheduled, 13 of the budget are left
+        6 of 10 tokens computed, budget 20: 4 tokens are scheduled, 16 of the budget are left
         """
         for seq in request.live:
             num_computed_tokens = seq.num_computed_tokens
@@ -195,7 +195,7 @@ class Scheduler:
     # ── after the forward pass ────────────────────────────────────────────────────────────────────
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
-        """Append the sampled tokens, fork, finish and free. Returns the requests that got a token."""
+        """Append the sampled tokens, fork, finish and free. Returns the requests that `step` reports."""
         for request, logprobs in result.prompt_logprobs.items():
             request.prompt_logprobs.extend(logprobs)
         advanced = dict.fromkeys(self.unreported)  # used as an ordered set
@@ -240,7 +240,7 @@ class Scheduler:
         failed: while scheduling, computing or updating.
 
         Args:
-            requests: every unfinished request, in order of arrival.
+            requests: all of the engine's, in order of arrival.
         """
         self.block_manager.reset()
         self.swapper.reset()

@@ -30,15 +30,15 @@ class Sample:
 class Sequence:
     """The tokens of a prompt and of one output, and the state of their K/V.
 
-    The K/V of tokens [0, num_computed_tokens) is in the KV cache; the K/V of the other tokens is still to be
-    computed. A new prompt, a later chunk of it, a prefix found in the cache, a recomputation after preemption
-    and a decode step differ only in how many tokens are left to compute:
+    The K/V of tokens [0, num_computed_tokens) is in the KV cache (of a swapped request, in host memory); that
+    of the other tokens is still to be computed. A new prompt, a later chunk of it, a prefix found in the
+    cache, a recomputation after preemption and a decode step differ only in how many tokens are left:
 
         token_ids            a b c d e f g h i        num_tokens = 9
         K/V in the cache     ─────────┘               num_computed_tokens = 4
         still to compute               └───────       a prompt; a decode step has 1 token left
 
-    When the last token (8) is computed, token 9 is sampled from its logits.
+    When i (token 8) is computed, token 9 is sampled from its logits.
     """
 
     request: Request

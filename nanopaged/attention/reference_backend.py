@@ -29,11 +29,13 @@ def reference_paged_attention(
 ) -> Tensor:
     """Attention of one query to its sequence, block by block, with a running softmax.
 
-        o = Σ_b w_b · softmax(S_b) V_b     with w_b = exp(LSE_b - LSE), S_b = scale · q K_bᵀ
+        o = Σ_b Σ_i exp(S_bi - m) V_bi / l     with S_b = scale · q K_bᵀ, m the maximum of all scores,
+                                               l = Σ_b Σ_i exp(S_bi - m)
 
-    A softmax over all keys needs their maximum and their sum, which are known only after the last block.
-    The online softmax (Milakov and Gimelshein, arXiv 1805.02867) keeps both for the blocks so far. When a
-    block raises the maximum from m to m', the sums so far are multiplied by exp(m - m').
+    The maximum and the sum are known only after the last block. The online softmax (Milakov and Gimelshein,
+    arXiv 1805.02867) keeps both for the blocks so far. When a block raises the maximum from m to m', the sums
+    so far are multiplied by exp(m - m'): of scores 1 and 3, in two blocks, first m = 1, l = 1; then m = 3,
+    l = exp(1 - 3) · 1 + 1.
 
     Args:
         q: [num_heads, head_dim], of one token.
@@ -86,7 +88,12 @@ class ReferenceAttention:
         self.metadata = metadata
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One layer: store all new K/V, then query by query."""
+        """One layer: store all new K/V, then query by query.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], returned in the same shape.
+            k, v: [num_tokens, num_kv_heads, head_dim].
+        """
         k, v = self.cache.pack(k), self.cache.pack(v)
         k_cache, v_cache = self.cache.layer(layer)
         for token, slot in enumerate(self.metadata.slot_mapping.tolist()):
