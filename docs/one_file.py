@@ -176,15 +176,11 @@ class Model:
     def __init__(self, folder: Path, num_blocks: int) -> None:
         self.config = c = json.loads((folder / "config.json").read_text())
         self.weights = {name: w.float() for name, w in load_file(folder / "model.safetensors").items()}
-        self.eps, self.heads, self.kv_heads = (
-            c["rms_norm_eps"],
-            c["num_attention_heads"],
-            c["num_key_value_heads"],
-        )
-        sizes = c["num_hidden_layers"], 2, num_blocks * BLOCK_SIZE, self.kv_heads, c["head_dim"]
-        self.kv = torch.zeros(sizes)
-        theta = c["rope_parameters"]["rope_theta"]
-        self.frequencies = theta ** -(torch.arange(0, c["head_dim"], 2) / c["head_dim"])
+        self.eps, self.heads = c["rms_norm_eps"], c["num_attention_heads"]
+        self.kv_heads = c["num_key_value_heads"]
+        num_slots, head_dim = num_blocks * BLOCK_SIZE, c["head_dim"]
+        self.kv = torch.zeros(c["num_hidden_layers"], 2, num_slots, self.kv_heads, head_dim)
+        self.frequencies = c["rope_parameters"]["rope_theta"] ** -(torch.arange(0, head_dim, 2) / head_dim)
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weights[name + ".weight"], self.eps)
@@ -192,9 +188,9 @@ class Model:
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(x, self.weights[name + ".weight"])
 
-    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def rotate(self, x: torch.Tensor, positions: list[int]) -> torch.Tensor:
         """Tell q and k [tokens, heads, head_dim] their position: turn each pair of numbers by an angle."""
-        angles = torch.outer(positions, self.frequencies)[:, None]  # [tokens, 1, head_dim / 2]
+        angles = torch.outer(torch.tensor(positions), self.frequencies)[:, None]  # [tokens, 1, head_dim / 2]
         first, second = x.chunk(2, dim=-1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -211,13 +207,13 @@ class Model:
     def __call__(self, batch: list[Request]) -> torch.Tensor:
         """The scores of the next token [requests, vocabulary], after the last new token of each request."""
         lengths = [request.num_scheduled for request in batch]
-        spans = [
-            (request, request.num_computed, request.num_computed + n) for request, n in zip(batch, lengths)
-        ]
-        ids = torch.tensor([token for request, a, b in spans for token in request.tokens[a:b]])
-        positions = torch.cat([torch.arange(a, b) for _, a, b in spans])
-        slots = [slot for request, a, b in spans for slot in request.slots(a, b)]
-        x = self.weights["model.embed_tokens.weight"][ids]  # all tokens of the batch, end to end
+        ids, positions, slots = [], [], []  # of all new tokens of the batch, end to end
+        for request in batch:
+            first, end = request.num_computed, request.num_computed + request.num_scheduled
+            ids += request.tokens[first:end]
+            positions += range(first, end)
+            slots += request.slots(first, end)
+        x = self.weights["model.embed_tokens.weight"][ids]  # [tokens, hidden_size]
         for layer in range(self.config["num_hidden_layers"]):
             name = f"model.layers.{layer}."
             y = self.norm(x, name + "input_layernorm")
@@ -228,9 +224,8 @@ class Model:
             q = self.rotate(self.norm(q, name + "self_attn.q_norm"), positions)
             k = self.rotate(self.norm(k, name + "self_attn.k_norm"), positions)
             self.kv[layer, :, slots] = torch.stack((k, v))  # first all are stored, …
-            outs = [
-                self.attend(q, layer, request) for q, request in zip(q.split(lengths), batch)
-            ]  # … then read
+            parts = zip(q.split(lengths), batch, strict=True)  # … then each request reads its own
+            outs = [self.attend(q, layer, request) for q, request in parts]
             x = x + self.linear(torch.cat(outs).flatten(1), name + "self_attn.o_proj")
             y = self.norm(x, name + "post_attention_layernorm")
             y = F.silu(self.linear(y, name + "mlp.gate_proj")) * self.linear(y, name + "mlp.up_proj")
@@ -243,7 +238,7 @@ class Model:
 
 
 def generate(
-    prompts: list, max_tokens: int = 16, num_blocks: int = 64, folder: Path = TINY, show=False
+    prompts: list, max_tokens: int = 16, num_blocks: int = 64, folder: Path = TINY, show: bool = False
 ) -> list[list[int]]:
     """The most likely tokens after each prompt (a text, or token ids), until one ends the text.
 
@@ -267,7 +262,7 @@ def generate(
     while scheduler.waiting or scheduler.running:
         batch = scheduler.schedule()
         next_tokens = model(batch).argmax(-1).tolist()
-        for request, token in zip(batch, next_tokens):
+        for request, token in zip(batch, next_tokens, strict=True):
             request.num_computed += request.num_scheduled
             if request.num_computed < len(request.tokens):
                 continue  # only a chunk of its prompt was computed: there is no next token yet
@@ -277,21 +272,20 @@ def generate(
                 scheduler.free(request)
         if show:
             pool, num_tokens = scheduler.pool, sum(request.num_scheduled for request in batch)
+            num_used, num_waiting = num_blocks - pool.num_free(), len(scheduler.waiting)
+            print(f"{num_tokens:4} tokens of {len(batch)} requests, {num_waiting} waiting:", end=" ")
             print(
-                f"{num_tokens:4} tokens of {len(batch)} requests, {len(scheduler.waiting)} waiting,", end=""
+                f"{num_used:2} blocks used, {len(pool.cached):2} cached, {scheduler.num_preempted} preempted"
             )
-            print(f"{num_blocks - pool.num_free():3} blocks in use,{len(pool.cached):3} cached", end="")
-            print(f", {scheduler.num_preempted} preempted")
     return [request.tokens[request.num_prompt :] for request in requests]
 
 
 def main() -> None:
     names = ["ROMEO", "JULIET", "HAMLET", "KING HENRY", "MACBETH", "OTHELLO"]
     scene = "ACT I\nSCENE I. A public place. Enter Sampson and Gregory, armed with swords.\n"
-    prompts = [f"{scene}{name}:\n" for name in names]
-    outputs = generate(prompts, max_tokens=24, num_blocks=16, show=True)
+    outputs = generate([f"{scene}{name}:\n" for name in names], max_tokens=24, num_blocks=16, show=True)
     tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
-    for name, tokens in zip(names, outputs):
+    for name, tokens in zip(names, outputs, strict=True):
         print(f"\n{name}:\n{tokenizer.decode(tokens)}")
 
 
