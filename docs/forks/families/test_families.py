@@ -176,8 +176,8 @@ def test_random_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def layer_of(name: str, dtype: torch.dtype = torch.float32) -> MixtureOfExperts:
-    config, device = read_model_config(expected(name).folder), torch.device("cpu")
-    return load_model(config, expected(name).folder, "auto", 8, dtype, device).layers[1].mlp
+    folder, config, device = expected(name).folder, EngineConfig(max_model_len=8), torch.device("cpu")
+    return load_model(config, read_model_config(folder), folder, dtype, device).layers[1].mlp
 
 
 @torch.inference_mode()
@@ -226,14 +226,18 @@ class Thread(threading.Thread):
         self.barrier.wait(5)
         return x
 
+    def meet(self) -> None:
+        self.barrier.wait(5)
+
 
 @pytest.mark.parametrize("name", ["mistral", "moe", "moe every second"])
 def test_two_ranks_add_up_to_one(name: str) -> None:
     """Each has half of the columns of every expert."""
     folder, ids, device = expected(name).folder, torch.arange(30), torch.device("cpu")
+    config = EngineConfig(max_model_len=30)
 
     def hidden(rank: Thread | None) -> Tensor:
-        model = load_model(read_model_config(folder), folder, "auto", 30, torch.float32, device, ranks=rank)
+        model = load_model(config, read_model_config(folder), folder, torch.float32, device, rank)
         return model(ids, ids, lambda layer, q, k, v: q)
 
     shared, barrier = [torch.empty(0)] * 2, threading.Barrier(2)

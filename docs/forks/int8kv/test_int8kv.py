@@ -24,11 +24,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from nanopaged import model_runner as runner_module
 from nanopaged.attention import TorchAttention, make_attention
 from nanopaged.attention.metadata import AttentionMetadata, slots_of
 from nanopaged.checks.failures import NonFiniteLogits
 from nanopaged.kv_cache import KVCache, KVShape
+from nanopaged.model import sizing
 from nanopaged.sequence import ScheduledBatch, StepResult
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def make_cache(num_blocks: int, block_size: int = 4, head_dim: int = 16) -> KVCa
 
 
 def read_slots(slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Slots int8 [..., slot_width] → numbers [..., head_dim] and scales [..., 1], without `KVCache.decode`.
+    """Slots int8 [..., slot_width] → numbers [..., head_dim] and scales [..., 1], without `KVCache.unpack`.
 
     A bfloat16 is the upper half of a float32.
     """
@@ -71,12 +71,12 @@ def check_slots(slots: Tensor, kv: Tensor, rounding: float) -> Tensor:
     return numbers * scales
 
 
-# ── encode and decode ─────────────────────────────────────────────────────────────────────────────
+# ── pack and unpack ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_number_is_stored_to_half_a_scale(dtype: torch.dtype) -> None:
-    """Heads and single numbers of all magnitudes. Decoding rounds once, to the dtype."""
+    """Heads and single numbers of all magnitudes. Unpacking rounds once, to the dtype."""
     cache = KVCache(KVShape(1, 2, 16, dtype, quantised=True), 1, 4, CPU)
     torch.manual_seed(0)
     low, high = (-30, 30) if dtype is not torch.float16 else (-3, 3)
@@ -109,9 +109,9 @@ def test_what_is_not_finite_stays_so(value: float) -> None:
     cache = make_cache(1)
     rows = torch.ones(3, 2, 16)
     rows[1, 0, 5] = value
-    decoded = cache.unpack(cache.pack(rows))
-    assert not decoded[1, 0, 5].isfinite()
-    assert torch.equal(decoded.isfinite().all(-1), rows.isfinite().all(-1))
+    unpacked = cache.unpack(cache.pack(rows))
+    assert not unpacked[1, 0, 5].isfinite()
+    assert torch.equal(unpacked.isfinite().all(-1), rows.isfinite().all(-1))
 
 
 def test_the_engine_notices_kv_that_is_not_finite(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_chunks_of_the_same_kv_give_the_same_attention(backend: str) -> None:
     """One layer: 23 tokens at once, in chunks, or one by one, to float32's rounding.
 
     The K/V that go in are the same bit for bit, so no number is rounded to another int8. A prefill that read
-    its K/V without encoding them would differ.
+    its K/V without packing them would differ.
     """
     torch.manual_seed(0)
     q, k, v = torch.randn(23, 6, 16), torch.randn(23, 2, 16), torch.randn(23, 2, 16)
@@ -365,7 +365,7 @@ def test_bytes_of_a_block() -> None:
 
 def test_the_same_memory_has_more_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model in float32: a slot has 34 bytes, not 128, so there are 3.76 times as many blocks."""
-    monkeypatch.setattr(runner_module, "available_memory", lambda: 64 << 20)
+    monkeypatch.setattr(sizing, "available_memory", lambda: 64 << 20)
     config = {"dtype": "float32", "max_model_len": 256, "memory_utilization": 0.5}
     runners = [LLM(kv_cache_dtype=name, **config).engine.runner for name in ("auto", "int8")]
     for runner in runners:
@@ -382,10 +382,11 @@ def test_the_profile_run_has_int8_kv(monkeypatch: pytest.MonkeyPatch) -> None:
         return KVCache(shape, *args)
 
     runner = LLM(kv_cache_dtype="int8", num_blocks=200).engine.runner
-    monkeypatch.setattr(runner_module, "KVCache", make_recorded_cache)
-    config = EngineConfig(kv_cache_dtype="int8", max_num_seqs=2, attention_backend="torch")
-    monkeypatch.setattr(runner_module, "GATHER_KEYS", 64)
-    runner_module.largest_step(config, runner.model, runner.kv_cache.shape, 64, 16)
+    monkeypatch.setattr(sizing, "KVCache", make_recorded_cache)
+    options = {"attention_backend": "torch", "max_num_seqs": 2, "max_model_len": 64}
+    config = EngineConfig(kv_cache_dtype="int8", max_num_batched_tokens=16, **options)
+    monkeypatch.setattr(sizing, "GATHER_KEYS", 64)
+    sizing.largest_step(config, runner.model, runner.kv_cache.shape)
     assert shapes == [replace(runner.kv_cache.shape, num_layers=1)]
 
 

@@ -29,9 +29,9 @@ from nanopaged import (
     LLMEngine,
     RequestOutput,
     SamplingParams,
-    model_runner,
 )
 from nanopaged.block_manager import BlockManager
+from nanopaged.model import sizing
 from nanopaged.model.lora import Adapters
 from nanopaged.sequence import Sequence
 
@@ -302,7 +302,10 @@ def test_a_batch_with_adapters_is_not_replayed_from_a_graph(forms: Forms) -> Non
         replayed.append(metadata.num_decodes)
         return torch.zeros(metadata.num_decodes, runner.model.config.hidden_size)
 
-    runner.graphs = SimpleNamespace(run=run)
+    def can_run(metadata: Any) -> bool:
+        return metadata.num_decodes == len(metadata.query_lens)
+
+    runner.graphs = SimpleNamespace(run=run, can_run=can_run)
     prompts = [with_adapter(tokens(1, 9), "qv"), with_adapter(tokens(2, 9), None)]
     output, _ = llm.generate(prompts, GREEDY, use_tqdm=False)
     check_greedy(output, forms.models["qv"])
@@ -323,11 +326,11 @@ def test_the_largest_step_has_each_adapter_on_all_tokens(
         add(self, by_adapter, linear, inputs, out)
 
     def measure(*args: Any) -> int:
-        model_runner.largest_step(*args)
+        sizing.largest_step(*args)
         return 7
 
     monkeypatch.setattr(Adapters, "_add", spy)
-    monkeypatch.setattr(model_runner, "measure_num_blocks", measure)
+    monkeypatch.setattr(sizing, "measure_num_blocks", measure)
     llm = forms.llm(num_blocks=None, max_num_batched_tokens=50)
     assert llm.engine.runner.num_blocks == 7
     assert set(added) == {(50, 50)}

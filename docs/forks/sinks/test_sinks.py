@@ -30,6 +30,7 @@ from nanopaged.block_manager import BlockManager
 from nanopaged.config import Ring
 from nanopaged.model_runner import prepare
 from nanopaged.sequence import ScheduledBatch, Sequence, StepResult
+from nanopaged.views.invariants import check_blocks
 
 SINKS, WINDOW, BLOCK = 3, 29, 8  # 32 tokens are 4 blocks
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=0, prompt_logprobs=0)
@@ -254,7 +255,7 @@ def test_a_sibling_one_token_ahead_copies_a_block_that_the_other_still_has() -> 
         behind = manager.fork(ahead, 1)
         ahead.token_ids.append(8)
         assert manager.append_slots([ahead, behind]) == copies
-        manager.check_invariants([ahead, behind])
+        check_blocks(manager, [ahead, behind])
 
 
 # ── limits and mistakes ───────────────────────────────────────────────────────────────────────────

@@ -370,19 +370,30 @@ def test_each_row_knows_the_drafts_before_it(min_tokens: int, drawn: list[int]) 
 def test_logits_that_are_not_finite() -> None:
     """After a wrong draft they belong to no text. After a right one the next step meets them."""
 
-    def verify_rows(draft_ids: list[int], logprobs: list[float]) -> list[int]:
-        rows = make_sequence([1, 2], draft_ids).with_drafts()
-        samples = [[Sample(token_id, x)] for token_id, x in zip([3, 5, 6], logprobs, strict=True)]
-        return [sample.token_id for sample in verify(draft_ids, list(zip(rows, samples, strict=True)))]
+    def kept(draft_ids: list[int], logprobs: list[float]) -> list[int]:
+        drawn = [Sample(token_id, x) for token_id, x in zip([3, 5, 6], logprobs, strict=True)]
+        return [sample.token_id for sample in verify(draft_ids, drawn)]
 
-    assert verify_rows([3, 4], [-1.0, -1.0, math.nan]) == [3, 5]
-    assert verify_rows([3, 5], [-1.0, -1.0, math.nan]) == [3, 5]
-    assert verify_rows([3, 5], [-1.0, -1.0, -math.inf]) == [3, 5]
-    assert verify_rows([3, 5], [-1.0, -1.0, -1.0]) == [3, 5, 6]
+    assert kept([3, 4], [-1.0, -1.0, math.nan]) == [3, 5]
+    assert kept([3, 5], [-1.0, -1.0, math.nan]) == [3, 5]
+    assert kept([3, 5], [-1.0, -1.0, -math.inf]) == [3, 5]
+    assert kept([3, 5], [-1.0, -1.0, -1.0]) == [3, 5, 6]
+
+    def draw(bad_row: int, **params: object) -> list[int]:
+        """The tokens 3, 5 and 6 are the most likely ones; the logits of one row are not finite."""
+        seq = make_sequence([1, 2], [3, 5], SamplingParams(temperature=0, max_tokens=9, **params))
+        seq.num_scheduled_tokens = 4
+        logits = torch.eye(7)[[3, 5, 6]]
+        logits[bad_row] = math.nan
+        (samples,) = sample_next_tokens(ScheduledBatch([seq]), logits)
+        return [sample.token_id for sample in samples]
+
+    assert draw(2) == [3, 5]
+    assert draw(1) == [3]
     with pytest.raises(NonFiniteLogits, match="'me' at position 2"):
-        verify_rows([3, 5], [math.nan, -1.0, -1.0])
+        draw(0)
     with pytest.raises(NoTokenAllowed, match="'me' at position 2"):
-        verify_rows([3, 5], [-math.inf, -1.0, -1.0])
+        draw(2, stop_token_ids=range(7), min_tokens=1)
 
 
 @pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (2.5, TypeError), (True, TypeError)])
