@@ -30,7 +30,7 @@ from nanopaged.views.statistics import Counters, engine_stats
 
 
 class Runner(Protocol):
-    """What computes batches: `ModelRunner`. Experiments and tests have their own."""
+    """What computes batches: `ModelRunner`; tests have their own."""
 
     num_blocks: int
     num_host_blocks: int

@@ -101,12 +101,8 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
     for i, seq in enumerate(batch.sequences):
         if not seq.needs_sample:
             continue
-        request, params, position, banned = (
-            seq.request,
-            seq.request.params,
-            seq.num_tokens,
-            seq.banned_token_ids,
-        )
+        request, params = seq.request, seq.request.params
+        position, banned = seq.num_tokens, seq.banned_token_ids
         if request.is_beam_search:  # the most likely token, with the next ones in likelihood
             num = min(request.num_candidates + len(banned), logits.shape[-1])
             draws.append(Draw(GREEDY, 0, 0, position, banned, num_candidates=num))
@@ -114,8 +110,9 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
             counts = token_counts(seq) if params.penalties else None
             for index in range(params.n) if request.forks_later else (seq.index,):
                 draws.append(Draw(params, request.seed, index, position, banned, counts))
-        rows += [num_ready] * (len(draws) - len(rows))
-        drawn_for += [i] * (len(draws) - len(drawn_for))
+        while len(rows) < len(draws):
+            drawn_for.append(i)
+            rows.append(num_ready)
         num_ready += 1
     samples: list[list[Sample]] = [[] for _ in batch.sequences]
     tokens = sample(take_rows(logits, rows), SamplingMetadata(draws, logits.device))
@@ -124,7 +121,10 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
         if not math.isfinite(token.logprob):
             error = NoTokenAllowed if token.logprob == -math.inf else NonFiniteLogits
             raise error(seq.request.request_id, seq.num_tokens)
-        samples[i] += candidates(seq, token) if seq.request.is_beam_search else [token]
+        if seq.request.is_beam_search:
+            samples[i] = candidates(seq, token)
+        else:
+            samples[i].append(token)
     return samples
 
 

@@ -104,8 +104,9 @@ class Scheduler:
 
         # A request preempted above is in this queue as well. It seldom fits at once: one of its blocks is
         # taken, or it needs more than it gave back. If it fits, nothing is wrong: swaps out come first.
-        num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
-        self.waiting.update_ranks(self.rank)
+        if self.waiting:
+            num_seqs = sum(request.num_seqs for request in self.running)
+            self.waiting.update_ranks(self.rank)
         while self.waiting and budget > 0:
             request = self.waiting.first()
             num_seqs += request.num_seqs

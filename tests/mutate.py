@@ -40,7 +40,11 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 }  # fmt: skip
 DROPPED = (ast.Expr, ast.Assign, ast.AugAssign, ast.Delete, ast.Return, ast.Raise)
 NOT_MUTATED = (ast.JoinedStr, ast.arguments, ast.Assert)  # messages, signatures, invariants
-CHECKS = ("check_invariants", "_check_table")  # they have tests, but the other tests call them, too
+CHECKS = (
+    "check_blocks",
+    "_check_table",
+    "check_host_blocks",
+)  # they have tests, but the other tests call them, too
 
 
 @dataclass

@@ -24,9 +24,11 @@ from nanopaged.sampler import (
     SamplingMetadata,
     filtered_probs,
     sample,
+    sample_next_tokens,
     uniform,
 )
-from nanopaged.sequence import Sequence
+from nanopaged.sequence import Request, ScheduledBatch, Sequence
+from nanopaged.text.stopping import StopRules
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -277,6 +279,20 @@ def test_a_mask_that_allows_nothing_is_an_error(
         (output,) = engine.step()
     assert output.outputs[0].token_ids == expected
     engine.check_invariants()
+
+
+def test_a_beam_proposes_only_what_can_follow() -> None:
+    """Of fewer tokens than candidates, those of probability 0 are left out, and so are the banned ones."""
+    rules = StopRules.of(BeamSearchParams(beam_width=2, min_tokens=3), 2, frozenset([7]), 100)
+    request = Request("b", None, [1, 2], BeamSearchParams(beam_width=2, min_tokens=3), rules, 0)
+    (seq,) = request.sequences
+    seq.num_scheduled_tokens = 2
+    logits = torch.full((1, VOCAB), -math.inf)
+    logits[0, [4, 7, 9]] = torch.tensor([1.0, 3.0, 2.0])
+    (samples,) = sample_next_tokens(ScheduledBatch([seq]), logits)
+    assert [sample.token_id for sample in samples] == [9, 4]
+    logprobs = logits.log_softmax(-1)[0]
+    assert [sample.logprob for sample in samples] == pytest.approx([logprobs[9].item(), logprobs[4].item()])
 
 
 @pytest.mark.parametrize(("seen", "unseen"), [(3.0, 2.0), (-1.0, -1.5)])

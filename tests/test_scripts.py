@@ -357,6 +357,7 @@ def test_labels_of_a_logarithmic_axis(tmp_path: Path, monkeypatch: pytest.Monkey
 # ── docs/experiments: what they measure ───────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_sharing_saves_more_with_more_sequences(tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
     printed = experiment("sharing", "--requests", "30", "--plot", str(picture))
@@ -369,6 +370,7 @@ def test_sharing_saves_more_with_more_sequences(tmp_path: Path) -> None:
         assert all(float(a) >= float(b) for a, b in zip(forked[1:], cached[1:], strict=True))
 
 
+@pytest.mark.slow
 def test_preemption(tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
     printed = experiment(
