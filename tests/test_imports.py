@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -102,6 +103,14 @@ def test_the_front_is_a_dozen_rooms() -> None:
     assert front == set(MAY_IMPORT) - WINGS - {"__main__"}
     assert len(front) == 12
     assert {folder.name for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists()} <= WINGS
+
+
+def test_every_wing_is_installed() -> None:
+    """pyproject.toml names the packages of a wheel one by one; an editable install would not miss one."""
+    project = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    named = re.findall(r'^    "(nanopaged[.\w]*)",$', project, flags=re.MULTILINE)
+    wings = {f"nanopaged.{file.parent.name}" for file in PACKAGE.glob("*/__init__.py")}
+    assert set(named) == {"nanopaged"} | wings
 
 
 @pytest.mark.parametrize("module", modules())
