@@ -357,6 +357,21 @@ def test_labels_of_a_logarithmic_axis(tmp_path: Path, monkeypatch: pytest.Monkey
 # ── docs/experiments: what they measure ───────────────────────────────────────────────────────────
 
 
+def test_throughput_at_equal_memory() -> None:
+    """The less a rule reserves, the more requests run at once and the fewer steps all of them take."""
+    sizes = ["--slots", "256", "--longest", "128", "--requests", "12", "--input", "10", "--output", "12"]
+    printed = run("docs/experiments/equal_memory.py", "--shape", "test", "--rounds", "1", *sizes)
+    rows = [line.split() for line in printed.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["one", "max", "pow2", "oracle", "paging"]
+    steps = [int(row[1]) for row in rows]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] > steps[1] > steps[2] > steps[-1]
+    at_once = [float(row[2]) for row in rows]
+    assert at_once == sorted(at_once)
+    too_small = run("docs/experiments/equal_memory.py", "--slots", "100", "--longest", "128", status=2)
+    assert "a request may have 128 tokens, but --slots is 100" in too_small
+
+
 @pytest.mark.slow
 def test_sharing_saves_more_with_more_sequences(tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"

@@ -131,13 +131,13 @@ def print_row(name: str, usage: Usage, paper: str) -> None:
         print(f"{name}{real:7.1%} {usage.at_once:8.1f}{wasted}   {paper}", flush=True)
 
 
-def draw_lengths(means: tuple[int, int], num: int, seed: int) -> Lengths:
-    """Exponential around the means; input and output together have at most MAX_LEN tokens."""
+def draw_lengths(means: tuple[int, int], num: int, seed: int, longest: int = MAX_LEN) -> Lengths:
+    """Exponential around the means; input and output together have at most `longest` tokens."""
     rng, lengths = random.Random(seed), []
     for _ in range(num):
         num_input, num_output = (1 + int(rng.expovariate(1 / mean)) for mean in means)
-        num_input = min(num_input, MAX_LEN - 1)
-        lengths.append((num_input, min(num_output, MAX_LEN - num_input)))
+        num_input = min(num_input, longest - 1)
+        lengths.append((num_input, min(num_output, longest - num_input)))
     return lengths
 
 
