@@ -204,6 +204,19 @@ def test_several_victims_resume_in_order_of_arrival(make: MakeEngine) -> None:
     assert engine.stats().num_preemptions_recompute >= 2
 
 
+@pytest.mark.parametrize(("budget", "num_prompt"), [(2048, 7), (4, 9), (3, 8)])
+def test_a_block_that_a_step_fills_exactly_is_found(make: MakeEngine, budget: int, num_prompt: int) -> None:
+    """By a decode (7 + 1 tokens), or by a chunk of a prompt that ends with a block or within one."""
+    engine = make(max_num_batched_tokens=budget)
+    engine.add_request("first", tokens(1, num_prompt), params(3))
+    first = tokens(1, num_prompt) + run(engine)["first"]
+    engine.add_request("again", first[:8] + [first[8]], params(1))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].metrics.num_cached_tokens == 8
+
+
 def test_a_preempted_prompt_finds_its_blocks_again(make: MakeEngine) -> None:
     """With the prefix cache a victim's blocks often survive; coming back then costs only the rest.
 
