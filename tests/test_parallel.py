@@ -377,6 +377,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on Windows")
 def test_children_of_the_engines_process(qwen3: Oracle, tmp_path: Path) -> None:
     """A forked process cannot use its parent's engine, and its end does not end the parent's workers. A
@@ -412,6 +413,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_end_when_their_engine_is_killed(qwen3: Oracle, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

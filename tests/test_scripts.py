@@ -235,6 +235,7 @@ def test_bench_beside_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "vLLM failed in" in run("bench.py", *small, status=1, PYTHONPATH=path)
 
 
+@pytest.mark.slow
 def test_bench_beside_another_checkout(tmp_path: Path) -> None:
     """It runs the package that is there, on the same requests; neither is installed for it."""
     shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged", ignore=shutil.ignore_patterns("__pycache__"))

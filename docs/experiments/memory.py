@@ -131,8 +131,9 @@ def print_row(name: str, usage: Usage, paper: str) -> None:
         print(f"{name}{real:7.1%} {usage.at_once:8.1f}{wasted}   {paper}", flush=True)
 
 
-def draw_lengths(means: tuple[int, int], num: int, seed: int, longest: int = MAX_LEN) -> Lengths:
+def draw_lengths(means: tuple[int, int], num: int, seed: int, longest: int | None = None) -> Lengths:
     """Exponential around the means; input and output together have at most `longest` tokens."""
+    longest = longest or MAX_LEN
     rng, lengths = random.Random(seed), []
     for _ in range(num):
         num_input, num_output = (1 + int(rng.expovariate(1 / mean)) for mean in means)
