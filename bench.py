@@ -29,7 +29,7 @@ import common  # noqa: E402
 import peers  # noqa: E402
 
 if TYPE_CHECKING:  # torch and transformers take seconds to load: after the arguments have been read
-    from nanopaged import RequestOutput
+    from nanopaged import LLM, RequestOutput
 
 
 def read_arguments() -> argparse.Namespace:
@@ -50,9 +50,12 @@ def read_arguments() -> argparse.Namespace:
     for what in ("input", "output"):
         add(f"min-{what}", 100, 16, "lengths are drawn uniformly", type=positive, metavar="TOKENS")
         add(f"max-{what}", 1024, 256, "from minimum to maximum", type=positive, metavar="TOKENS")
+    shared = "tokens that all prompts begin with, before their own"
+    parser.add_argument("--shared-prefix", type=common.at_least(0), default=0, metavar="TOKENS", help=shared)
     parser.add_argument("--repeat", type=positive, default=1, help="rounds; the median counts")
-    parser.add_argument("--baseline", type=peers.baseline, help="hf, vllm, or the PATH of another checkout")
-    parser.add_argument("--peer-python", type=peers.program, default=sys.executable, help="for vllm or PATH")
+    side = "hf, vllm, nano-vllm, or the PATH of another checkout"
+    parser.add_argument("--baseline", type=peers.baseline, help=side)
+    parser.add_argument("--peer-python", type=peers.program, default=sys.executable, help="for all but hf")
     add("static", [64], [8, 16], "batches of transformers' generate, and all", type=positive, nargs="*")
     add("budget", 16384, 2048, "tokens in a step (max_num_batched_tokens)", type=positive)
     parser.add_argument("--block-size", type=positive, default=16, help="tokens in a block")
@@ -112,14 +115,21 @@ def draw_requests(vocab_size: int, args: argparse.Namespace) -> peers.Requests:
     rng = random.Random(args.seed)
     lengths = [rng.randint(args.min_input, args.max_input) for _ in range(args.requests)]
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
-    return [(prompt, rng.randint(args.min_output, args.max_output)) for prompt in prompts]
+    prefix = [rng.randrange(vocab_size) for _ in range(args.shared_prefix)]
+    return [(prefix + prompt, rng.randint(args.min_output, args.max_output)) for prompt in prompts]
 
 
 def run_nanopaged(model: str, requests: peers.Requests, args: argparse.Namespace) -> dict[str, Any]:
-    """One measured run of all requests; the result's names are those of --json."""
-    from nanopaged import LLM, SamplingParams
+    """One measured run of all requests, in an engine of its own."""
+    from nanopaged import LLM
 
-    llm = LLM(model, **engine_options(args))
+    return measure(LLM(model, **engine_options(args)), requests)
+
+
+def measure(llm: LLM, requests: peers.Requests) -> dict[str, Any]:
+    """Run all requests; the result's names are those of --json."""
+    from nanopaged import SamplingParams
+
     llm.generate(peers.warm_up(requests), SamplingParams(max_tokens=3), use_tqdm=False)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests]
     before = llm.engine.stats()
@@ -132,7 +142,8 @@ def run_nanopaged(model: str, requests: peers.Requests, args: argparse.Namespace
     num_steps = after.num_steps - before.num_steps
     first, further = latencies(outputs)
     # A request with 5 prompt tokens that generates 3 reads 6 + 7 tokens of K/V: its first token comes out of
-    # the prefill, and each further one attends to everything before it and to itself.
+    # the prefill, and each further one attends to everything before it and to itself. A prefix that is read
+    # once for several requests counts for each of them.
     keys = sum((n - 1) * len(prompt) + n * (n - 1) // 2 for prompt, n in requests)
     return {
         **times,

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import random
 import sys
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nanopaged.attention import make_attention
+from nanopaged.attention.key_rows import find_shared_blocks
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.reference_backend import ScoreMod, reference_paged_attention
 from nanopaged.attention.torch_backend import QUERY_TILE, TorchAttention, causal_attention
@@ -273,7 +275,7 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch: pytes
 def test_many_tiles_of_rows(rows_a_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full rows only, last rows only, both in one tile; a tile is at least one head of a row."""
     row_bytes = 64 * 2 * 16 * 4  # K of 64 keys, 2 heads of 16, float32
-    monkeypatch.setattr("nanopaged.attention.torch_backend.KV_TILE", max(1, rows_a_tile * row_bytes))
+    monkeypatch.setattr("nanopaged.attention.key_rows.KV_TILE", max(1, rows_a_tile * row_bytes))
     case = Case([(n, 1) for n in (150, 3, 21, 64, 63, 333, 0, 12, 128)], 4, (4, 2), 16)
     torch.testing.assert_close(case.run("torch"), case.dense(), atol=2e-5, rtol=1e-4)
 
@@ -298,23 +300,84 @@ def test_float16_does_not_overflow(block_size: int) -> None:
     assert torch.equal(case.run("torch"), torch.full((2, 4, 16), 1000.0, dtype=torch.float16))
 
 
-def test_one_physical_block_read_by_several_sequences() -> None:
-    """Three sequences share their first two blocks, as after a prefix hit: each pair is its own row."""
-    torch.manual_seed(0)
-    cache = KVCache(KVShape(1, 2, 8, torch.float32), 8, 4, CPU)
+def tables_that_branch(
+    rng: random.Random, num_seqs: int, block_size: int
+) -> tuple[list[list[int]], list[int]]:
+    """Block tables as forks, beams and prefix hits leave them, and context lengths."""
+    ids, tables, context_lens = iter(rng.sample(range(400), 400)), [], []
+    for _ in range(num_seqs):
+        parent = rng.choice([*tables, []])
+        shared = min(rng.randint(0, len(parent)), 12)
+        tables.append(parent[:shared] + [next(ids) for _ in range(rng.randint(1, 4))])
+        context_lens.append((shared * block_size) + rng.randint(1, (len(tables[-1]) - shared) * block_size))
+    return tables, context_lens
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shared_blocks_are_found(seed: int) -> None:
+    """All of them: what is left to read is each prefix once. Every group saves enough, and is alike."""
+    rng = random.Random(seed)
+    tables, context_lens = tables_that_branch(rng, rng.randint(1, 20), 4)
+    limits = [(n - 1) // 4 for n in context_lens]
+    saved = {}
+    for min_saved in (1, 2, 5, 1000):
+        ends = [0] * len(tables)
+        groups = find_shared_blocks(tables, limits, min_saved)
+        for seqs, first, end in groups:
+            assert len({tuple(tables[seq][:end]) for seq in seqs}) == 1
+            assert (len(seqs) - 1) * (end - first) >= min_saved
+        for seqs, first, end in sorted(groups, key=lambda group: group.first):
+            for seq in seqs:
+                assert first == ends[seq] < end <= limits[seq]
+                ends[seq] = end
+        saved[min_saved] = sum((len(seqs) - 1) * (end - first) for seqs, first, end in groups)
+    prefixes = {
+        tuple(table[: i + 1]) for table, limit in zip(tables, limits, strict=True) for i in range(limit)
+    }
+    assert saved[1] == sum(limits) - len(prefixes)
+    assert saved[1] >= saved[2] >= saved[5] >= saved[1000] == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("score_mod", [None, window])
+@pytest.mark.parametrize("block_size", [1, 4, 16, 100])
+def test_blocks_that_sequences_share(
+    block_size: int, score_mod: ScoreMod | None, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read once or by each sequence, in one tile or in several: the reference's results."""
+    rng = random.Random(seed)
+    tables, context_lens = tables_that_branch(rng, 8, block_size)
+    torch.manual_seed(seed)
+    cache = KVCache(KVShape(1, 2, 8, torch.float32), 400, block_size, CPU)
     cache.data.normal_()
-    tables = [[5, 2, 0], [5, 2, 7], [5, 2, 1, 3]]
-    context_lens = [9, 12, 14]
-    q, k, v = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
-    slots = [t[(n - 1) // 4] * 4 + (n - 1) % 4 for t, n in zip(tables, context_lens, strict=True)]
-    ones = np.ones(3, dtype=int)
-    metadata = AttentionMetadata(ones, np.array(context_lens), tables, np.array(slots), 3, [0, 1, 2])
-    attention = make_attention("torch", cache, 0.3)
-    attention.begin_step(metadata)
-    out = attention(0, q, k, v)
-    for row, (table, n) in enumerate(zip(tables, context_lens, strict=True)):
-        expected = reference_paged_attention(q[row], *cache.layer(0), table, n, 0.3)
-        torch.testing.assert_close(out[row], expected, atol=1e-5, rtol=1e-4)
+    slots = [
+        table[(n - 1) // block_size] * block_size + (n - 1) % block_size
+        for table, n in zip(tables, context_lens, strict=True)
+    ]
+    ones, ids = np.ones(8, dtype=int), list(range(8))
+    metadata = AttentionMetadata(ones, np.array(context_lens), tables, np.array(slots), 8, ids)
+    q, k, v = torch.randn(8, 4, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
+    for min_saved, tile in ((0, 1 << 20), (0, 3000), (1 << 40, 1 << 20)):
+        monkeypatch.setattr("nanopaged.attention.torch_backend.MIN_SAVED", min_saved)
+        monkeypatch.setattr("nanopaged.attention.key_rows.KV_TILE", tile)
+        attention = make_attention("torch", cache, 0.3, score_mod)
+        attention.begin_step(metadata)
+        out = attention(0, q, k, v)
+        for row, (table, n) in enumerate(zip(tables, context_lens, strict=True)):
+            mod = None if score_mod is None else partial(score_mod, 0)
+            expected = reference_paged_attention(q[row], *cache.layer(0), table, n, 0.3, mod)
+            torch.testing.assert_close(out[row], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_common_prefix_is_gathered_once() -> None:
+    """64 blocks that 32 sequences have in common, and a row of four blocks for each."""
+    cache = KVCache(KVShape(1, 2, 64, torch.float32), 200, 16, CPU)
+    tables, n = [[*range(64), 100 + i] for i in range(32)], np.full(32, 64 * 16 + 5)
+    attention = make_attention("torch", cache, 1.0)
+    ids = list(range(32))
+    slots = np.array([table[-1] * 16 + 4 for table in tables])
+    attention.begin_step(AttentionMetadata(np.ones(32, dtype=int), n, tables, slots, 32, ids))
+    assert sum(ids.numel() for rows in attention.rows for ids in rows.k_ids) == 2 * (64 + 32 * 4)
 
 
 def test_a_layer_writes_only_its_own_slots() -> None:

@@ -12,6 +12,12 @@ from serving import Params, serve
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 
 
+@pytest.fixture(autouse=True)
+def read_shared_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few: by default that is done only if it saves time."""
+    monkeypatch.setattr("nanopaged.attention.torch_backend.MIN_SAVED", 0)
+
+
 def texts(output: RequestOutput) -> list[list[int]]:
     return [completion.token_ids for completion in output.outputs]
 

@@ -31,12 +31,10 @@ its class, and add its name here and to `config.ATTENTION_BACKENDS`.
 
 from __future__ import annotations
 
-import torch
-
 from nanopaged.attention.reference_backend import ReferenceAttention, ScoreMod
 from nanopaged.attention.torch_backend import TorchAttention
 from nanopaged.config import ATTENTION_BACKENDS
-from nanopaged.kernels.devices import is_ampere
+from nanopaged.kernels.devices import why_no_triton
 from nanopaged.kv_cache import KVCache
 
 
@@ -86,14 +84,9 @@ def why_unavailable(backend: str, cache: KVCache, score_mod: ScoreMod | None = N
         from nanopaged.kernels import paged_attention as kernels
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
-    device = cache.data.device
-    if not kernels.INTERPRETED and device.type != "cuda":
-        return f"its kernels need a GPU, not {device}, or TRITON_INTERPRET=1 for a slow trial"
-    if not kernels.INTERPRETED and not is_ampere(device):
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"its kernels need a GPU of compute capability 8.0 or more, and {device} has {major}.{minor}"
-    if backend == "triton":
-        return None
+    reason = None if kernels.INTERPRETED else why_no_triton(cache.data.device)
+    if reason is not None or backend == "triton":
+        return reason
     from nanopaged.attention.flash_backend import why_no_flash
 
     return why_no_flash(cache)

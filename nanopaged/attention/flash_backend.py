@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nanopaged.attention.metadata import GATHER_KEYS, AttentionMetadata, slots_of
 from nanopaged.attention.triton_backend import TritonAttention
+from nanopaged.kernels.devices import is_ampere
 from nanopaged.kv_cache import KVCache, to_device
 
 
@@ -119,8 +120,12 @@ def load_torch_varlen() -> Callable[..., Tensor]:
 
 def why_no_flash(cache: KVCache) -> str | None:
     """Why flash attention cannot run on this cache; None if it can."""
+    device = cache.data.device
     if not cache.data.is_cuda:
-        return f"flash attention needs a GPU, not {cache.data.device}"
+        return f"flash attention needs a GPU, not {device}"
+    if not is_ampere(device):
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"flash attention needs compute capability 8.0 or more, and {device} has {major}.{minor}"
     if cache.shape.dtype not in (torch.float16, torch.bfloat16):
         return f"flash attention computes in float16 or bfloat16, not {cache.shape.dtype}"
     if cache.shape.head_dim > 256 or cache.shape.head_dim % 8:

@@ -7,21 +7,22 @@ work for large operations. Decodes have one query each, so all decodes of a batc
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanopaged.attention.key_rows import KeyRows, find_shared_blocks
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.reference_backend import ScoreMod
 from nanopaged.kv_cache import KVCache, to_device
 
 LOG2_E = math.log2(math.e)
 ROW_KEYS = 64  # keys in a row, see `begin_decodes`: smaller matrix products take nearly as long
-KV_TILE = 4 << 20  # bytes of K (or of V) that are gathered at once: what the CPU's cache holds
+# Bytes of K and V in a layer whose reading must be saved for a matrix product of their own (docs/cpu.md)
+MIN_SAVED = 2 << 20
 QUERY_TILE = 128  # queries of a prefill computed at once: their scores fit in the CPU's cache
 
 
@@ -92,11 +93,11 @@ class TorchAttention:
     # ── decodes ───────────────────────────────────────────────────────────────────────────────────
 
     def begin_decodes(self, metadata: AttentionMetadata) -> None:
-        """Lay out the blocks of all decodes as rows of about ROW_KEYS keys, each read by one sequence.
+        """Lay out the blocks of all decodes as rows of keys.
 
-        So the work is proportional to the blocks that exist, without padding to the longest context. A row
-        has four blocks of 16, or one block of 64 or more. A block shared by two sequences is in two rows. The
-        last row of a sequence is filled up with copies of its last block; slots without a key are masked.
+        Each table is cut into rows of about ROW_KEYS keys: four blocks of 16, or one block of 64 or more. So
+        the work is proportional to the blocks that exist, without padding to the longest context. The last
+        row of a sequence is filled up with copies of its last block; slots without a key are masked.
 
             tables  0: [5, 2, 7]   1: [0]   2: [3, 8, 1]      block_size = 32, context_lens 70, 20, 96
 
@@ -105,38 +106,44 @@ class TorchAttention:
             row_seq    0       2       0        1        2
             keys       64      64      6        20       32
 
-        The head blocks of all rows are cut into tiles of at most KV_TILE bytes: a tile should fit in the
-        CPU's cache, because it is gathered and then read.
+        The blocks with which several tables begin are one long row, read once for all of these sequences, if
+        that is worth it (`find_shared_blocks`).
         """
-        width = max(1, ROW_KEYS // self.cache.block_size)  # blocks in a row
-        row_keys = width * self.cache.block_size
-        context_lens = metadata.context_lens[: self.num_decodes]
-        num_rows = -(-context_lens // row_keys)  # of each sequence
-        num_blocks = -(-context_lens // self.cache.block_size)  # a table may have blocks for later tokens too
-        full_blocks, row_seq, last_blocks = [], [], []
-        for seq, (n, used) in enumerate(zip(num_rows.tolist(), num_blocks.tolist(), strict=True)):
-            table = metadata.block_tables[seq]
-            full_blocks += table[: (n - 1) * width]
-            row_seq += [seq] * (n - 1)
-            rest = table[(n - 1) * width : used]
-            last_blocks += rest + rest[-1:] * (width - len(rest))
-        row_seq += range(self.num_decodes)
-        self.row_keys = row_keys
-        self.row_seq = to_device(np.array(row_seq), self.device)  # [num_rows]
-        last_lens = context_lens - (num_rows - 1) * row_keys  # keys in the last row of each sequence
+        size, num_seqs = self.cache.block_size, self.num_decodes
+        context_lens, tables = metadata.context_lens[:num_seqs], metadata.block_tables[:num_seqs]
+        # The last block of a sequence is its own: its newest token is written there.
+        min_saved = MIN_SAVED // (2 * self.cache.head_blocks(0)[: self.cache.shape.num_kv_heads].nbytes)
+        shared = find_shared_blocks(tables, ((context_lens - 1) // size).tolist(), min_saved)
+        num_shared = np.zeros(num_seqs, dtype=np.int64)  # blocks of each sequence that others have, too
+        for seqs, _, end in shared:
+            num_shared[seqs] = np.maximum(num_shared[seqs], end)
+
+        width = max(1, ROW_KEYS // size)  # blocks in a row
+        row_keys = width * size
+        num_keys = context_lens - num_shared * size
+        num_rows = -(-num_keys // row_keys)  # of each sequence
+        num_blocks = -(-context_lens // size)  # a table may have blocks for later tokens too
+        full_rows, last_rows, row_seq = [], [], []
+        for seq, table in enumerate(tables):
+            own, full = table[num_shared[seq] : num_blocks[seq]], int(num_rows[seq] - 1) * width
+            full_rows += own[:full]
+            row_seq += [seq] * (full // width)
+            last_rows += own[full:] + own[-1:] * (full + width - len(own))
+        row_seq += range(num_seqs)
+        last_lens = num_keys - (num_rows - 1) * row_keys  # keys in the last row of each sequence
         no_key = np.arange(row_keys) >= last_lens[:, None]
         self.no_key = to_device(no_key[:, None], self.device)  # [num_seqs, 1, row_keys]
+        self.rows = [KeyRows(self.cache, tables[seqs[0]][first:end], [seqs]) for seqs, first, end in shared]
+        self.rows.append(KeyRows(self.cache, full_rows + last_rows, [[seq] for seq in row_seq]))
 
         if self.score_mod is not None:
-            self.positions = self._positions(row_seq, context_lens)
-
-        # In the order [2 (K, V), row, KV head, block in the row] the keys of a row and head lie together.
-        blocks = to_device(np.array(full_blocks + last_blocks), self.device).view(-1, width)
-        ids = self.cache.head_block_ids(blocks).transpose(2, 3).reshape(2, -1, width)
-        pool = self.cache.head_blocks(0)  # [head blocks, block_size · slot width]
-        num_tiles = -(-ids[0].numel() * pool[0].nbytes // KV_TILE)
-        self.k_ids, self.v_ids = (half.chunk(num_tiles) for half in ids)  # tiles [rows · KV heads, width]
-        self.buffer = pool.new_empty(self.k_ids[0].numel(), pool.shape[1])  # of `_gather`, for one tile
+            first_keys = [[first * size] for _, first, _ in shared] + [[]]  # 0 0 64 0 64 in the example
+            seen = num_shared * size
+            for seq in row_seq:
+                first_keys[-1].append(seen[seq])
+                seen[seq] += row_keys
+            for rows, first in zip(self.rows, first_keys, strict=True):
+                rows.set_positions(context_lens - 1, first)
 
     def decode(self, layer: int, q: Tensor) -> Tensor:
         """Attention of one query of each sequence: q → out, both [num_seqs, num_heads, head_dim].
@@ -148,57 +155,32 @@ class TorchAttention:
         The sums go over all keys of a sequence. Scores are multiplied by log2(e), since
         2^(x · log2(e)) = e^x and exp2 takes a third of exp's time.
         """
-        num_seqs, num_heads, head_dim = q.shape
-        row_seq, num_rows = self.row_seq, len(self.row_seq)
+        num_seqs, num_heads, _ = q.shape
         pool = self.cache.head_blocks(layer)
-        # A matrix product for each row and KV head, with all query heads that share the KV head:
-        # [group, head_dim] · [head_dim, row_keys]
-        q_rows = (q * (self.scale * LOG2_E)).flatten(1).index_select(0, row_seq)
-        q_rows = q_rows.view(num_rows * self.cache.shape.num_kv_heads, -1, head_dim)
-        s = q.new_empty((*q_rows.shape[:2], self.row_keys))
-        for q_tile, ids, s_tile in self._tiles(q_rows, self.k_ids, s):
-            torch.bmm(q_tile, self._gather(pool, ids).mT, out=s_tile)
+        scaled_q = q * (self.scale * LOG2_E)
+        scores = []
+        for rows in self.rows:
+            s = rows.times_keys(pool, rows.spread(scaled_q)).float()
+            if self.score_mod is not None:
+                s = rows.modify(s / LOG2_E, partial(self.score_mod, layer)) * LOG2_E
+            scores.append(s)
+        own = scores[-1].view(-1, num_heads, self.no_key.shape[-1])  # each of these rows has one reader
+        own[-num_seqs:].masked_fill_(self.no_key, -math.inf)
 
-        s = s.float().view(num_rows, num_heads, -1)
-        if self.score_mod is not None:
-            s = self.score_mod(layer, s / LOG2_E, *self.positions) * LOG2_E
-        s[-num_seqs:].masked_fill_(self.no_key, -math.inf)
-        row_top = s.amax(-1)  # [num_rows, num_heads]
-        top = torch.full_like(row_top[:num_seqs], -math.inf)
-        top.scatter_reduce_(0, row_seq[:, None].expand_as(row_top), row_top, "amax")
-        p = s.sub_(top.index_select(0, row_seq)[..., None]).exp2_()
-        total = torch.zeros_like(top).index_add_(0, row_seq, p.sum(-1))
-        p = p.div_(total.index_select(0, row_seq)[..., None]).to(q.dtype).view(*q_rows.shape[:2], -1)
-
-        o = torch.empty_like(q_rows)
-        for p_tile, ids, o_tile in self._tiles(p, self.v_ids, o):
-            torch.bmm(p_tile, self._gather(pool, ids), out=o_tile)
-        o = o.view(num_rows, num_heads, head_dim).float()
-        return torch.zeros_like(o[:num_seqs]).index_add_(0, row_seq, o).to(q.dtype)
-
-    def _positions(self, row_seq: list[int], context_lens: np.ndarray) -> tuple[Tensor, Tensor]:
-        """The position of each row's query [num_rows, 1, 1], and those of its keys [num_rows, 1, row_keys].
-
-        In the example of `begin_decodes`: queries 69 95 69 19 95, keys from 0, 0, 64, 0 and 64 on.
-        """
-        seen: Counter[int] = Counter()
-        first_keys = []
-        for seq in row_seq:
-            first_keys.append(seen[seq] * self.row_keys)
-            seen[seq] += 1
-        queries = context_lens[row_seq][:, None, None] - 1
-        keys = np.array(first_keys)[:, None, None] + np.arange(self.row_keys)
-        return to_device(queries, self.device), to_device(keys, self.device)
-
-    def _tiles(self, x: Tensor, ids: tuple[Tensor, ...], out: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """The tiles of a matrix product x · (head blocks `ids`) → out."""
-        size = len(ids[0])
-        return zip(x.split(size), ids, out.split(size), strict=True)
-
-    def _gather(self, pool: Tensor, ids: Tensor) -> Tensor:
-        """Copy head blocks [n, width] out of the pool: K or V [n, keys in a row, head_dim]."""
-        rows = torch.index_select(pool, 0, ids.flatten(), out=self.buffer[: ids.numel()])
-        return self.cache.unpack(rows.view(len(ids), self.row_keys, -1))
+        top = q.new_full((num_seqs, num_heads, 1), -math.inf, dtype=torch.float32)
+        for rows, s in zip(self.rows, scores, strict=True):
+            row_top = rows.collect(s.amax(-1, keepdim=True))
+            top.scatter_reduce_(0, rows.seqs[:, None, None].expand_as(row_top), row_top, "amax")
+        total = torch.zeros_like(top)
+        for rows, s in zip(self.rows, scores, strict=True):
+            p = s.sub_(rows.spread(top)).exp2_()
+            total.index_add_(0, rows.seqs, rows.collect(p.sum(-1, keepdim=True)))
+        share = total.reciprocal_()  # a division takes several times as long as a multiplication
+        out = torch.zeros_like(q, dtype=torch.float32)
+        for rows, p in zip(self.rows, scores, strict=True):
+            p = p.mul_(rows.spread(share)).to(q.dtype)
+            out.index_add_(0, rows.seqs, rows.collect(rows.times_values(pool, p)).float())
+        return out.to(q.dtype)
 
     # ── prefills ──────────────────────────────────────────────────────────────────────────────────
 
