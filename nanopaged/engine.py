@@ -25,6 +25,7 @@ from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, ScheduledBatch, StepResult
 from nanopaged.text.outputs import EngineStats, RequestOutput
 from nanopaged.views.invariants import check_blocks, check_host_blocks
+from nanopaged.views.outputs import request_output
 from nanopaged.views.snapshot import Snapshot, take_snapshot
 from nanopaged.views.statistics import Counters, engine_stats
 
@@ -45,6 +46,9 @@ class Runner(Protocol):
 class Listener(Protocol):
     """What an engine tells of its steps, such as to a trace: see `LLMEngine.listeners`."""
 
+    def batch_scheduled(self, batch: ScheduledBatch) -> None:
+        """The scheduler has chosen the batch and its blocks; nothing is moved or computed yet."""
+
     def step_ended(self, batch: ScheduledBatch) -> None:
         """The batch is computed, and the sequences have its tokens."""
 
@@ -60,7 +64,7 @@ class LLMEngine:
         runner: computes the batches; None makes a `ModelRunner` with the model of `config`.
 
     Attributes:
-        listeners: are called after every step.
+        listeners: are called in every step.
 
     Raises:
         FileNotFoundError: the model or a file of it is missing.
@@ -117,15 +121,17 @@ class LLMEngine:
         if not self.requests:
             return []
         with self._or_start_over():
-            # The batch is empty if a failed step had finished the last requests.
+            # The batch is empty if the last requests finished in a step that then failed.
             batch = self.scheduler.schedule()
+            for listener in self.listeners:
+                listener.batch_scheduled(batch)
             result = self.runner.execute(batch) if batch.sequences else StepResult([])
             advanced = self.scheduler.update(batch, result)
             if batch.admitted or batch.preempted or batch.copies:
                 self.counters.count(batch, self.config.enable_prefix_caching)
             for listener in self.listeners:
                 listener.step_ended(batch)
-            outputs = [request.output() for request in advanced] if with_outputs else []
+            outputs = [request_output(request) for request in advanced] if with_outputs else []
             for request in [request for request in advanced if request.finished]:
                 if keep and not request.is_polled:
                     self.scheduler.unreported.append(request)
@@ -177,7 +183,7 @@ class LLMEngine:
         with self._or_start_over():
             request = self.requests.pop(request_id)
             self.scheduler.abort(request)
-        return request.output()
+        return request_output(request)
 
     def reset_prefix_cache(self) -> None:
         """Forget the K/V of finished requests. Blocks in use can still be shared."""

@@ -14,6 +14,7 @@ from fake_runner import FakeRunner
 from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopaged.model.checkpoint import TINY_MODEL
 from nanopaged.trace import sentences
+from nanopaged.trace.sentences import PARTS
 
 
 def make_engine(trace: Path | None, **options: int | str) -> LLMEngine:
@@ -35,7 +36,13 @@ def read_trace(page: Path) -> list[dict[str, Any]]:
 def said(page: Path, kind: str) -> list[str]:
     """All sentences of one kind."""
     sentences = [sentence for line in read_trace(page)[1:] for sentence in line.get("said", [])]
-    return [text for kinds, text in sentences if kind in kinds.split()]
+    return [text for kinds, text, _ in sentences if kind in kinds.split()]
+
+
+def part_of(page: Path, kind: str) -> set[str]:
+    """The parts of steps in which such sentences are said."""
+    sentences = [sentence for line in read_trace(page)[1:] for sentence in line.get("said", [])]
+    return {PARTS[part] for kinds, _, part in sentences if kind in kinds.split()}
 
 
 def run_to_end(engine: LLMEngine) -> None:
@@ -58,6 +65,19 @@ def test_fork_and_copy_on_write(tmp_path: Path) -> None:
         "A1 writes into block 1, which A2 and A3 also use: copied to block 2.",
         "A2 writes into block 1, which A3 also uses: copied to block 3.",
     ]
+    assert said(tmp_path / "run.html", "part") == [
+        "A1 and A2 are about to write into a shared block: blocks 2 and 3 are taken for copies."
+    ]
+    assert said(tmp_path / "run.html", "grow") == [
+        "A1, A2 and A3 need a slot each for the newest token: blocks 4 to 6 are taken."
+    ], "and not those for the copies"
+    for kind, part in (
+        ("part", "scheduled"),
+        ("copy", "copied"),
+        ("decode", "computed"),
+        ("fork", "updated"),
+    ):
+        assert part_of(tmp_path / "run.html", kind) == {part}
     (finish,) = said(tmp_path / "run.html", "finish")
     assert finish.startswith("A is finished (length): ")
 
@@ -78,13 +98,49 @@ def test_prefix_hit_and_chunks(tmp_path: Path) -> None:
     ]
     assert said(tmp_path / "run.html", "hit") == [
         "B begins like an earlier text: it finds blocks 0 and 1 in the prefix cache, "
-        "8 of its 12 tokens need not be computed."
+        "8 of its 12 tokens need not be computed. Block 3 is taken for the others."
     ]
+    assert (
+        said(tmp_path / "run.html", "admit")[0] == "A is admitted: blocks 0 to 2 are taken for its 11 tokens."
+    )
+    assert part_of(tmp_path / "run.html", "admit") == {"scheduled"}
     assert said(tmp_path / "run.html", "decode") == ["A computes one token."]
 
 
-@pytest.mark.parametrize(("num_host_blocks", "kinds"), [(8, "preempt swap"), (0, "preempt")])
-def test_preemption(tmp_path: Path, num_host_blocks: int, kinds: str) -> None:
+def test_a_line_says_what_has_changed_and_no_more(tmp_path: Path) -> None:
+    """In a decode step, a sequence has one more token; it may have taken a block before."""
+    engine = make_engine(tmp_path / "run.html")
+    for first in (5, 50):
+        engine.add_request(str(first), tokens(first, 4), greedy(8))
+    run_to_end(engine)
+    _, first, grows, plain, *_ = read_trace(tmp_path / "run.html")
+    assert said(tmp_path / "run.html", "admit") == [
+        "A is admitted: block 0 is taken for its 4 tokens.",
+        "B is admitted: block 1 is taken for its 4 tokens.",
+    ]
+    assert [len(change) for change in first["scheduled"]["seqs"]] == [9, 9]
+    assert grows["scheduled"].keys() == {"seqs", "uncached"}
+    always = {"step", "time", "said", "batch", "seqs", "used", "filled", "drawn"}
+    assert grows.keys() - {"texts"} == always | {"scheduled"}
+    assert plain.keys() - {"texts"} == always
+    assert [change[:2] for change in plain["seqs"]] == [[0, 0], [1, 0]]
+    assert all(len(change) == 3 for line in (first, grows, plain) for change in line["seqs"])
+
+
+def test_a_full_block_is_followed_by_a_new_one(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path / "run.html")
+    engine.add_request("first", tokens(5, 4), greedy(4))
+    engine.add_request("second", tokens(50, 4), greedy(4))
+    run_to_end(engine)
+    assert said(tmp_path / "run.html", "grow") == [
+        "A and B need a slot each for the newest token: blocks 2 and 3 are taken."
+    ]
+    scheduled = read_trace(tmp_path / "run.html")[2]["scheduled"]
+    assert [change[7] for change in scheduled["seqs"]] == [[2], [3]]
+
+
+@pytest.mark.parametrize("num_host_blocks", [8, 0])
+def test_preemption(tmp_path: Path, num_host_blocks: int) -> None:
     engine = make_engine(
         tmp_path / "run.html", num_blocks=6, num_host_blocks=num_host_blocks, preemption="swap"
     )
@@ -92,15 +148,22 @@ def test_preemption(tmp_path: Path, num_host_blocks: int, kinds: str) -> None:
     engine.add_request("second", tokens(50, 8), greedy(6))
     run_to_end(engine)
     page = tmp_path / "run.html"
-    assert [line["said"][0][0] for line in read_trace(page)[1:] if "preempt" in str(line)] == [kinds]
     (preempted,) = said(page, "preempt")
     assert preempted.startswith(
         "Too few blocks are free: B, the last in the order of service, is preempted. It"
     )
     if num_host_blocks:
-        assert preempted.endswith("Its blocks 2, 3 and 5 → host blocks 0 to 2.")
-        (_, back) = said(page, "swap")
+        assert preempted.endswith("Its K/V moves to the host.")
+        leaves, back = said(page, "swap")
+        assert leaves == "B leaves: blocks 2, 3 and 5 → host blocks 0 to 2."
         assert re.fullmatch(r"B comes back: host blocks 0 to 2 → blocks [\d, ]+ and \d\.", back)
+        assert part_of(page, "swap") == {"copied"}
+        assert [
+            text for text in said(page, "admit") if text.startswith("B comes back from the host: blocks ")
+        ]
+    else:
+        assert preempted.endswith("It gives its blocks back, and its K/V is computed again later.")
+        assert not said(page, "swap")
     assert said(page, "evict")
 
 
@@ -130,14 +193,15 @@ def test_abort_and_failure(tmp_path: Path) -> None:
     engine.abort_request("2")
     run_to_end(engine)
     _, *lines = read_trace(tmp_path / "run.html")
-    assert [kinds for kinds, _ in lines[1]["said"]] == ["fail"]
+    assert [kinds for kinds, *_ in lines[1]["said"]] == ["fail"]
     assert lines[1]["said"][0][1].startswith("The step failed (RuntimeError): all requests start over.")
     assert lines[1]["waiting"] == [0, 1, 2]
     assert lines[1]["fresh"] == 1, "the page forgets what ran before"
     assert "running" not in lines[1]
-    assert lines[2]["running"] == [0, 1]
-    assert lines[3]["running"] == [0]
-    aborted = [text for _, text in lines[3]["said"] if "aborted" in text]
+    assert "scheduled" not in lines[1], "what the step did before it failed is forgotten"
+    assert lines[2]["scheduled"]["running"] == [0, 1]
+    assert lines[3]["scheduled"]["running"] == [0]
+    aborted = [text for _, text, part in lines[3]["said"] if "aborted" in text and PARTS[part] == "scheduled"]
     assert aborted[0].startswith("B is aborted: ")
     assert aborted[1] == "C is aborted."
 
@@ -166,7 +230,7 @@ def test_words() -> None:
     assert sentences.blocks([3]) == "block 3"
     assert sentences.blocks([1, 3, 4, 5, 6, 9, 10]) == "blocks 1, 3 to 6, 9 and 10"
     assert sentences.blocks(range(0, 80, 2)).endswith("16, 18 and others")
-    _, many = sentences.decoded([f"A{i}" for i in range(20)])
+    _, many, _ = sentences.decoded([f"A{i}" for i in range(20)])
     assert many.endswith("A9 and 10 more compute one token each.")
 
 
@@ -195,29 +259,49 @@ def test_text_cannot_end_the_script(tmp_path: Path) -> None:
     run_to_end(engine)
     _, data = (tmp_path / "run.html").read_text(encoding="utf-8").split('id="steps">\n')
     assert "<" not in data
-    (request,) = read_trace(tmp_path / "run.html")[1]["requests"]
+    (request,) = read_trace(tmp_path / "run.html")[1]["scheduled"]["requests"]
     assert request[2] == "</script><b>\ud800"
 
 
+@pytest.mark.parametrize("method", ["_blocks", "_usage"])
 def test_an_interrupted_line_is_followed_by_a_whole_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     engine = make_engine(tmp_path / "run.html")
     engine.add_request("a", tokens(5, 7), greedy(6, n=2))
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine.listeners[0]), "_blocks", lambda self: 1 / 0)
+        patch.setattr(type(engine.listeners[0]), method, lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     engine.step()
     *_, line = read_trace(tmp_path / "run.html")
-    assert line["fresh"] == 1
-    assert [change[1:4] for change in line["seqs"]] == [[0, -1, 0], [1, -1, 0]]
-    assert line["keys"]
-    assert line["requests"] == [[0, "A", "a", "2 samples"]], "it keeps its name"
+    changes = line["scheduled"]
+    assert changes["fresh"] == 1
+    assert [change[1:4] for change in changes["seqs"]] == [[0, -1, 0], [1, -1, 0]]
+    assert changes["keys"]
+    assert changes["requests"] == [[0, "A", "a", "2 samples"]], "it keeps its name"
     engine.add_request("b", tokens(50, 7), greedy(1))
     run_to_end(engine)
     assert [text.split(" ")[0] for text in said(tmp_path / "run.html", "arrive")] == ["A", "B"]
+
+
+def test_a_step_of_which_no_end_was_told_is_followed_by_a_whole_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C while a step fails: its first half was compared, and never written."""
+    engine = make_engine(tmp_path / "run.html")
+    engine.add_request("a", tokens(5, 7), greedy(6))
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.listeners[0], "step_failed", lambda error: None)
+        engine.runner.fail_next = True
+        with pytest.raises(RuntimeError):
+            engine.step()
+    engine.step()
+    *_, line = read_trace(tmp_path / "run.html")
+    assert line["scheduled"]["fresh"] == 1
+    assert line["scheduled"]["running"] == [0]
 
 
 def test_the_trace_changes_no_output(tmp_path: Path) -> None:
@@ -281,7 +365,7 @@ def test_an_interrupt_while_a_step_is_recorded_loses_no_output(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.listeners[0], "_sequences", interrupted)
+        patch.setattr(engine.listeners[0], "_updated", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     (output,) = engine.step()

@@ -4,21 +4,162 @@
 
 writes docs/tour.html (see docs/trace.md). The pool and the host pool are so small, and the requests come at
 such times, that the run has prefix hits, chunked prefill, four samples and their copies on write, a beam
-search, preemption by swapping and, once the host pool is full, by recomputation, and evictions. The picture
-in the README is one of its steps:
+search, preemption by swapping and, once the host pool is full, by recomputation, and evictions. Captions say
+why, at the steps in which the events of `STOPS` are found. The picture in the README is one of its steps:
 
-    chromium --headless --window-size=1200,860 --screenshot=docs/tour.png "file://$PWD/docs/tour.html#19"
+    chromium --headless --window-size=1200,1010 --screenshot=docs/tour.png "file://$PWD/docs/tour.html#9-scheduled"
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 from common import make_parser
 
 SPEECH = "HERALD:\nThe king comes here to-night; and all the court\nAttend upon his pleasure in the hall.\n\n"
+GLOSSARY = Path(__file__).parents[1] / "glossary.md"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A caption, and the event that it explains.
+
+    Fields:
+        kind: of the event, see nanopaged/trace/sentences.py.
+        part: of the step, in which the caption is shown.
+        text: why it happens.
+        terms: words of the text that the glossary explains.
+        lacks: a kind of event that the step must not have.
+        last: the last such event of the run, not the first.
+    """
+
+    title: str
+    kind: str
+    part: str
+    text: str
+    terms: tuple[str, ...]
+    lacks: str = ""
+    last: bool = False
+
+    def find(self, lines: list[dict[str, Any]]) -> int:
+        """The number of the step. Raises ValueError if no step has the event."""
+        steps = []
+        for step, line in enumerate(lines, 1):
+            kinds = {kind for kinds, *_ in line.get("said", []) for kind in kinds.split()}
+            if self.kind in kinds and self.lacks not in kinds:
+                steps.append(step)
+        if not steps:
+            raise ValueError(f"no step of the run has the event {self.kind!r} of the caption {self.title!r}")
+        return steps[-1 if self.last else 0]
+
+
+STOPS = [
+    Stop(
+        "Why blocks",
+        "admit",
+        "scheduled",
+        "This prompt gets as many blocks of four slots as its tokens need. One range of memory for prompt "
+        "and answer would have to be as long as the longest answer. A block is taken when a token needs it, "
+        "it may lie anywhere, and the block table says where. So at most the end of the last block is "
+        "empty: internal fragmentation.",
+        ("Block", "Slot", "Block table", "Internal fragmentation"),
+    ),
+    Stop(
+        "Why share",
+        "fork",
+        "updated",
+        "Parallel sampling: the four samples begin with the same prompt, so the K/V of the prompt is the "
+        "same. A fork copies a block table and no K/V: each block now has four references. Its reference "
+        "count says when it is unused.",
+        ("Fork", "Reference count", "Parallel sampling"),
+    ),
+    Stop(
+        "Why copy on write",
+        "copy",
+        "copied",
+        "Each sample is about to write a token of its own into the last block of the prompt, and another "
+        "token would be in the same slot. So it is copied, but only now, and not for the last of them, "
+        "which keeps the original. This is copy-on-write. A full block is never written again, so it is "
+        "shared as long as it lives.",
+        ("Copy-on-write", "Full block"),
+    ),
+    Stop(
+        "Why the newest token has no K/V",
+        "decode",
+        "updated",
+        "The forward pass computes the K/V of its input. The token that it samples is the input of the next "
+        "step, a decode, and has no K/V until then. So a table shows one token more than it has filled "
+        "slots; press ← to see the part in which all known tokens had theirs.",
+        ("Decode",),
+    ),
+    Stop(
+        "Why a prefix hit is possible",
+        "hit",
+        "scheduled",
+        "The K/V of a token depends on the tokens before it and on nothing else. This prompt begins like an "
+        "earlier one, so full blocks are found by their block key, which stands for all tokens up to there. "
+        "The request takes them from the prefix cache, and shares them if another one uses them. So most of "
+        "its prefill is not needed.",
+        ("Block key", "Prefix cache", "Prefill"),
+    ),
+    Stop(
+        "Why preempt, and why the last one",
+        "preempt",
+        "scheduled",
+        "Every running sequence needs a slot for its next token, and no block is left. A preemption makes "
+        "room. It is the last request that came: the earlier ones finish, and give their blocks back, so "
+        "none waits for ever. A preemption is all-or-nothing, because a sequence reads all of its K/V in "
+        "each step.",
+        ("Preemption", "All-or-nothing"),
+    ),
+    Stop(
+        "Swap or recompute",
+        "preempt",
+        "scheduled",
+        "K/V of a preempted request can be moved to host memory, a swap, or be computed again, which is one "
+        "prefill for all its tokens. Which is faster depends on the machine. This engine swaps; but here "
+        "the host pool has too few free blocks, so the request will recompute. Some of its blocks may still "
+        "be cached then.",
+        ("Swap", "Recompute"),
+        lacks="swap",
+    ),
+    Stop(
+        "Why evict the least recently used",
+        "evict",
+        "scheduled",
+        "A cached block has no user, only contents that a later prompt may find. When no block is free, an "
+        "eviction gives its memory away. What was used lately is likely to be used again, so the block "
+        "unused for longest goes first (LRU), and of one prefix its end, because the end cannot be found "
+        "without the beginning.",
+        ("Cached block", "Eviction", "LRU"),
+        lacks="preempt",
+    ),
+    Stop(
+        "Beams",
+        "beams",
+        "updated",
+        "In a beam search each beam proposes candidates, and the best of all become the next beams. One "
+        "beam may have several children and another none. The children share the blocks of their parent, so "
+        "nothing is copied until they write. The names change here: in the parts before, the same name was "
+        "another text.",
+        ("Beam search", "Candidate"),
+    ),
+    Stop(
+        "What is left",
+        "finish",
+        "updated",
+        "All requests are finished, and no block is in use: every reference was given back. Partial blocks "
+        "are free. Full ones stay in the prefix cache, until their memory is needed.",
+        ("Partial block", "Prefix cache"),
+        last=True,
+    ),
+]
 
 
 def main() -> None:
@@ -26,6 +167,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=Path("docs/tour.html"), help="the file to write")
     args = parser.parse_args()
     write_tour(args.page, args.seed)
+    add_captions(args.page)
     print(f"{args.page}, {args.page.stat().st_size / 1024:.0f} KiB. Steps with each kind of event:")
     for kind, num in count_events(args.page).most_common():
         print(f"{num:4}  {kind}")
@@ -64,14 +206,54 @@ def write_tour(page: Path, seed: int) -> None:
         step += 1
 
 
+def read_page(page: Path) -> tuple[str, list[dict[str, Any]]]:
+    """The viewer, and the lines: the header, then the steps."""
+    viewer, data = page.read_text(encoding="utf-8").split('id="steps">\n')
+    return viewer, [json.loads(line) for line in data.splitlines()]
+
+
+def add_captions(page: Path) -> None:
+    """Give the header of the page a title and the captions, each with its step and its terms."""
+    _, (header, *lines) = read_page(page)
+    header["title"] = "A tour of paged attention"
+    words = read_glossary()
+    header["captions"] = [
+        {
+            "step": stop.find(lines),
+            "part": stop.part,
+            "event": stop.kind,
+            "title": stop.title,
+            "text": stop.text,
+            "terms": [[term, *words[term]] for term in stop.terms],
+        }
+        for stop in STOPS
+    ]
+    begin, data = page.read_text(encoding="utf-8").split('id="steps">\n')
+    _, rest = data.split("\n", 1)
+    as_json = json.dumps(header, separators=(",", ":")).replace("<", "\\u003c")  # no "<" may end the script
+    page.write_text(f'{begin}id="steps">\n{as_json}\n{rest}', encoding="utf-8")
+
+
+def read_glossary() -> dict[str, tuple[str, str]]:
+    """Word → its address, from a page that lies beside glossary.html, and its meaning."""
+    rows = re.findall(
+        r"^\| \*\*(.+?)\*\*[^|]*\| (.+?) \|", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    words = {}
+    for word, meaning in rows:
+        meaning = meaning.replace("`", "")
+        begin = quote(" ".join(meaning.split()[:5]).rstrip(".,;:"), safe="")
+        words[word] = f"glossary.html#:~:text={begin}", meaning  # the browser scrolls to this text
+    return words
+
+
 def count_events(page: Path) -> Counter[str]:
     """Kind of event → steps that have it."""
-    _, data = page.read_text(encoding="utf-8").split('id="steps">\n')
-    _, *lines = map(json.loads, data.splitlines())
+    _, (_, *lines) = read_page(page)
     return Counter(
         kind
         for line in lines
-        for kind in {kind for kinds, _ in line.get("said", []) for kind in kinds.split()}
+        for kind in {kind for kinds, *_ in line.get("said", []) for kind in kinds.split()}
     )
 
 

@@ -22,8 +22,8 @@ class RecordedBlockManager(BlockManager):
     def forget(self) -> None:
         """Begin new notes."""
         self.touched: dict[int, None] = {}  # blocks whose references or key changed, the latest change last
-        self.started: dict[Sequence, int] = {}  # → tokens that were there when it got its table
-        self.hits: list[tuple[Request, list[int]]] = []  # and the blocks that it found in the prefix cache
+        self.taken: list[int] = []
+        self.allocated: dict[Request, tuple[list[int], list[int]]] = {}  # → blocks that it found, and took
         self.publishers: dict[int, Request] = {}  # block → the request that published it
         self.copies: list[tuple[Sequence, list[Sequence], int, int]] = []  # writer, other users, src, dst
         self.evicted: list[int] = []
@@ -32,6 +32,7 @@ class RecordedBlockManager(BlockManager):
         if not self.free_ids:
             self.evicted.append(next(iter(self.cached)))
         block_id = super().take()
+        self.taken.append(block_id)
         self._touch(block_id)
         return block_id
 
@@ -48,11 +49,11 @@ class RecordedBlockManager(BlockManager):
         self.touched[block_id] = None
 
     def allocate(self, sequences: list[Sequence], look_up: bool = True, num_reserved: int = 0) -> bool:
+        num_taken = len(self.taken)
         done = super().allocate(sequences, look_up, num_reserved)
         if done:
-            self.started |= {seq: seq.num_computed_tokens for seq in sequences}
             found = sequences[0].block_table[: sequences[0].num_computed_tokens // self.block_size]
-            self.hits.append((sequences[0].request, found))
+            self.allocated[sequences[0].request] = found, self.taken[num_taken:]
         return done
 
     def append_slots(self, sequences: list[Sequence]) -> list[tuple[int, int]] | None:

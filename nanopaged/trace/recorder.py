@@ -4,9 +4,13 @@ The file begins with `page.html`, which is the whole viewer. A line of JSON foll
 for each step. Every line goes to the file at once, so the page is complete at any time, also while the engine
 runs and after it was interrupted. A line says what has changed since the line before.
 
-Most of it is found by comparing the engine's state after the step with the state before. The rest, such as
-which block was evicted for whom, is in the notes of `recorded_pool.py`. The engine and all that is below it
-know nothing of the trace: it is one of `LLMEngine.listeners`.
+The page shows a step in its parts: scheduled, copied, computed, updated (`sentences.PARTS`). A line has two
+sets of changes: those until the batch was scheduled, and those of the update. What is copied and computed in
+between, the batch says.
+
+Most changes are found by comparing the engine's state with the state before. The rest, such as which block
+was evicted, is in the notes of `recorded_pool.py`. The engine and all that is below it know nothing of the
+trace: it is one of `LLMEngine.listeners`.
 """
 
 from __future__ import annotations
@@ -16,17 +20,21 @@ import logging
 import time
 import weakref
 from array import array
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from io import FileIO
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanopaged.engine import LLMEngine
 from nanopaged.sequence import Request, ScheduledBatch, Sequence
 from nanopaged.trace import sentences
 from nanopaged.trace.recorded_pool import RecordedBlockManager
+from nanopaged.trace.sentences import Sentence
 from nanopaged.views.snapshot import short_key
+
+if TYPE_CHECKING:
+    from nanopaged.engine import LLMEngine
 
 PAGE = Path(__file__).with_name("page.html")
 
@@ -35,7 +43,7 @@ logger = logging.getLogger("nanopaged")
 
 @dataclass(slots=True)
 class Seen:
-    """A sequence as the last line left it."""
+    """A sequence as the page knows it."""
 
     seq: Sequence
     num_tokens: int
@@ -58,18 +66,24 @@ class Recorder:
     The fields of a line, where requests and sequences are numbers:
 
         step, time         steps so far; seconds since the engine was made
-        said               what happened: [[kinds of event, sentence], …]
-        batch              [[request, sequence, tokens to compute], …]
-        copies, out, in    moves of blocks: [[source, destination], …]
+        said               what happened: [[kinds of event, sentence, number of the part], …]
+        scheduled          what changed from the line before until the batch was scheduled, see below
         evicted, hits      blocks that were evicted; that were found in the prefix cache
-        used, filled       blocks in use; slots in them that hold K/V
+        copies, out, in    moves of blocks: [[source, destination], …]
+        batch              [[request, sequence, tokens to compute], …]
+        used, filled       blocks in use after the step; slots in them that hold K/V
         drawn              tokens generated in this step
+        texts              token → text of tokens that are new to the page
+
+    Changes are in `scheduled`, and those of the update in the line itself:
+
         fresh              1: what follows is the whole state, not a change
         requests           new ones: [[number, name, id, what it is if it has several sequences], …]
-        texts              token → text of tokens that are new to the page
         running, waiting   the queues, if they have changed
         seqs, gone         changed sequences, see `_change`; finished ones while their request goes on
         keys, uncached, cached   see `_blocks`
+
+    The line of a failed step is fresh, and has no batch.
 
     Attributes:
         path: the page; it is complete after every step.
@@ -88,7 +102,8 @@ class Recorder:
         self.start = time.monotonic()
         self.num_requests = 0
         self.known: dict[Request, Known] = {}  # the unfinished ones
-        self.fresh = False  # whether the next line must be a whole state instead of changes
+        self.fresh = False  # whether the next changes must be a whole state
+        self.line: dict[str, Any] = {}  # of the present step
         self._forget()
         header = {
             "model": Path(engine.model_name).name,
@@ -109,25 +124,48 @@ class Recorder:
                 error.errno, f"the trace cannot be written: {error.strerror}", str(self.path)
             ) from error
 
+    def batch_scheduled(self, batch: ScheduledBatch) -> None:
+        """Begin the line of a step. If the step then fails, this line is never written."""
+        fresh, self.fresh = self.fresh, True
+        if fresh:
+            self._forget()
+        said, num_requests = self._aborted(), self.num_requests
+        changes = self._changes(fresh, self._in_order(), batch.admitted)
+        if self.num_requests > num_requests:
+            said += [
+                sentences.arrived(known.name, request.num_prompt_tokens, _several(request))
+                for request, known in self.known.items()
+                if known.number >= num_requests
+            ]
+        manager = self.manager
+        self.line = {
+            "said": said + self._scheduled(batch, changes) + self._copied(batch) + self._computed(batch),
+            "scheduled": changes,
+            "evicted": manager.evicted,
+            "hits": [block_id for found, _ in manager.allocated.values() for block_id in found],
+            "copies": batch.copies,
+            "out": batch.swap_out,
+            "in": batch.swap_in,
+            "batch": [
+                [self.known[seq.request].number, seq.index, seq.num_scheduled_tokens]
+                for seq in batch.sequences
+            ],
+        }
+        manager.forget()
+
     def step_ended(self, batch: ScheduledBatch) -> None:
         """Write the line of a step that has just ended."""
-        self._add(batch, {"step": self.engine.num_steps + 1})
+        for number, index, num_tokens in self.line["batch"]:
+            self.seen[number, index].num_computed_tokens += num_tokens
+        self.line["said"] += self._updated()
+        self._write(self.engine.num_steps + 1, self.line | self._changes(False, self.waiting, ()))
 
     def step_failed(self, error: BaseException) -> None:
         """Write a line that says that a step has failed, and that all requests wait again."""
         self.fresh = True
-        self._add(
-            ScheduledBatch(),
-            {"step": self.engine.num_steps, "said": [sentences.failed(type(error).__name__)]},
-        )
-
-    def _add(self, batch: ScheduledBatch, fields: dict[str, Any]) -> None:
-        """If it is interrupted, half compared, the next line must not build on it: `fresh` stays True."""
-        fresh, self.fresh = self.fresh, True
-        if fresh:
-            self._forget()
-        self._write(self._line(batch, fresh) | fields)
-        self.fresh = False
+        self._forget()
+        failed = {"said": [sentences.failed(type(error).__name__)]}
+        self._write(self.engine.num_steps, failed | self._changes(True, self._in_order(), ()))
 
     def _forget(self) -> None:
         """Compare the state with none, not with that of the last line."""
@@ -140,70 +178,65 @@ class Recorder:
         in_use = [block.block_id for block in self.manager.blocks if block.ref_count > 0]
         self.manager.touched = dict.fromkeys([*in_use, *self.manager.cached])
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, step: int, line: dict[str, Any]) -> None:
         """Append a line. If that fails (the disk is full), the trace ends, and the engine goes on."""
-        if self.file is None:
-            return
-        try:
-            _write_all(self.file, _as_json(line))
-        except OSError as error:
-            self.file = None
-            logger.warning("the trace %s ends here: %s", self.path, error)
+        num_generated_tokens = self.scheduler.num_generated_tokens
+        line |= self._usage() | {"drawn": num_generated_tokens - self.num_generated_tokens}
+        line["texts"] = self._texts([*line.get("scheduled", {}).get("seqs", []), *line.get("seqs", [])])
+        self.num_generated_tokens = num_generated_tokens
+        self.manager.forget()
+        if self.file is not None:
+            now = {"step": step, "time": round(time.monotonic() - self.start, 6)}
+            try:
+                _write_all(self.file, _as_json(now | _without_empty(line)))
+            except OSError as error:
+                self.file = None
+                logger.warning("the trace %s ends here: %s", self.path, error)
+        self.fresh = False  # not before: if this is interrupted, the next line must not build on it
 
-    # ── one line ──────────────────────────────────────────────────────────────────────────────────
+    # ── the state: what has changed ───────────────────────────────────────────────────────────────
 
-    def _line(self, batch: ScheduledBatch, fresh: bool) -> dict[str, Any]:
-        """The fields of a line. Empty ones are left out, but not a queue that has become empty."""
-        scheduler, manager = self.scheduler, self.manager
-        running, waiting = list(scheduler.running), sorted(scheduler.waiting.values(), key=scheduler.rank)
-        line: dict[str, Any] = {"time": round(time.monotonic() - self.start, 6)}
+    def _changes(self, fresh: bool, waiting: list[Request], admitted: Iterable[Request]) -> dict[str, Any]:
+        """What has changed since the last call."""
+        running = list(self.scheduler.running)
         newly_waiting = []
         if waiting != self.waiting:
             old = set(self.waiting)
             newly_waiting = [request for request in waiting if request not in old]
-        met = [*batch.admitted, *newly_waiting]
-        if fresh:  # any request may be one that the page does not know
-            met = [*running, *(seq.request for seq in batch.sequences), *met]
-        new = [request for request in dict.fromkeys(met) if request not in self.known]
+        met = dict.fromkeys([*(running if fresh else admitted), *newly_waiting])
+        new = self._introduce(met)
+        changes: dict[str, Any] = {
+            "fresh": int(fresh),
+            "requests": [
+                [*astuple(self.known[request]), request.request_id, _several(request)]
+                for request in (met if fresh else new)  # of a whole state the page may know none
+            ],
+        }
+        changes |= self._sequences(running + newly_waiting) | self._blocks()
+        changes = _without_empty(changes) | self._queues(running, waiting)
+        self.running, self.waiting = running, waiting
+        return changes
+
+    def _in_order(self) -> list[Request]:
+        """The waiting requests, in order of service. An update leaves them as they are."""
+        return sorted(self.scheduler.waiting.values(), key=self.scheduler.rank)
+
+    def _introduce(self, requests: Iterable[Request]) -> list[Request]:
+        """Give the new ones a number and a name: A, B, …, Z, AA, AB, … in order of arrival. Returns them."""
+        new = [request for request in requests if request not in self.known]
         new.sort(key=attrgetter("arrival_time"))
         for request in new:
-            self._introduce(request)
-        line["fresh"] = int(fresh)
-        line["requests"] = [
-            [*astuple(self.known[request]), request.request_id, _several(request)]
-            for request in (dict.fromkeys(met) if fresh else new)
-        ]
-        line["said"] = self._said(batch, new, waiting)
-        line["batch"] = [
-            [self.known[seq.request].number, seq.index, seq.num_scheduled_tokens] for seq in batch.sequences
-        ]
-        line["copies"], line["out"], line["in"] = batch.copies, batch.swap_out, batch.swap_in
-        line["evicted"] = manager.evicted
-        line["hits"] = [block_id for _, found in manager.hits for block_id in found]
-        line |= self._sequences(running + newly_waiting) | self._blocks() | self._queues(running, waiting)
-        line["texts"] = self._texts(line["seqs"])
-        line["drawn"] = self.scheduler.num_generated_tokens - self.num_generated_tokens
-        self.num_generated_tokens = self.scheduler.num_generated_tokens
-        self.running, self.waiting = running, waiting
-        manager.forget()
-        return {name: value for name, value in line.items() if value or name in ("running", "waiting")}
-
-    def _introduce(self, request: Request) -> None:
-        """Give it a number and a name: A, B, …, Z, AA, AB, … in order of arrival."""
-        name, rest = "", self.num_requests + 1
-        while rest:
-            rest, letter = divmod(rest - 1, 26)
-            name = chr(ord("A") + letter) + name
-        self.known[request] = Known(self.num_requests, name)
-        self.num_requests += 1
-
-    # ── the state: what is different from the last line ───────────────────────────────────────────
+            name, rest = "", self.num_requests + 1
+            while rest:
+                rest, letter = divmod(rest - 1, 26)
+                name = chr(ord("A") + letter) + name
+            self.known[request] = Known(self.num_requests, name)
+            self.num_requests += 1
+        return new
 
     def _sequences(self, requests: list[Request]) -> dict[str, Any]:
-        """The changes of the sequences of these requests, and the filled slots of the pool."""
-        size, seen, changes, gone = self.manager.block_size, self.seen, [], []
-        empty: dict[int, int] = {}  # block → slots in it that none of its sequences has filled
-        full: set[int] = set()  # blocks that siblings share count as computed for all but the first of them
+        """The changes of the sequences of these requests."""
+        seen, changes, gone = self.seen, [], []
         for request in requests:
             number, before = self.known[request].number, {}
             if request.num_sequences > 1 or request.is_beam_search:
@@ -216,34 +249,30 @@ class Recorder:
                 change = self._change(number, seq, before)
                 if change is not None:
                     changes.append(change)
-                table, num_computed_tokens = seq.block_table, seq.num_computed_tokens
-                if request.num_sequences > 1:
-                    full.update(table[: num_computed_tokens // size])
-                for i in range(num_computed_tokens // size, len(table)):
-                    here = size - max(0, num_computed_tokens - i * size)
-                    empty[table[i]] = min(here, empty.get(table[i], size))
-        used = self.manager.num_blocks - self.manager.num_free_blocks
-        filled = used * size - sum(num for block_id, num in empty.items() if block_id not in full)
-        return {"seqs": changes, "gone": gone, "used": used, "filled": filled}
+        return {"seqs": changes, "gone": gone}
 
     def _change(self, number: int, seq: Sequence, before: dict[int, Seen | None]) -> list[Any] | None:
         """What is new of one sequence.
 
-        [number, index, token]: one more token is known, and one more computed: the usual decode
+        [number, index, token]: one more token is known, and nothing else has changed: the usual decode
         [number, index, from, tokens kept, new tokens, computed, blocks kept, new blocks, host table]: tokens
             and table begin like those that sequence `from` of the request had before, -1 for none
         """
         key, token_ids, table = (number, seq.index), seq.token_ids, seq.block_table
         seen, num_tokens = self.seen.get(key), len(token_ids)
         parent = seq.index
-        if seen is not None and seen.seq is seq:
-            if table == seen.block_table and seq.host_table == seen.host_table:
-                num_new = num_tokens - seen.num_tokens
-                if num_new == seq.num_computed_tokens - seen.num_computed_tokens <= 1:
-                    seen.num_tokens, seen.num_computed_tokens = num_tokens, seq.num_computed_tokens
-                    return [*key, token_ids[-1]] if num_new else None
-        else:
+        if seen is None or seen.seq is not seq:
             parent, seen = self._parent(seq, before)
+        elif (
+            seq.num_computed_tokens == seen.num_computed_tokens
+            and table == seen.block_table
+            and seq.host_table == seen.host_table
+            and num_tokens - seen.num_tokens in (0, 1)
+        ):
+            if num_tokens == seen.num_tokens:
+                return None
+            seen.num_tokens = num_tokens
+            return [*key, token_ids[-1]]
         num_kept, old_table = (seen.num_tokens, seen.block_table) if seen is not None else (0, [])
         same = 0
         while same < min(len(table), len(old_table)) and table[same] == old_table[same]:
@@ -253,7 +282,7 @@ class Recorder:
         return [*key, parent, num_kept, token_ids[num_kept:], computed, same, table[same:], host_table]
 
     def _parent(self, seq: Sequence, before: dict[int, Seen | None]) -> tuple[int, Seen | None]:
-        """The sequence of the last line from which this one was forked, and its index; -1 for none."""
+        """The sequence of `before` from which this one was forked, and its index; -1 for none."""
         for index, seen in before.items():
             if seen is not None and seq.token_ids[: seen.num_tokens] == seen.seq.token_ids[: seen.num_tokens]:
                 return index, seen
@@ -294,6 +323,23 @@ class Recorder:
                     self.seen.pop((number, i), None)
         return line
 
+    def _usage(self) -> dict[str, int]:
+        """The blocks in use, and the slots in them that hold K/V."""
+        manager, size = self.manager, self.manager.block_size
+        empty: dict[int, int] = {}  # block → slots in it that none of its sequences has filled
+        full: set[int] = set()  # blocks that siblings share count as computed for all but the first of them
+        for request in self.running:
+            for seq in request.live:
+                table, num_computed_tokens = seq.block_table, seq.num_computed_tokens
+                if request.num_sequences > 1:
+                    full.update(table[: num_computed_tokens // size])
+                for i in range(num_computed_tokens // size, len(table)):
+                    here = size - max(0, num_computed_tokens - i * size)
+                    empty[table[i]] = min(here, empty.get(table[i], size))
+        used = manager.num_blocks - manager.num_free_blocks
+        num_empty = sum(num for block_id, num in empty.items() if block_id not in full)
+        return {"used": used, "filled": used * size - num_empty}
+
     def _texts(self, changes: list[list[Any]]) -> dict[int, str]:
         """The texts of the tokens that the page does not know yet."""
         if self.tokenizer is None:
@@ -305,82 +351,100 @@ class Recorder:
 
     # ── what happened ─────────────────────────────────────────────────────────────────────────────
 
-    def _said(
-        self, batch: ScheduledBatch, new: list[Request], waiting: list[Request]
-    ) -> list[sentences.Sentence]:
-        """In about the order in which a step does it: preempt, admit, evict, copy, compute, fork, finish."""
-        manager = self.manager
-        said = [
-            sentences.arrived(self.known[request].name, request.num_prompt_tokens, _several(request))
-            for request in new
-        ]
-        for request in reversed(self.running):
-            if request in batch.admitted or self._waits(request):
-                said.append(self._preempted(request, dict(batch.swap_out)))
-        for request in batch.admitted:
-            said += self._admitted(request, dict(batch.swap_in))
-        if manager.evicted:
-            said.append(sentences.evicted(manager.evicted))
-        for writer, others, src, dst in manager.copies:
-            said.append(sentences.copied(self._name(writer), [self._name(seq) for seq in others], src, dst))
-        said += self._computed(batch)
-        for request in dict.fromkeys([*self.running, *batch.admitted]):
-            several = request.num_sequences > 1
-            if (several or request.finished) and not self._waits(request):
-                said += self._forked_and_finished(request)
-        if waiting != self.waiting:
-            for request in self.waiting:
-                if request.finished and request not in batch.admitted:
-                    said.append(sentences.finished(self.known[request].name, "abort", [], []))
-        return said
-
-    def _waits(self, request: Request) -> bool:
-        """Its id is not enough: once a request is gone, another one may have the same id."""
-        return self.scheduler.waiting.get(request.request_id) is request
-
     def _name(self, seq: Sequence) -> str:
         """A, or A1, A2, … if the request has, or will have, several sequences."""
         name = self.known[seq.request].name
         return name if seq.request.num_sequences == 1 else f"{name}{seq.index + 1}"
 
     def _old(self, request: Request) -> list[Seen]:
-        """The sequences of a request as the last line left them."""
+        """The sequences of a request as the page knows them."""
         keys = ((self.known[request].number, i) for i in range(request.num_sequences))
         return [self.seen[key] for key in keys if key in self.seen]
 
-    def _preempted(self, request: Request, out: dict[int, int]) -> sentences.Sentence:
-        blocks = dict.fromkeys(block_id for seen in self._old(request) for block_id in seen.block_table)
-        moved = {block_id: out[block_id] for block_id in blocks if block_id in out}
-        return sentences.preempted(self.known[request].name, moved)
+    def _aborted(self) -> list[Sentence]:
+        """Requests that have left between two steps."""
+        return [
+            sentences.aborted(self.known[request].name, *self._given_back(self._old(request)))
+            for request in [*self.running, *self.waiting]
+            if not request.live
+        ]
 
-    def _admitted(self, request: Request, moves: dict[int, int]) -> list[sentences.Sentence]:
-        name = self.known[request].name
-        host = dict.fromkeys(host_id for seen in self._old(request) for host_id in seen.host_table)
-        if host:
-            return [sentences.swapped_in(name, {host_id: moves[host_id] for host_id in host})]
-        said = []
-        for its_request, hits in self.manager.hits:
-            if its_request is request and hits:
-                num_tokens = max(
-                    [seen.num_tokens for seen in self._old(request)] or [request.num_prompt_tokens]
-                )
-                said.append(sentences.found(name, hits, len(hits) * self.manager.block_size, num_tokens))
+    def _scheduled(self, batch: ScheduledBatch, changes: dict[str, Any]) -> list[Sentence]:
+        """What the scheduler has done, causes before effects."""
+        manager, known = self.manager, self.known
+        said = [sentences.preempted(known[request].name, way == "swap") for request, way in batch.preempted]
+        if manager.evicted:
+            said.append(sentences.evicted(manager.evicted))
+        copies = {dst: self._name(writer) for writer, _, _, dst in manager.copies}
+        taken = set(manager.taken).difference(copies)
+        if taken:
+            longer = [change for change in changes.get("seqs", []) if len(change) > 3]
+            tables = {(change[0], change[1]): change[7] for change in longer}
+            grown: dict[str, list[int]] = {}
+            for request in self.running:
+                for seq in request.live if request not in batch.admitted else ():
+                    added = tables.get((known[request].number, seq.index), [])
+                    if new := [block_id for block_id in added if block_id in taken]:
+                        grown[self._name(seq)] = new
+            if grown:
+                said.append(sentences.grown(list(grown), [i for new in grown.values() for i in new]))
+        if copies:
+            said.append(sentences.parted(list(copies.values()), list(copies)))
+        for request in batch.admitted:
+            name, num_tokens = known[request].name, max([seq.num_tokens for seq in request.live])
+            if request not in manager.allocated:
+                said.append(sentences.resumed(name, list(self._swapped_in(request, batch).values())))
+                continue
+            found, new = manager.allocated[request]
+            if found:
+                num_found = len(found) * manager.block_size
+                said.append(sentences.found(name, found, new, num_found, num_tokens))
+            else:
+                said.append(sentences.admitted(name, new, num_tokens))
         return said
 
-    def _computed(self, batch: ScheduledBatch) -> list[sentences.Sentence]:
+    def _swapped_in(self, request: Request, batch: ScheduledBatch) -> dict[int, int]:
+        """Host block → device block, of a request that was admitted and not allocated."""
+        blocks = {block_id for seq in request.live for block_id in seq.block_table}
+        return {src: dst for src, dst in batch.swap_in if dst in blocks}
+
+    def _copied(self, batch: ScheduledBatch) -> list[Sentence]:
+        """What the runner moves before it computes."""
+        said, known = [], self.known
+        for request, way in batch.preempted:
+            if way == "swap":
+                hosts = {host_id for seq in request.live for host_id in seq.host_table}
+                moved = {src: dst for src, dst in batch.swap_out if dst in hosts}
+                said.append(sentences.swapped_out(known[request].name, moved))
+        for request in batch.admitted:
+            if request not in self.manager.allocated:
+                moved = self._swapped_in(request, batch)
+                said.append(sentences.swapped_in(known[request].name, moved))
+        for writer, others, src, dst in self.manager.copies:
+            said.append(sentences.copied(self._name(writer), [self._name(seq) for seq in others], src, dst))
+        return said
+
+    def _computed(self, batch: ScheduledBatch) -> list[Sentence]:
+        """What the forward pass computes."""
         said, decodes = [], []
         for i, seq in enumerate(batch.sequences):
-            seen = self.seen.get((self.known[seq.request].number, seq.index))
-            num_tokens = seen.num_tokens if seen is not None else seq.request.num_prompt_tokens
-            first = self.manager.started.get(seq, seen.num_computed_tokens if seen is not None else 0)
+            num_tokens = len(seq.token_ids)
             if i < batch.num_decodes and num_tokens > seq.request.num_prompt_tokens:
                 decodes.append(self._name(seq))
             else:
-                said.append(sentences.prefilled(self._name(seq), first, seq.num_scheduled_tokens, num_tokens))
+                first, num = seq.num_computed_tokens, seq.num_scheduled_tokens
+                said.append(sentences.prefilled(self._name(seq), first, num, num_tokens))
         return [*said, sentences.decoded(decodes)] if decodes else said
 
-    def _forked_and_finished(self, request: Request) -> list[sentences.Sentence]:
-        """Also of a request that came and went in one step, or was aborted since the last one."""
+    def _updated(self) -> list[Sentence]:
+        """Which requests fork, which sequences end."""
+        said = []
+        for request in self.running:
+            if request.num_sequences > 1 or not request.live:
+                said += self._forked_and_finished(request)
+        return said
+
+    def _forked_and_finished(self, request: Request) -> list[Sentence]:
         said, old = [], {seen.seq: seen for seen in self._old(request)}
         new = [seq for seq in request.live if seq not in old]
         if new and 1 < len(request.sequences) <= len(old):
@@ -395,18 +459,17 @@ class Recorder:
             said.append(sentences.forked(names[0], names, len(request.live[0].block_table)))
         if request.finished:
             name, seq = self.known[request].name, request.sequences[0]
-            tables = [seen.block_table for seen in old.values()]
-            return [*said, sentences.finished(name, seq.finish_reason, *self._given_back(tables))]
+            given_back = self._given_back(list(old.values()))
+            return [*said, sentences.finished(name, seq.finish_reason, *given_back)]
         for seq in request.sequences:
             if seq.finished and (seq in old or new):
-                tables = [old[seq].block_table] if seq in old else []
-                name, reason = self._name(seq), seq.finish_reason
-                said.append(sentences.finished(name, reason, *self._given_back(tables)))
+                given_back = self._given_back([old[seq]] if seq in old else [])
+                said.append(sentences.finished(self._name(seq), seq.finish_reason, *given_back))
         return said
 
-    def _given_back(self, tables: list[list[int]]) -> tuple[list[int], list[int]]:
-        """The blocks of the tables that are in no table any more: cached ones and free ones."""
-        blocks = sorted({block_id for table in tables for block_id in table})
+    def _given_back(self, old: list[Seen]) -> tuple[list[int], list[int]]:
+        """The blocks of these sequences that are in no table any more: cached ones and free ones."""
+        blocks = sorted({block_id for seen in old for block_id in seen.block_table})
         unused = [block_id for block_id in blocks if self.manager.blocks[block_id].ref_count == 0]
         cached = [block_id for block_id in unused if block_id in self.manager.cached]
         return cached, [block_id for block_id in unused if block_id not in self.manager.cached]
@@ -415,6 +478,11 @@ class Recorder:
 def _as_json(line: dict[str, Any]) -> bytes:
     """A line of the page. In it, a "<" could end the script element that the lines are in."""
     return json.dumps(line, separators=(",", ":")).replace("<", "\\u003c").encode() + b"\n"
+
+
+def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
+    """A queue is in them if it has changed, so an empty one stays."""
+    return {name: value for name, value in fields.items() if value or name in ("running", "waiting")}
 
 
 def _write_all(file: FileIO, data: bytes) -> None:

@@ -12,7 +12,7 @@ from hashlib import sha256
 
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request
-from nanopaged.views.statistics import filled_slots
+from nanopaged.views.statistics import filled_here, filled_slots
 
 COLUMNS = 20  # logical blocks in a row of the drawing
 
@@ -108,7 +108,7 @@ class Snapshot:
             table, place = seq.host_table, "host block"
         num_tokens, num_computed = len(seq.token_ids), seq.num_computed_tokens
         lines = [f"{seq.name}, {request.state}: {num_tokens} tokens, {num_computed} of them computed"]
-        filled = [_filled_here(num_computed, i, self.block_size) for i in range(len(table))]
+        filled = [filled_here(num_computed, i, self.block_size) for i in range(len(table))]
         for begin in range(0, len(table), COLUMNS):
             part = slice(begin, begin + COLUMNS)
             rows = {"logical block": range(len(table))[part], place: table[part], "# filled": filled[part]}
@@ -198,11 +198,6 @@ def _request_state(request: Request, waits: bool) -> RequestState:
             for seq in request.live
         ),
     )
-
-
-def _filled_here(num_computed_tokens: int, logical_block: int, block_size: int) -> int:
-    """Slots that a sequence has filled in its i-th block."""
-    return min(block_size, max(0, num_computed_tokens - logical_block * block_size))
 
 
 def short_key(key: bytes) -> str:

@@ -79,9 +79,14 @@ def filled_slots(manager: BlockManager, sequences: Iterable[Sequence]) -> dict[i
     filled: dict[int, int] = {}
     for seq in sequences:
         for i, block_id in enumerate(seq.block_table):
-            here = min(manager.block_size, max(0, seq.num_computed_tokens - i * manager.block_size))
+            here = filled_here(seq.num_computed_tokens, i, manager.block_size)
             filled[block_id] = max(filled.get(block_id, 0), here)
     return filled
+
+
+def filled_here(num_computed_tokens: int, logical_block: int, block_size: int) -> int:
+    """Slots that a sequence has filled in its i-th block."""
+    return min(block_size, max(0, num_computed_tokens - logical_block * block_size))
 
 
 def slot_utilization(manager: BlockManager, sequences: Iterable[Sequence]) -> float:
