@@ -1,15 +1,18 @@
 """Compile every Triton kernel for GPUs that need not be there, and read what they use from the binaries.
 
-    python tests/compile_kernels.py                   the default settings, for sm_80, sm_90 and sm_100
-    python tests/compile_kernels.py --json            one line for each
+    python tests/compile_kernels.py                   a line for each, and the table of docs/gpu-status.md
+    python tests/compile_kernels.py --table           the table alone
+    python tests/compile_kernels.py --json            the same, for programs
     python tests/compile_kernels.py --cache FOLDER    keep the binaries: compile only what has changed
 
 Registers are per thread, the stack (bytes) is where registers spill to, shared memory (bytes) is per program.
+"programs" is how many of them a streaming multiprocessor (SM) holds at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -28,6 +31,16 @@ from triton.compiler import ASTSource
 from nanopaged.kernels import copy_blocks, fused
 from nanopaged.kernels import paged_attention as kernels
 
+ARCHITECTURES = {  # sm_NN → GPUs, shared memory of an SM in KB, its threads (CUDA C++ Programming Guide)
+    75: ("T4, RTX 20", 64, 1024),
+    80: ("A100", 164, 2048),
+    86: ("RTX 30, A10", 100, 1536),
+    89: ("RTX 40, L4", 100, 1536),
+    90: ("H100, H200", 228, 2048),
+    100: ("B200", 228, 2048),
+    120: ("RTX 50", 100, 1536),
+}
+REGISTERS = 65_536  # of an SM, of any
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # (query heads a KV head, head dim, block size, type, splits): the models people run, and the odd ones
 DECODES = [
@@ -44,12 +57,29 @@ DECODES = [
     (3, 64, 16, torch.float32, 1),
     (64, 128, 16, torch.bfloat16, 64),  # one KV head for all, and a long context
 ]
+TABLE = {  # columns of the table → a kernel; {half} is bf16, and fp16 where a GPU has no bfloat16
+    "16 bits, 4 heads of 128": "decode {half} group 4 dim 128 block 16 splits 1",
+    "float16, 4 heads of 64": "decode fp16 group 4 dim 64 block 16 splits 8",
+    "float32, 4 heads of 128": "decode fp32 group 4 dim 128 block 16 splits 1",
+}
 
 
-def sources() -> Iterator[tuple[str, ASTSource, dict[str, int]]]:
-    """(name, source, options) of each kernel at each setting."""
-    for group, head_dim, block_size, dtype, num_splits in DECODES:
-        decode, options = kernels.decode_settings(group, head_dim, block_size, num_splits, dtype)
+def sources(arch: int) -> Iterator[tuple[str, ASTSource, dict[str, int]]]:
+    """(name, source, options) of each kernel at each setting that an architecture needs.
+
+    sm_89 has the code of sm_86 (as many registers in each kernel), so the table's settings are enough. The
+    small kernels are the same everywhere, so three architectures compile all their types.
+    """
+    capability = divmod(arch, 10)
+    decodes, small = DECODES, TYPES.values() if arch in (75, 80, 90) else ["bf16"]
+    if arch == 75:  # a checkpoint in bfloat16 is read as float16, unless the user wants it as it is
+        half = {torch.bfloat16: torch.float16}
+        decodes = [*[(*d[:3], half.get(d[3], d[3]), d[4]) for d in DECODES], DECODES[0]]
+    if arch == 89:
+        decodes = [DECODES[1], DECODES[3], DECODES[8]]
+    for group, head_dim, block_size, dtype, num_splits in decodes:
+        setting = group, head_dim, block_size, num_splits, dtype
+        decode, options = kernels.decode_settings(capability, *setting)
         kind, out = TYPES[dtype], TYPES[dtype] if num_splits == 1 else "fp32"
         name = f"decode {kind} group {group} dim {head_dim} block {block_size} splits {num_splits}"
         pointers = {"q_ptr": kind, "k_cache_ptr": kind, "v_cache_ptr": kind, "tables_ptr": "i32"}
@@ -62,7 +92,7 @@ def sources() -> Iterator[tuple[str, ASTSource, dict[str, int]]]:
             constants["SPLITS_PAD"] = triton.next_power_of_2(num_splits)
             name = f"reduce {kind} dim {head_dim} splits {num_splits}"
             yield name, source(kernels.reduce_kernel, pointers, constants), {}
-    for kind in TYPES.values():
+    for kind in small:
         pointers = dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), kind) | {
             "slots_ptr": "i64"
         }
@@ -123,25 +153,62 @@ def resources(binary: bytes) -> dict[str, int]:
     return {"registers": int(fields["REG"]), "stack": int(fields["STACK"])}
 
 
+def measure(arch: int) -> Iterator[dict[str, object]]:
+    """Compile the kernels for an architecture: what each of them uses."""
+    _, memory, most_threads = ARCHITECTURES[arch]
+    reserved = 1024 if arch >= 80 else 0  # shared memory that the driver takes of each program
+    for name, src, options in sources(arch):
+        compiled = triton.compile(src, target=GPUTarget("cuda", arch, 32), options=options)
+        meta = compiled.metadata
+        used = resources(compiled.asm["cubin"])
+        threads = 32 * meta.num_warps
+        registers = -(-used["registers"] // 8) * 8  # given out in eights
+        programs = min(
+            REGISTERS // (registers * threads),
+            (memory << 10) // max(1, meta.shared + reserved),
+            most_threads // threads,
+        )
+        row = {"kernel": name, "arch": arch, "threads": threads, **used}
+        yield row | {"shared": meta.shared, "programs": programs}
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    """The table of docs/gpu-status.md, in Markdown: registers · shared memory · programs of an SM."""
+    lines = [
+        f"| Triton {triton.__version__} | {' | '.join(TABLE)} | spilled |",
+        "|---" * (len(TABLE) + 2) + "|",
+    ]
+    for arch in dict.fromkeys(row["arch"] for row in rows):
+        gpus = ARCHITECTURES[arch][0]
+        used = {row["kernel"]: row for row in rows if row["arch"] == arch}
+        picked = [used[name.format(half="bf16" if arch >= 80 else "fp16")] for name in TABLE.values()]
+        cells = [f"{row['registers']} · {row['shared']:,} · {row['programs']}" for row in picked]
+        spilled = max(row["stack"] for row in used.values())
+        lines.append(f"| sm_{arch} ({gpus}) | {' | '.join(cells)} | {spilled} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100])
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--cache", help="folder of binaries, found by a hash of source, target and Triton")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as nothing:
         os.environ["TRITON_CACHE_DIR"] = args.cache or nothing
-        for name, src, options in sources():
-            for arch in args.arch:
-                compiled = triton.compile(src, target=GPUTarget("cuda", arch, 32), options=options)
-                meta = compiled.metadata
-                used = {"threads": 32 * meta.num_warps, **resources(compiled.asm["cubin"])}
-                used["shared"] = meta.shared
-                if args.json:
-                    print(json.dumps({"kernel": name, "arch": arch, **used}), flush=True)
-                else:
-                    columns = "  ".join(f"{key} {value:6}" for key, value in used.items())
-                    print(f"{name:52} sm_{arch:<4} {columns}", flush=True)
+        rows = []
+        for row in itertools.chain.from_iterable(map(measure, args.arch)):
+            rows.append(row)
+            if args.json:
+                print(json.dumps(row), flush=True)
+            elif not args.table:
+                numbers = "  ".join(f"{key} {value:6}" for key, value in list(row.items())[2:])
+                print(f"{row['kernel']:52} sm_{row['arch']:<4} {numbers}", flush=True)
+        if args.json:
+            print(json.dumps({"triton": triton.__version__, "table": table(rows)}))
+        else:
+            print(table(rows))
 
 
 if __name__ == "__main__":

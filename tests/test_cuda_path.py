@@ -6,6 +6,7 @@ Devices and dtypes of all tensors, the copies for which the host waits, and the 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -102,7 +103,9 @@ def test_the_fake_records(
         ((7, 5), "float32", "auto", "float32", ""),
         ((7, 5), "bfloat16", "bfloat16", "bfloat16", "dtype='float16' is faster"),
         ((7, 5), "bfloat16", "float32", "float32", ""),
+        ((7, 0), "bfloat16", "auto", "float16", "the checkpoint is read as float16"),
         ((8, 0), "bfloat16", "auto", "bfloat16", ""),
+        ((12, 0), "bfloat16", "auto", "bfloat16", ""),
     ],
 )
 def test_the_dtype_on_a_gpu(
@@ -116,7 +119,7 @@ def test_the_dtype_on_a_gpu(
     used: str,
     told: str,
 ) -> None:
-    """A T4 (7.5) can compute bfloat16 only slowly; and neither Triton nor flash attention runs there."""
+    """A T4 (7.5) and a V100 (7.0) compute bfloat16 slowly. The T4 has Triton, neither has flash attention."""
     read = read_model_config
     monkeypatch.setattr(
         engine_module, "read_model_config", lambda folder: dataclasses.replace(read(folder), dtype=checkpoint)
@@ -124,21 +127,44 @@ def test_the_dtype_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     runner = on_cuda(qwen3, dtype=dtype).engine.runner
     assert runner.kv_cache.data.dtype == runner.model.norm.weight.dtype == getattr(torch, used)
-    assert type(runner.attention).__name__ == ("TorchAttention" if capability < (8, 0) else "FlashAttention")
+    backends = {(7, 0): "TorchAttention", (7, 5): "TritonAttention"}
+    assert type(runner.attention).__name__ == backends.get(capability, "FlashAttention")
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == ([f"cuda:0 has no instructions for bfloat16: {told}"] if told else [])
 
 
-def test_kernels_need_ampere(qwen3: Oracle, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    for backend in ("triton", "flash"):
-        message = f"'{backend}' cannot run here: .* capability 8.0 or more, and cuda:0 has 7.5; 'auto' picks"
+@pytest.mark.parametrize(
+    ("capability", "version", "backend", "reason"),
+    [
+        ((7, 0), "3.9.0", "triton", "need a GPU of compute capability 7.5 or more, and cuda:0 has 7.0"),
+        ((7, 5), "3.4.1", "triton", "need Triton 3.5 on cuda:0, of compute capability 7.5, not 3.4.1"),
+        ((7, 5), "3.10.0+git5", "flash", "needs compute capability 8.0 or more, and cuda:0 has 7.5"),
+        ((7, 5), "3.5.0", "triton", None),
+        ((8, 0), "3.2.0", "flash", None),
+    ],
+)
+def test_kernels_need_turing(
+    qwen3: Oracle,
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    version: str,
+    backend: str,
+    reason: str | None,
+) -> None:
+    """Where they cannot run they are refused with the reason, and "auto" stores and copies without them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr("triton.__version__", version)
+    if reason is not None:
+        message = f"'{backend}' cannot run here: .*{re.escape(reason)}; 'auto' picks another"
         with pytest.raises(ValueError, match=message):
             on_cuda(qwen3, dtype="float16", attention_backend=backend)
     llm = on_cuda(qwen3, dtype="float16")
     run(cuda, llm, [7], SamplingParams(n=3, max_tokens=3))
     assert llm.engine.stats().num_blocks_copied > 0
-    assert not any(name.endswith("_kernel") for name in cuda.launched), "blocks are copied without Triton"
+    kernels = {name for name in cuda.launched if name.endswith("_kernel")}
+    runs = backend == "flash" or reason is None
+    assert {"store_kernel", "decode_kernel", "copy_kernel"} <= kernels if runs else not kernels
 
 
 # ── the engine on it ──────────────────────────────────────────────────────────────────────────────

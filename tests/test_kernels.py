@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,35 +206,122 @@ def test_copy_blocks(block_size: int, head_dim: int) -> None:
     assert torch.equal(cache.data, expected)
 
 
+# ── the settings of each GPU ──────────────────────────────────────────────────────────────────────
+
+# Compute capability → bytes of shared memory that a program may have, and that an SM has (from the CUDA C++
+# Programming Guide). Kernels are not compiled for 8.7 (Orin), 10.3 (B300), 11.0 (Thor) and 12.1 (DGX Spark).
+SHARED_MEMORY = {
+    (7, 5): (64 << 10, 64 << 10),
+    (8, 0): (163 << 10, 164 << 10),
+    (8, 6): (99 << 10, 100 << 10),
+    (8, 7): (163 << 10, 164 << 10),
+    (8, 9): (99 << 10, 100 << 10),
+    (9, 0): (227 << 10, 228 << 10),
+    (10, 0): (227 << 10, 228 << 10),
+    (10, 3): (227 << 10, 228 << 10),
+    (11, 0): (227 << 10, 228 << 10),
+    (12, 0): (99 << 10, 100 << 10),
+    (12, 1): (99 << 10, 100 << 10),
+}
+REGISTERS = 64 << 10  # of an SM
+
+
+def most_shared(capability: tuple[int, int], constants: dict[str, Any], itemsize: int) -> int:
+    """Bytes of shared memory that Triton takes at most for these constants.
+
+    From 8.0 on, the tiles of K and V are loaded while the tile before is computed, beside the queries and p,
+    which are float32 at most, and a KB of block tables. Before, p takes the place of K.
+    """
+    tile, rows, dims = (constants[name] for name in ("TILE", "GROUP_PAD", "DIM_PAD"))
+    k, queries, p = tile * dims * itemsize, rows * dims * 4, rows * tile * 4
+    return 2 * k + queries + p + 1024 if capability >= (8, 0) else k + queries + max(k, p)
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_settings_fit_each_gpu(capability: tuple[int, int]) -> None:
+    """Every head dim, group, type and block size: powers of two that hold them, within the shared memory.
+
+    A group may have 64 query heads, and together with its dims 8,192 numbers.
+    """
+    heads = range(1, 65)
+    for group, head_dim, dtype in itertools.product(heads, (2, 8, 20, 64, 80, 96, 128, 192, 256), TYPES):
+        constants, options = kernels.decode_settings(capability, group, head_dim, 7, 3, dtype)
+        given = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": 7, "NUM_SPLITS": 3}
+        assert given.items() <= constants.items()
+        tile, rows, dims = (constants[name] for name in ("TILE", "GROUP_PAD", "DIM_PAD"))
+        assert all(n & (n - 1) == 0 for n in (tile, rows, dims))
+        assert 16 <= tile <= kernels.MIN_SPLIT
+        assert group <= rows < max(2 * group, 17)
+        assert head_dim <= dims < max(2 * head_dim, 17)
+        assert options["num_warps"] in (4, 8)
+        if capability >= (8, 0):
+            assert rows >= 16, "tensor cores multiply 16 rows"
+        if rows * dims <= 8192:
+            assert most_shared(capability, constants, dtype.itemsize) <= SHARED_MEMORY[capability][0]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_results_do_not_depend_on_the_settings(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the constants of each GPU (equal ones once): larger and smaller tiles, groups padded or not."""
+    settings, case = kernels.decode_settings, Case([0, 17, 40], 16, (3, 1), 64, dtype)
+    seen: list[dict[str, Any]] = []
+    for capability in SHARED_MEMORY:
+        constants, _ = settings(capability, 3, 64, 16, 1, dtype)
+        if constants not in seen:
+            seen.append(constants)
+            monkeypatch.setattr(
+                kernels, "decode_settings", lambda _, *setting, own=capability: settings(own, *setting)
+            )
+            case.check(1, 2)
+    assert {constants["GROUP_PAD"] for constants in seen} == {4, 16}
+
+
 # ── compiled for GPUs that are not there ──────────────────────────────────────────────────────────
 
-SHARED_MEMORY = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}  # bytes that a processor has
-REGISTERS = 64 << 10
+ARCHITECTURES = {75: (7, 5), 80: (8, 0), 86: (8, 6), 89: (8, 9), 90: (9, 0), 100: (10, 0), 120: (12, 0)}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
 def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
-    """Every kernel for sm_80, sm_90 and sm_100: nothing on the stack, and room for two programs on an SM.
+    """Every kernel for seven architectures: nothing on the stack, and room for two programs on an SM.
 
-    Two is what `choose_num_splits` counts on. Binaries are kept in pytest's cache; a kernel is compiled again
-    if its source, the target or Triton has changed.
+    Two is what `choose_num_splits` counts on. Where an SM has 100 KB of shared memory or less, it has room
+    for one if a head is wide (256) or a group large (64). The bound of the settings' test holds, too.
+
+    Binaries are kept in pytest's cache; a kernel is compiled again if its source, the target or Triton has
+    changed.
     """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, str(ROOT / "tests" / "compile_kernels.py"), "--json"]
     if hasattr(pytestconfig, "cache"):  # not with -p no:cacheprovider
         command += ["--cache", str(pytestconfig.cache.mkdir("triton"))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
-    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    *compiled, summary = [json.loads(line) for line in done.stdout.splitlines()]
     kinds = {(row["kernel"].split()[0], row["arch"]) for row in compiled}
     names = ("decode", "reduce", "store", "copy", "norm,", "rotate", "silu,")
-    assert kinds == {(name, arch) for name in names for arch in SHARED_MEMORY}
+    assert kinds == {(name, arch) for name in names for arch in ARCHITECTURES}
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     for row in compiled:
         assert row["stack"] == 0, row
-        assert 2 * row["registers"] * row["threads"] <= REGISTERS, row
-        assert 2 * (row["shared"] + 1024) <= SHARED_MEMORY[row["arch"]], row
+        capability, words = ARCHITECTURES[row["arch"]], row["kernel"].split()
+        _, of_an_sm = SHARED_MEMORY[capability]
+        wide = "dim 256" in row["kernel"] or "group 64" in row["kernel"]
+        programs = 1 if wide and of_an_sm <= 100 << 10 else 2
+        assert programs <= row["programs"], row
+        assert programs * row["registers"] * row["threads"] <= REGISTERS, row
+        reserved = 1024 if capability >= (8, 0) else 0  # of each program
+        assert programs * (row["shared"] + reserved) <= of_an_sm, row
+        if words[0] == "decode":
+            group, dim, block, splits = map(int, words[3::2])
+            dtype = types[words[1]]
+            constants, _ = kernels.decode_settings(capability, group, dim, block, splits, dtype)
+            assert row["shared"] <= most_shared(capability, constants, dtype.itemsize), row
+    text = (ROOT / "docs" / "gpu-status.md").read_text(encoding="utf-8")
+    if f"| Triton {summary['triton']} |" in text:  # other versions have other numbers
+        assert summary["table"] in text
 
 
 # ── the large grid ────────────────────────────────────────────────────────────────────────────────

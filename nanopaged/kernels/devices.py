@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -27,9 +28,28 @@ def pick_device(name: str) -> torch.device:
 def is_ampere(device: torch.device) -> bool:
     """Whether it is a GPU of the Ampere generation (compute capability 8.0) or a newer one.
 
-    Older ones (T4, V100) compute bfloat16 in software, and neither Triton nor flash attention supports them.
+    Older ones (T4, V100) compute bfloat16 in software, and flash attention does not support them.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """Why Triton, which is installed, cannot compile our kernels for the device; None if it can.
+
+    For 7.5 (T4) products become ordinary instructions, in place of tensor cores, and need Triton 3.5: 3.3
+    fails on float16, and 3.4 on fewer than 16 rows. CUDA 13 has no compiler for older GPUs (V100).
+    """
+    import triton
+
+    if device.type != "cuda":
+        return f"its kernels need a GPU, not {device}, or TRITON_INTERPRET=1 for a slow trial"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (7, 5):
+        return f"its kernels need a GPU of compute capability 7.5 or more, and {device} has {major}.{minor}"
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if (major, minor) < (8, 0) and version < (3, 5):
+        return f"its kernels need Triton 3.5 on {device}, of compute capability 7.5, not {triton.__version__}"
+    return None
 
 
 def allocate_blocks(
@@ -54,3 +74,15 @@ def allocate_blocks(
             "can be allocated: lower num_blocks, num_host_blocks or block_size, or leave them at their "
             "defaults"
         ) from error
+
+
+def copy_kernel(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+    """The kernel that copies many blocks in one launch, where Triton is installed and supports the device."""
+    if device.type == "cuda":
+        try:
+            from nanopaged.kernels.copy_blocks import copy_blocks
+        except ImportError:
+            return None
+        if why_no_triton(device) is None:
+            return copy_blocks
+    return None

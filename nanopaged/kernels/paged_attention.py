@@ -199,22 +199,48 @@ MAX_SPLITS = 64  # partial results that fit in the registers of one program of `
 
 
 def decode_settings(
-    group: int, head_dim: int, block_size: int, num_splits: int, dtype: torch.dtype
+    capability: tuple[int, int],
+    group: int,
+    head_dim: int,
+    block_size: int,
+    num_splits: int,
+    dtype: torch.dtype,
 ) -> tuple[dict[str, object], dict[str, int]]:
-    """The constants of a compiled `decode_kernel`, and its launch options.
+    """The constants of a compiled `decode_kernel`, and its launch options: one rule for all GPUs.
 
-    A tensor core multiplies 16 rows at once, so a smaller group of query heads is padded. That costs
-    registers, and arithmetic, which is not the bottleneck. A tile is 16 KB of K and 16 KB of V (64 keys of
-    128 in bfloat16). Then a streaming multiprocessor has room for four or five programs, and no registers
-    spill.
+        capability  dtype    rows                tile        warps                      stages
+        from 8.0    16 bits  group, at least 16  16 KB of K  4, 8 if head_dim > 128     3
+        from 8.0    float32  group, at least 16  16 KB of K  8                          3, 2 from 12.0
+        7.5         all      group               16 keys     4, 8 if rows · dims ≥ 4096
+
+    - Rows are the query heads of a KV head, as a power of two. A tensor core multiplies 16 rows at once, so
+      a smaller group is padded. That costs registers, and arithmetic, which is not the bottleneck. Below 8.0
+      Triton does not use tensor cores, so padding would be in vain.
+    - A tile is 16 KB of K and 16 KB of V: 64 keys of 128 in bfloat16, at most 128 keys, and fewer for more
+      than 32 rows. Then most streaming multiprocessors have room for two to five programs. Below 8.0, where
+      products need more registers, it is the fewest keys that `tl.dot` takes.
+    - 8 warps have the registers for the sums of a wide head, and for products in float32, which do not use
+      tensor cores.
+    - Stages are the loads in flight. From 12.0 on, float32 with three of them spills registers to memory.
+      (Below 8.0 there are no asynchronous loads.)
+
+    `tests/compile_kernels.py` compiles them for seven architectures, and nothing spills.
 
     Args:
+        capability: of the GPU: (9, 0) for an H100. The interpreter takes any, with the same results.
         group: query heads that share a KV head.
         dtype: of the KV cache.
     """
     dim_pad = max(16, triton.next_power_of_2(head_dim))
-    group_pad = max(16, triton.next_power_of_2(group))
-    tile = min(128, max(16, 16384 // (dim_pad * dtype.itemsize) // triton.cdiv(group_pad, 32)))
+    group_pad = triton.next_power_of_2(group)
+    is_float32 = dtype == torch.float32
+    if capability >= (8, 0):
+        group_pad = max(16, group_pad)
+        tile = min(128, max(16, 16384 // (dim_pad * dtype.itemsize) // triton.cdiv(group_pad, 32)))
+        many = is_float32 or dim_pad >= 256
+    else:
+        tile = 16
+        many = group_pad * dim_pad >= 4096
     # Triton's interpreter computes bfloat16 products wrongly, without an error.
     dot = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
     constants = {
@@ -227,10 +253,8 @@ def decode_settings(
         "DIM_PAD": dim_pad,
         "DOT": {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dot],
     }
-    # The sums of a wide head need the registers of more threads, and so do float32 products, which do not use
-    # tensor cores.
-    many = dtype == torch.float32 or dim_pad >= 256
-    return constants, {"num_warps": 8 if many else 4, "num_stages": 3}
+    num_stages = 2 if is_float32 and capability >= (12, 0) else 3
+    return constants, {"num_warps": 8 if many else 4, "num_stages": num_stages}
 
 
 def choose_num_splits(num_seqs: int, num_kv_heads: int, max_context_len: int, num_processors: int) -> int:
@@ -306,7 +330,8 @@ def paged_decode(
     assert q.stride(2) == k_cache.stride(3) == 1
     assert k_cache.stride() == v_cache.stride()
     group = num_heads // num_kv_heads
-    constants, options = decode_settings(group, head_dim, block_size, num_splits, k_cache.dtype)
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)  # (9, 0): interpreted
+    constants, options = decode_settings(capability, group, head_dim, block_size, num_splits, k_cache.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=q.device)
     if num_splits == 1:  # the partial result is the result
