@@ -194,18 +194,26 @@ def commit_of(checkout: Path) -> str | None:
 # ── timing ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def time_call(call: Callable[[], object], device: torch.device, best: bool = False) -> float:
-    """Seconds, the median or the best of nine. On a GPU: of a CUDA graph, with an empty L2 cache."""
+def time_call(
+    call: Callable[[], object], device: torch.device, best: bool = False, in_graph: bool = True
+) -> float:
+    """Seconds, the median or the best of nine. On a GPU: of a CUDA graph, with an empty L2 cache.
+
+    Args:
+        in_graph: if False, a GPU launches the kernels one by one, for a call that cannot be captured.
+    """
     if device.type == "cuda":
         import torch
         from triton.testing import do_bench
 
         call()  # compiles the kernels
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        return do_bench(graph.replay, return_mode="min" if best else "median") / 1e3
+        if in_graph:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call()
+            call = graph.replay
+        return do_bench(call, return_mode="min" if best else "median") / 1e3
     seconds = []
     for _ in range(9):
         began = time.perf_counter()

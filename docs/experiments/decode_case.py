@@ -1,7 +1,7 @@
-"""A batch of decodes over scattered blocks, without an engine, for `kernel.py`, `blocksize.py` and
-`interpreted.py`.
+"""A batch of decodes over scattered blocks, without an engine, for `kernel.py`, `blocksize.py`,
+`interpreted.py` and `first_light.py`.
 
-Only this file of the experiments uses the inner parts of the attention backends.
+Of the experiments, only this file and light/prefill.py use the inner parts of the attention backends.
 """
 
 from __future__ import annotations
@@ -61,18 +61,25 @@ class DecodeCase:
         self.grouped_q = self.q.view(len(lens), sizes.num_kv_heads, sizes.group, sizes.head_dim)
         self.num_bytes = sum(lens) * sizes.bytes_per_token()
 
-    def paged(self, num_splits: int | None = None) -> Callable[[], Tensor]:
+    def paged(self, num_splits: int | None = None, backend: str = "auto") -> Callable[[], Tensor]:
         """Our own decode, without storing the new K/V."""
         size, n = self.block_size, len(self.lens)
         last = [length - 1 for length in self.lens]
         slots = [table[p // size] * size + p % size for table, p in zip(self.tables, last, strict=True)]
         ones = np.ones(n, dtype=np.int64)
         lens, slot_mapping = np.array(self.lens), np.array(slots)
-        attention = make_attention("auto", self.cache, self.q.shape[-1] ** -0.5)
+        attention = make_attention(backend, self.cache, self.q.shape[-1] ** -0.5)
         attention.begin_step(AttentionMetadata(ones, lens, self.tables, slot_mapping, n, list(range(n))))
         if num_splits is not None:
             attention.num_splits = num_splits
         return lambda: attention.decode(self.layer, self.q)
+
+    def exact(self, i: int) -> Tensor:
+        """The output of sequence i, [num_heads, head_dim], by a softmax in float64."""
+        index = torch.tensor(self.tables[i]).to(self.q.device)
+        k, v = (x[index].transpose(0, 1).flatten(1, 2)[:, : self.lens[i]].double() for x in (self.k, self.v))
+        q = self.grouped_q[i].double()  # [num_kv_heads, group, head_dim]
+        return ((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v).flatten(0, 1)
 
     def gather(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """K and V padded to [num_seqs, num_kv_heads, longest, head_dim], and a mask if lengths differ."""
@@ -116,10 +123,12 @@ class DecodeCase:
         return torch.cat(outs)
 
 
-def store_call(cache: KVCache, slots: list[int], k: Tensor, v: Tensor, layer: int) -> Callable[[], None]:
+def store_call(
+    cache: KVCache, slots: list[int], k: Tensor, v: Tensor, layer: int, backend: str = "auto"
+) -> Callable[[], None]:
     """Our own write of new K/V [num_tokens, num_kv_heads, head_dim] into `slots` of a layer."""
     ones = np.ones(len(slots), dtype=np.int64)
-    attention = make_attention("auto", cache, 1.0)
+    attention = make_attention(backend, cache, 1.0)
     attention.begin_store(AttentionMetadata(ones, ones, [], np.array(slots), len(slots), []))
     return lambda: attention.store(layer, k, v)
 

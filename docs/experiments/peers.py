@@ -1,7 +1,7 @@
-"""What bench.py compares with: transformers in two ways, vLLM, and another checkout of nanopaged.
+"""What bench.py compares with: transformers in two ways, vLLM, nano-vllm, and another checkout of nanopaged.
 
-Each runs the same requests with the same weights. vLLM and the other checkout run in a process of their own.
-This file is the script of that process, so it imports nothing of this checkout.
+Each runs the same requests with the same weights. All but transformers run in a process of their own. This
+file is the script of that process, so it imports nothing of this checkout.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ ENVIRONMENT = os.environ.copy()
 
 
 def baseline(text: str) -> str:
-    """A type for argparse: hf, vllm, or a folder with nanopaged in it."""
-    if text not in ("hf", "vllm") and not Path(text, "nanopaged", "__init__.py").is_file():
-        raise argparse.ArgumentTypeError(f"{text} is neither hf nor vllm, nor a checkout of nanopaged")
+    """A type for argparse: hf, vllm, nano-vllm, or a folder with nanopaged in it."""
+    if text not in ("hf", "vllm", "nano-vllm") and not Path(text, "nanopaged", "__init__.py").is_file():
+        raise argparse.ArgumentTypeError(
+            f"{text} is neither hf, vllm nor nano-vllm, nor a checkout of nanopaged"
+        )
     return text
 
 
@@ -63,6 +65,8 @@ def sides(
         return {}
     if args.baseline == "vllm":
         return {"vLLM": lambda: run_vllm(model, requests, args)}
+    if args.baseline == "nano-vllm":
+        return {"nano-vllm": lambda: run_nano_vllm(model, requests, args)}
     if args.baseline != "hf":
         name = f"nanopaged in {args.baseline}"
         return {name: lambda: run_checkout(model, requests, options, args)}
@@ -197,6 +201,24 @@ def run_vllm(model: str, requests: Requests, args: argparse.Namespace) -> Times:
     return run_elsewhere("vLLM", job, requests, args, environment)
 
 
+def run_nano_vllm(model: str, requests: Requests, args: argparse.Namespace) -> Times:
+    """The time of nano-vllm, in a process of --peer-python.
+
+    It reads a tokenizer. Where the weights are random, it is given that of our tiny model.
+    """
+    if args.model is None:
+        for file in (Path(__file__).parents[2] / "nanopaged" / "tiny").glob("tokenizer*.json"):
+            shutil.copy(file, model)
+    options = {
+        "max_num_batched_tokens": args.budget,
+        "max_num_seqs": args.max_num_seqs,
+        "enforce_eager": args.eager,
+    }
+    return run_elsewhere(
+        "nano-vllm", {"package": "nanovllm", "model": model, "options": options}, requests, args, {}
+    )
+
+
 def run_checkout(model: str, requests: Requests, options: dict[str, Any], args: argparse.Namespace) -> Times:
     """The time of the nanopaged in the folder --baseline, in a process of --peer-python."""
     folder = str(Path(args.baseline).resolve())
@@ -234,6 +256,8 @@ def serve() -> None:
         raise SystemExit(f"{package.__file__} was imported, not the package in {job['folder']}")
     prompts, first = [prompt for prompt, _ in job["requests"]], warm_up(job["requests"])
     options: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
+    if job["package"] == "nanovllm":
+        options["temperature"] = 0.6  # that of its own benchmark; it has no greedy decoding
     if job["package"] == "vllm":
         options["detokenize"] = False
         prompts, first = ([{"prompt_token_ids": prompt} for prompt in each] for each in (prompts, first))
