@@ -1,0 +1,374 @@
+"""Stage 1: attention over a block table, compared with a softmax over all keys at once in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nanopaged.attention.reference_backend import reference_paged_attention
+from nanopaged.attention.torch_backend import causal_attention, gather_context
+
+torch.set_num_threads(1)
+ScoreMod = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+# ── helpers ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def shown(x: Tensor) -> str:
+    """The numbers of a small tensor: 1.6571 3.1192 nan."""
+    return " ".join(f"{each:.4f}".rstrip("0").rstrip(".") for each in x.double().flatten().tolist())
+
+
+def close(got: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
+    return got.shape == expected.shape and torch.allclose(
+        got.double(), expected.double(), atol=tolerance, rtol=tolerance
+    )
+
+
+def difference(got: Tensor, expected: Tensor) -> str:
+    """Where two tensors differ most, in words."""
+    if got.shape != expected.shape:
+        return f"the shape is {list(got.shape)} instead of {list(expected.shape)}"
+    distance = (got.double() - expected.double()).abs().nan_to_num(math.inf, math.inf)
+    where = [int(i) for i in torch.unravel_index(distance.argmax(), distance.shape)]
+    return (
+        f"at {where} there is {got[tuple(where)].item():.5g} instead of {expected[tuple(where)].item():.5g}"
+    )
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, score_mod: ScoreMod | None = None) -> Tensor:
+    """The last queries of a context attend to it, in float64.
+
+    q [queries, heads, head_dim], k and v [KV heads, keys, head_dim]
+    """
+    group, num_keys = q.shape[1] // k.shape[0], k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 0) for x in (k, v))
+    scores = scale * torch.einsum("qhd,hkd->hqk", q.double(), k)
+    keys = torch.arange(num_keys)
+    queries = keys[num_keys - len(q) :, None]
+    if score_mod is not None:
+        scores = score_mod(scores, queries, keys)
+    return torch.einsum("hqk,hkd->qhd", scores.masked_fill(keys > queries, -math.inf).softmax(-1), v)
+
+
+def slope(scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """A far key counts less, and no score exceeds 3."""
+    return 3 * (scores / 3).tanh() - 0.1 * (queries - keys)
+
+
+def window(scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Only the last three keys, the query's own included."""
+    return scores.masked_fill(keys <= queries - 3, -math.inf)
+
+
+def previous(scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Only the token before the query's own (and token 0 for itself)."""
+    return scores.masked_fill(keys != (queries - 1).clamp(min=0), -math.inf)
+
+
+MODS: dict[str, ScoreMod | None] = {"no score_mod": None, "slope": slope, "window": window}
+
+
+def scatter(k: Tensor, block_size: int, rng: random.Random, table: list[int] | None = None) -> tuple:
+    """K [KV heads, keys, width] in scattered blocks; all other slots hold NaN. → (cache, block table)."""
+    needed = -(-k.shape[1] // block_size)
+    table = table or rng.sample(range(needed + 4), needed + 1)  # with one block for tokens to come
+    cache = torch.full((needed + 4, len(k), block_size, k.shape[2]), math.nan, dtype=k.dtype)
+    for p in range(k.shape[1]):
+        cache[table[p // block_size], :, p % block_size] = k[:, p]
+    return cache, table
+
+
+# ── gather_context ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_gather_by_hand() -> None:
+    cache = torch.tensor([10.0 * block + offset for block in range(3) for offset in range(2)]).view(
+        3, 1, 2, 1
+    )
+    for context_len, expected in ((1, "20"), (2, "20 21"), (3, "20 21 0"), (4, "20 21 0 1")):
+        got = gather_context(cache, torch.tensor([2, 0]), context_len)
+        assert shown(got) == expected, (
+            f"The slots hold 10 · block + offset; with blocks of 2 and the table [2, 0], gather_context of "
+            f"context_len={context_len} gives {shown(got)} instead of {expected}."
+        )
+
+
+def test_gather_keeps_heads_apart() -> None:
+    """[num_kv_heads, context_len, slot width]"""
+    cache = torch.arange(3 * 2 * 2 * 2).view(3, 2, 2, 2)  # 3 blocks, 2 KV heads, 2 slots, width 2
+    got = gather_context(cache, torch.tensor([1, 2]), 3)
+    assert got.shape == (2, 3, 2), (
+        f"gather_context of 3 keys, 2 KV heads and width 2 has the shape {list(got.shape)} instead of "
+        "[num_kv_heads, context_len, slot width] = [2, 3, 2]."
+    )
+    for head in range(2):
+        expected = torch.stack([cache[1, head, 0], cache[1, head, 1], cache[2, head, 0]])
+        assert torch.equal(got[head], expected), (
+            f"gather_context of table [1, 2] and 3 keys: KV head {head} has {shown(got[head])} instead of "
+            f"{shown(expected)}, which are its slots in block 1 and the first of block 2."
+        )
+
+
+def test_gather_every_length() -> None:
+    rng = random.Random(1)
+    for block_size in (1, 4, 16):
+        for num_keys in (1, 3, 4, 5, 16, 17, 33):
+            k = torch.randn(2, num_keys, 3)
+            cache, table = scatter(k, block_size, rng)
+            got = gather_context(cache, torch.tensor(table), num_keys)
+            assert got.shape == k.shape, (
+                f"gather_context of {num_keys} keys in blocks of {block_size}, with the table {table}, gives "
+                f"{list(got.shape)} instead of {list(k.shape)}."
+            )
+            assert torch.equal(got, k), (
+                f"gather_context of {num_keys} keys in blocks of {block_size}, with the table {table}: "
+                f"{difference(got, k)}."
+            )
+            got[:] = 0.0
+            kept = gather_context(cache, torch.tensor(table), num_keys)
+            assert torch.equal(kept, k), "gather_context must copy: a write to its result changed the cache."
+
+
+# ── causal_attention ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_mask_is_aligned_to_the_end() -> None:
+    """All scores are 0, so each output is the mean of the values that a query may read."""
+    v = torch.tensor([3.0, 5.0, 10.0]).view(1, 3, 1)
+    for query_len, expected in ((1, "6"), (2, "4 6"), (3, "3 4 6")):
+        got = causal_attention(torch.zeros(query_len, 1, 1), torch.zeros(1, 3, 1), v)
+        assert shown(got) == expected, (
+            f"With the values 3 5 10, equal scores and query_len = {query_len}, causal_attention gives "
+            f"{shown(got)} instead of {expected}: the queries are the last tokens, and each reads all keys "
+            "up to and including its own."
+        )
+
+
+def test_the_weights_by_hand() -> None:
+    q, k, v = torch.tensor([math.log(3)]), torch.tensor([0.0, 1.0]), torch.tensor([0.0, 8.0])
+    got = causal_attention(q.view(1, 1, 1), k.view(1, 2, 1), v.view(1, 2, 1))
+    assert close(got, torch.tensor([[[6.0]]])), (
+        f"Scores 0 and ln 3 give the weights 1/4 and 3/4, so values 0 and 8 give 6; causal_attention gives "
+        f"{shown(got)} (q is scaled already)."
+    )
+    q, k = torch.tensor([[[1.0, 10.0]]]), torch.tensor([[[0.0, 0.0], [math.log(3), 0.0]]])
+    got = causal_attention(q, k, torch.tensor([[[0.0, 1.0], [8.0, 5.0]]]))
+    assert close(got, torch.tensor([[[6.0, 4.0]]])), (
+        f"Scores 0 and ln 3 and the values (0, 1) and (8, 5) give (6, 4); causal_attention "
+        f"gives ({shown(got)})."
+    )
+
+
+def test_neighbouring_query_heads_share_a_kv_head() -> None:
+    v = torch.tensor([1.0, 2.0]).view(2, 1, 1)
+    got = causal_attention(torch.ones(1, 4, 1), torch.ones(2, 1, 1), v)
+    assert got.shape == (1, 4, 1), (
+        f"causal_attention of 1 query with 4 heads gives the shape {list(got.shape)} instead of [1, 4, 1]."
+    )
+    assert shown(got) == "1 1 2 2", (
+        f"4 query heads, 2 KV heads with the values 1 and 2: causal_attention gives the heads {shown(got)} "
+        "instead of 1 1 2 2."
+    )
+
+
+def test_scores_beyond_exp() -> None:
+    """exp(89) is infinite in float32."""
+    for scores in ((1000.0, 990.0), (-1000.0, -1010.0), (0.0, -3e4), (200.0, 0.0)):
+        k = torch.tensor(scores).view(1, 2, 1)
+        v = torch.tensor([4.0, 3.0]).view(1, 2, 1)
+        expected = dense(torch.ones(1, 1, 1), k, v, 1.0)
+        got = causal_attention(torch.ones(1, 1, 1), k, v)
+        assert close(got, expected), (
+            f"Scores {scores[0]:g} and {scores[1]:g} with the values 4 and 3: causal_attention gives "
+            f"{shown(got)} instead of {shown(expected)}; the softmax needs its maximum subtracted."
+        )
+
+
+def test_causal_attention_by_a_score_mod() -> None:
+    """Positions count from the beginning of the context."""
+    v = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(1, 5, 1)
+    for query_len, expected in ((1, "4"), (2, "3 4"), (5, "1 1 2 3 4")):
+        got = causal_attention(torch.zeros(query_len, 1, 1), torch.zeros(1, 5, 1), v, previous)
+        assert shown(got) == expected, (
+            "A score_mod masks all keys but the one before the query; with the values 1 2 3 4 5 and "
+            f"query_len = {query_len} causal_attention gives {shown(got)} instead of {expected}: which "
+            "positions does the score_mod receive?"
+        )
+    v = torch.tensor([3.0, 5.0, 10.0]).view(1, 3, 1)
+    got = causal_attention(torch.zeros(3, 1, 1), torch.zeros(1, 3, 1), v, lambda s, q, k: s * 0)
+    assert shown(got) == "3 4 6", (
+        f"A score_mod makes all scores 0; values 3 5 10 give {shown(got)} instead of 3 4 6: the future is "
+        "masked after the score_mod."
+    )
+
+
+def test_causal_attention_equals_dense_attention() -> None:
+    torch.manual_seed(1)
+    for num_heads, num_kv_heads, head_dim in ((1, 1, 4), (6, 2, 5), (4, 4, 8)):
+        for cached, new in ((0, 1), (6, 1), (0, 7), (5, 4), (0, 130), (3, 300)):
+            q = torch.randn(new, num_heads, head_dim)
+            k, v = torch.randn(2, num_kv_heads, cached + new, head_dim)
+            before = q.clone(), k.clone(), v.clone()
+            for name, mod in MODS.items():
+                got, expected = causal_attention(q, k, v, mod), dense(q, k, v, 1.0, mod)
+                assert close(got, expected), (
+                    f"causal_attention ({cached} keys before the first query, queries: {new}, query heads: "
+                    f"{num_heads}, KV heads: {num_kv_heads}, {name}): {difference(got, expected)} "
+                    "([query, head, dimension])."
+                )
+            assert all(map(torch.equal, before, (q, k, v))), "causal_attention changed its q, k or v."
+
+
+def test_causal_attention_in_half_precision() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v = torch.randn(9, 4, 8).to(dtype), *torch.randn(2, 2, 12, 8).to(dtype)
+        got, expected = causal_attention(q, k, v), dense(q, k, v, 1.0)
+        assert got.dtype == dtype, f"causal_attention of a {dtype} q gives {got.dtype}."
+        assert close(got, expected, 5e-2), f"causal_attention in {dtype}: {difference(got, expected)}."
+    full = torch.full((1, 200, 8), 1000.0, dtype=torch.float16)
+    got = causal_attention(torch.zeros(1, 1, 8, dtype=torch.float16), full, full)
+    assert close(got, full[:, :1]), (
+        f"200 values of 1000 in float16 have the mean 1000; causal_attention gives "
+        f"{got.flatten()[0].item()}: float16 ends at 65504, so divide before you add, or add in float32."
+    )
+
+
+# ── reference_paged_attention ─────────────────────────────────────────────────────────────────────
+
+
+def test_the_example_of_the_chapter() -> None:
+    """Scores -1 1 | 0 2 in blocks 2 and 0, values 4 3 | 2 1. The other slots hold NaN."""
+    k = torch.zeros(1, 4, 4)
+    k[0, :, 0] = torch.tensor([-1.0, 1.0, 0.0, 2.0])
+    v = torch.tensor([4.0, 3.0, 2.0, 1.0]).view(1, 4, 1).expand(1, 4, 4)
+    q = torch.tensor([[2.0, 0.0, 0.0, 0.0]])
+    for context_len, expected in ((1, 4.0), (2, 3.1192), (3, 2.8453), (4, 1.6571)):
+        (k_cache, _), (v_cache, _) = (
+            scatter(x[:, :context_len], 2, random.Random(0), [2, 0, 1]) for x in (k, v)
+        )
+        got = reference_paged_attention(q, k_cache, v_cache, [2, 0, 1], context_len, 0.5)
+        assert got.shape == (1, 4), (
+            f"reference_paged_attention of q [1, 4] has the shape {list(got.shape)} instead of [1, 4]."
+        )
+        assert close(got, torch.full((1, 4), expected)), (
+            f"Scores -1 1 | 0 2, values 4 3 | 2 1, table [2, 0, 1], context_len={context_len}: "
+            f"reference_paged_attention gives {got[0, 0].item():.4f} instead of {expected:.4f} (after block "
+            "0 m, l, acc are 1, 1.1353, 3.5413, and after block 1 they are 2, 1.5530, 2.5735)."
+        )
+
+
+def test_each_query_head_has_its_own_sums() -> None:
+    k = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).view(2, 2, 1)
+    v = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).view(2, 2, 1)
+    (k_cache, _), (v_cache, _) = (scatter(x, 1, random.Random(0), [1, 3, 0]) for x in (k, v))
+    got = reference_paged_attention(torch.tensor([[90.0], [-90.0]] * 2), k_cache, v_cache, [1, 3, 0], 2, 1.0)
+    assert got.shape == (4, 1), (
+        f"reference_paged_attention of q [4, 1] has the shape {list(got.shape)} instead of [4, 1]."
+    )
+    assert close(got, torch.tensor([[2.0], [1.0], [3.0], [4.0]])), (
+        "4 query heads, 2 KV heads: heads 0 and 1 read the values 1 2, heads 2 and 3 read 3 4, each almost "
+        f"only one of them; reference_paged_attention gives {shown(got)} instead of 2 1 3 4."
+    )
+
+
+def test_the_maximum_may_come_in_any_block() -> None:
+    """Scores far beyond 88, where exp overflows in float32."""
+    for scores in ((100.0, 200.0, 300.0), (300.0, 200.0, 100.0), (-500.0, -400.0, -450.0), (0.0, 1e4, -1e4)):
+        for block_size in (1, 2):
+            k = torch.tensor(scores).view(1, 3, 1)
+            v = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1)
+            (k_cache, table), (v_cache, _) = (scatter(x, block_size, random.Random(5)) for x in (k, v))
+            got = reference_paged_attention(torch.ones(1, 1), k_cache, v_cache, table, 3, 1.0)
+            expected = v.flatten()[k.argmax()].view(1, 1)
+            assert close(got, expected), (
+                f"Scores {scores} in blocks of {block_size} with the values 1 2 3: reference_paged_attention "
+                f"gives {shown(got)} instead of {shown(expected)}, the value of the largest score."
+            )
+
+
+def test_a_score_mod_may_mask_whole_blocks() -> None:
+    k, v = torch.zeros(1, 7, 1), torch.arange(7.0).view(1, 7, 1)
+    for block_size in (1, 2, 4):
+        (k_cache, table), (v_cache, _) = (scatter(x, block_size, random.Random(2)) for x in (k, v))
+        for name, mod, expected in (
+            ("all keys but the last three", window, 5.0),
+            ("all keys but the one before the query", previous, 5.0),
+            ("all keys but the first two", lambda s, q, k: s.masked_fill(k > 1, -math.inf), 0.5),
+        ):
+            got = reference_paged_attention(torch.ones(1, 1), k_cache, v_cache, table, 7, 1.0, mod)
+            assert close(got, torch.tensor([[expected]])), (
+                f"A score_mod masks {name} of 7 with -inf, in blocks of {block_size}: the values 0 to 6 give "
+                f"{shown(got)} instead of {expected} (-inf - -inf is NaN; a block may be masked wholly)."
+            )
+
+
+def test_it_goes_block_by_block() -> None:
+    """A score_mod sees which keys are computed together."""
+    seen: list[list[int]] = []
+
+    def look(scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        assert torch.all(queries == 6), (
+            f"The query of 7 keys has position 6; reference_paged_attention gives the score_mod "
+            f"{shown(queries)}."
+        )
+        seen.append(keys.unique().tolist())
+        return scores
+
+    k = torch.randn(1, 7, 1)
+    cache, table = scatter(k, 2, random.Random(2))
+    reference_paged_attention(torch.ones(1, 1), cache, cache, table, 7, 1.0, look)
+    assert {p for keys in seen for p in keys} == set(range(7)), (
+        f"With 7 keys in blocks of 2, reference_paged_attention gives the score_mod the key positions "
+        f"{seen}: together they should be 0 to 6."
+    )
+    assert max(map(len, seen)) <= 2, (
+        f"With blocks of 2, reference_paged_attention computes the scores of {max(map(len, seen))} keys at "
+        "once; it should read block by block."
+    )
+
+
+def test_reference_equals_dense_attention() -> None:
+    torch.manual_seed(2)
+    rng = random.Random(3)
+    for num_heads, num_kv_heads, head_dim in ((1, 1, 4), (6, 2, 5), (4, 4, 8)):
+        for block_size in (1, 4, 16):
+            for num_keys in (1, 3, 4, 5, 16, 17, 40):
+                q, k, v = (
+                    torch.randn(1, num_heads, head_dim),
+                    *torch.randn(2, num_kv_heads, num_keys, head_dim),
+                )
+                k_cache, table = scatter(k, block_size, rng)
+                v_cache, _ = scatter(v, block_size, rng, table)
+                for name, mod in MODS.items():
+                    got = reference_paged_attention(q[0], k_cache, v_cache, table, num_keys, 0.7, mod)
+                    expected = dense(q, k, v, 0.7, mod)[0]
+                    assert close(got, expected), (
+                        f"reference_paged_attention (keys: {num_keys}, block_size: {block_size}, query "
+                        f"heads: {num_heads}, KV heads: {num_kv_heads}, scale 0.7, {name}): "
+                        f"{difference(got, expected)} ([head, dimension])."
+                    )
+
+
+def test_reference_in_half_precision() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v = torch.randn(1, 4, 8).to(dtype), *torch.randn(2, 2, 12, 8).to(dtype)
+        (k_cache, table), (v_cache, _) = (scatter(x, 4, random.Random(4)) for x in (k, v))
+        got = reference_paged_attention(q[0], k_cache, v_cache, table, 12, 0.5)
+        expected = dense(q, k, v, 0.5)[0]
+        assert got.dtype == dtype, f"reference_paged_attention of a {dtype} q gives {got.dtype}."
+        assert close(got, expected, 2e-2), (
+            f"reference_paged_attention in {dtype}: {difference(got, expected)}."
+        )
+    full = torch.full((1, 200, 8), 1000.0, dtype=torch.float16)
+    cache, table = scatter(full, 16, random.Random(4))
+    got = reference_paged_attention(torch.zeros(1, 8, dtype=torch.float16), cache, cache, table, 200, 1.0)
+    assert close(got, full[0, :1]), (
+        f"200 values of 1000 in float16 have the mean 1000; reference_paged_attention gives "
+        f"{got[0, 0].item()}: float16 ends at 65504, so add in float32."
+    )

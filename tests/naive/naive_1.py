@@ -1,0 +1,58 @@
+"""Stage 1, written naively: one token, or one query, after another; each block is read twice."""
+
+# ruff: noqa: F821
+from __future__ import annotations
+
+
+def gather_context(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
+    block_size = cache.shape[2]
+    tokens = [cache[block_table[p // block_size], :, p % block_size] for p in range(context_len)]
+    return torch.stack(tokens, dim=1)
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+) -> Tensor:
+    group = q.shape[1] // k.shape[0]
+    k, v = k.float().repeat_interleave(group, dim=0), v.float().repeat_interleave(group, dim=0)
+    first = k.shape[1] - q.shape[0]  # the position of query 0
+    out = []
+    for i, query in enumerate(q.float()):
+        position = first + i
+        keys = torch.arange(position + 1)
+        scores = (k[:, keys] * query[:, None]).sum(-1)
+        if score_mod is not None:
+            scores = score_mod(scores, torch.tensor([position]), keys)
+        weights = torch.softmax(scores, dim=-1)
+        out.append((weights[..., None] * v[:, keys]).sum(1))
+    return torch.stack(out).to(q.dtype)
+
+
+def reference_paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: list[int],
+    context_len: int,
+    scale: float,
+    score_mod: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    num_heads = q.shape[0]
+    group, block_size = num_heads // k_cache.shape[1], k_cache.shape[2]
+    blocks = []  # scores and values of each block
+    for first in range(0, context_len, block_size):
+        here = min(block_size, context_len - first)
+        block = block_table[first // block_size]
+        keys = k_cache[block, :, :here].float().repeat_interleave(group, dim=0)
+        values = v_cache[block, :, :here].float().repeat_interleave(group, dim=0)
+        scores = scale * (keys * q.float()[:, None]).sum(-1)
+        if score_mod is not None:
+            scores = score_mod(scores, torch.tensor([context_len - 1]), torch.arange(first, first + here))
+        blocks.append((scores, values))
+    top = torch.stack([scores.max(dim=-1).values for scores, _ in blocks]).max(dim=0).values
+    total, out = 0, 0
+    for scores, values in blocks:
+        weights = torch.exp(scores - top[:, None])
+        total = total + weights.sum(dim=-1)
+        out = out + (weights[..., None] * values).sum(1)
+    return (out / total[:, None]).to(q.dtype)

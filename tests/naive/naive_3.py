@@ -1,0 +1,67 @@
+"""Stage 3 of docs/rebuild.py, written once more: sums and lists are made again wherever they are needed."""
+# ruff: noqa: F821
+
+from __future__ import annotations
+
+
+class Scheduler:
+    def schedule(self) -> ScheduledBatch:
+        batch = ScheduledBatch()
+
+        def scheduled() -> int:
+            return sum(seq.num_scheduled_tokens for seq in decodes + prefills)
+
+        decodes, prefills = [], []
+        self.running = [
+            request for _, request in sorted(enumerate(self.running), key=lambda x: (self.rank(x[1]), x[0]))
+        ]
+        for request in tuple(self.running):
+            if scheduled() == self.max_num_batched_tokens or request not in self.running:
+                continue
+            copies = self.block_manager.append_slots(request.live)
+            while copies is None:
+                victim = self.running[-1]
+                self.running = self.running[:-1]
+                self._preempt(victim, batch)
+                if victim is request:
+                    break
+                copies = self.block_manager.append_slots(request.live)
+            if copies is not None:
+                batch.copies.extend(copies)
+                self._schedule_tokens(request, self.max_num_batched_tokens - scheduled(), decodes, prefills)
+
+        while True:
+            if len(self.waiting) == 0:
+                break
+            self.waiting.update_ranks(self.rank)
+            request = self.waiting.first()
+            rest = self.max_num_batched_tokens - scheduled()
+            if rest == 0 or sum(each.num_seqs for each in [*self.running, request]) > self.max_num_seqs:
+                break
+            if self._admit(request, rest, batch) is False:
+                break
+            self._schedule_tokens(request, rest, decodes, prefills)
+
+        batch.num_decodes = len(decodes)
+        batch.sequences = [*decodes, *prefills]
+        return batch
+
+    def _schedule_tokens(
+        self, request: Request, budget: int, decodes: list[Sequence], prefills: list[Sequence]
+    ) -> int:
+        for seq in request.live:
+            seq.num_scheduled_tokens = 0
+        for seq in request.live:
+            wanted = seq.num_tokens - seq.num_computed_tokens
+            given = 0
+            if self.enable_chunked_prefill or wanted <= budget:
+                while given < wanted and budget > 0:
+                    given += 1
+                    budget -= 1
+            seq.num_scheduled_tokens = given
+            if given > 0:
+                (decodes if given == 1 else prefills).append(seq)
+                self.block_manager.publish(seq)
+            if given < wanted:
+                return budget
+        return budget

@@ -1,0 +1,105 @@
+"""Stage 6 of docs/rebuild.py, written once more: loops over lists, and every count made again."""
+# ruff: noqa: F821
+
+from __future__ import annotations
+
+
+class Scheduler:
+    def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
+        request.num_preemptions = request.num_preemptions + 1
+        self.waiting.put_back(request)
+        if self.preemption == "swap":
+            moves = self.swapper.swap_out(request)
+            if moves is not None:
+                batch.swap_out.extend(moves)
+                batch.preempted.append((request, "swap"))
+                return
+        for seq in list(request.live):
+            seq.candidates = None
+            while seq.block_table:
+                self.block_manager.release(seq.block_table.pop())
+            seq.num_computed_tokens = 0
+        batch.preempted.append((request, "recompute"))
+
+
+class Swapper:
+    def swap_out(self, request: Request) -> list[Move] | None:
+        device_blocks = []
+        for seq in request.live:
+            for position in range(seq.num_computed_tokens):
+                block_id = seq.block_table[position // self.block_manager.block_size]
+                if block_id not in device_blocks:
+                    device_blocks.append(block_id)
+        if not device_blocks or len(device_blocks) > len(self.free_ids):
+            return None
+        moves = []
+        for block_id in device_blocks:
+            host_id = min(self.free_ids)
+            self.free_ids.remove(host_id)
+            moves.append((block_id, host_id))
+        for seq in request.live:
+            seq.host_table = []
+            for block_id in seq.block_table:
+                for source, host_id in moves:
+                    if source == block_id:
+                        seq.host_table.append(host_id)
+        for seq in request.live:
+            while seq.block_table:
+                self.block_manager.release(seq.block_table.pop())
+        return moves
+
+    def swap_in(self, request: Request, num_reserved: int = 0) -> list[Move] | None:
+        manager, size = self.block_manager, self.block_manager.block_size
+        host_blocks, num_needed, written = [], 0, []
+        for seq in request.live:
+            for host_id in seq.host_table:
+                if host_id not in host_blocks:
+                    host_blocks.append(host_id)
+                    num_needed += 1
+            if (seq.num_tokens - 1) // size < len(seq.host_table):
+                newest = seq.host_table[(seq.num_tokens - 1) // size]
+                if newest in written:
+                    num_needed += 1  # a copy of its own
+                written.append(newest)
+            for position in range(0, seq.num_tokens, size):
+                if position // size >= len(seq.host_table):
+                    num_needed += 1
+        if manager.num_free_blocks < num_needed + num_reserved:
+            return None
+        moves = []
+        for host_id in host_blocks:
+            moves.append((host_id, manager.take()))
+        references = []
+        for seq in request.live:
+            seq.block_table = []
+            for host_id in seq.host_table:
+                for source, block_id in moves:
+                    if source == host_id:
+                        seq.block_table.append(block_id)
+                        if block_id in references:
+                            manager.share(block_id)
+                        references.append(block_id)
+        self.release(request)
+        return moves
+
+    def release(self, request: Request) -> None:
+        for seq in request.live:
+            for host_id in seq.host_table:
+                if host_id not in self.free_ids:
+                    self.free_ids.append(host_id)
+            seq.host_table = []
+
+
+class KVCache:
+    def move_blocks(
+        self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]], copies: list[tuple[int, int]]
+    ) -> None:
+        for moves, source, destination in (
+            (swap_out, self.data, self.host),
+            (swap_in, self.host, self.data),
+            (copies, self.data, self.data),
+        ):
+            for src, dst in moves:
+                for layer in range(self.shape.num_layers):
+                    for k_or_v in range(2):
+                        destination[dst, layer, k_or_v] = source[src, layer, k_or_v]

@@ -1,0 +1,107 @@
+"""Stage 8, written naively: one key after another, one split after another."""
+
+# ruff: noqa: ANN001, ANN201, F821
+from __future__ import annotations
+
+
+def decode_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    tables_ptr,
+    rows_ptr,
+    lens_ptr,
+    out_ptr,
+    lse_ptr,
+    scale_log2,
+    q_seq,
+    q_head,
+    cache_block,
+    cache_head,
+    cache_slot,
+    table_row,
+    out_seq,
+    out_head,
+    out_split,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    seq = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    context_len = tl.load(lens_ptr + seq)
+    keys = tiles_per_split(context_len, TILE, NUM_SPLITS) * TILE
+    first = split * keys
+    end = tl.minimum(first + keys, context_len)
+    group = tl.arange(0, GROUP_PAD)
+    heads = kv_head * GROUP + group
+    dims = tl.arange(0, DIM_PAD)
+    real = (group[:, None] < GROUP) & (dims[None, :] < HEAD_DIM)
+    q_rows = q_ptr + seq * q_seq + heads[:, None] * q_head + dims[None, :]
+    q = tl.load(q_rows, mask=real, other=0.0).to(tl.float32)
+    top = tl.full([GROUP_PAD], -1e30, tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    weighted = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    table = tables_ptr + tl.load(rows_ptr + seq) * table_row
+    real_dims = dims < HEAD_DIM
+    for position in range(first, end):
+        block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+        slot = block * cache_block + kv_head * cache_head + position % BLOCK_SIZE * cache_slot + dims
+        k = tl.load(k_cache_ptr + slot, mask=real_dims, other=0.0).to(tl.float32)
+        v = tl.load(v_cache_ptr + slot, mask=real_dims, other=0.0).to(tl.float32)
+        score = tl.sum(q * k[None, :], 1) * scale_log2
+        now = tl.maximum(top, score)
+        old = tl.exp2(top - now)
+        new = tl.exp2(score - now)
+        total = total * old + new
+        weighted = weighted * old[:, None] + new[:, None] * v[None, :]
+        top = now
+    total = tl.where(first < end, total, 1.0)
+    out = out_ptr + seq * out_seq + heads[:, None] * out_head + split * out_split + dims[None, :]
+    tl.store(out, (weighted / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
+    head = seq * tl.num_programs(1) * GROUP + heads
+    tl.store(lse_ptr + head * NUM_SPLITS + split, top + tl.log2(total), mask=group < GROUP)
+
+
+def reduce_kernel(
+    partial_ptr,
+    lse_ptr,
+    lens_ptr,
+    out_ptr,
+    partial_seq,
+    partial_head,
+    partial_split,
+    out_seq,
+    out_head,
+    HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+):
+    seq = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    context_len = tl.load(lens_ptr + seq)
+    keys = tiles_per_split(context_len, TILE, NUM_SPLITS) * TILE
+    dims = tl.arange(0, DIM_PAD)
+    lse_row = lse_ptr + (seq * tl.num_programs(1) + head) * NUM_SPLITS
+    top = tl.load(lse_row)
+    for split in range(0, NUM_SPLITS):
+        if split * keys < context_len:
+            top = tl.maximum(top, tl.load(lse_row + split))
+    total = 0.0
+    weighted = tl.zeros([DIM_PAD], tl.float32)
+    for split in range(0, NUM_SPLITS):
+        if (split * keys < context_len) | (split == 0):
+            weight = tl.exp2(tl.load(lse_row + split) - top)
+            row = partial_ptr + seq * partial_seq + head * partial_head + split * partial_split
+            total += weight
+            weighted += weight * tl.load(row + dims, mask=dims < HEAD_DIM, other=0.0)
+    out_row = out_ptr + seq * out_seq + head * out_head
+    tl.store(out_row + dims, (weighted / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

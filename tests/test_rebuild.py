@@ -1,0 +1,114 @@
+"""docs/rebuild.py: the blanks are the source's functions, and right solutions pass."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+from doc_pages import ROOT
+from programs import environment, run_program
+
+sys.path.append(str(ROOT / "docs"))
+import rebuild  # noqa: E402
+
+NAIVE = Path(__file__).parent / "naive"
+STAGES = rebuild.STAGES
+each_stage = pytest.mark.parametrize("number", STAGES)
+
+
+def run(*arguments: object, status: int = 0, folder: Path) -> str:
+    """What the script prints, started in this folder."""
+    script = str(ROOT / "docs" / "rebuild.py")
+    done = run_program([script, *map(str, arguments)], folder, environment(PYTHONPATH=str(ROOT)))
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@each_stage
+def test_a_stage_blanks_functions_of_the_source(number: int, tmp_path: Path) -> None:
+    """Signature and docstring stay, the body goes, the file is Python still; the rest is unchanged."""
+    printed = run("start", number, tmp_path, folder=tmp_path)
+    for file, name in STAGES[number].functions:
+        ours, blank = (rebuild.read(folder, file) for folder in (ROOT, tmp_path))
+        assert rebuild.is_blank(blank, name)
+        before, after = (rebuild.find_function(source, name) for source in (ours, blank))
+        assert ast.get_docstring(before) == ast.get_docstring(after)
+        assert ast.unparse(before.args) == ast.unparse(after.args)
+        assert name in printed
+        compile(blank, file, "exec")
+    for file, name in STAGES[number].functions:
+        rebuild.write_body(tmp_path, file, name, rebuild.body_of(rebuild.read(ROOT, file), name))
+    for file in {file for file, _ in STAGES[number].functions}:
+        assert rebuild.read(tmp_path, file) == rebuild.read(ROOT, file)
+
+
+@each_stage
+def test_a_stage_has_a_page_and_hints(number: int) -> None:
+    stage = STAGES[number]
+    page = (ROOT / "docs" / "rebuild" / f"{number}.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 50, "a page is one screen"
+    assert f"](../{stage.chapter}" in page
+    assert all(name.split(".")[-1] in page for _, name in stage.functions)
+    assert len(stage.hints) >= 3
+    assert (ROOT / "docs" / stage.chapter).exists()
+
+
+def test_from_blank_to_done(tmp_path: Path) -> None:
+    """The states, the hints and the sentences of a stage, as a reader meets them."""
+    (file, name), *_ = STAGES[2].functions
+    run("start", 2, tmp_path, folder=tmp_path)
+    assert "not written yet: BlockManager.take" in run("check", 2, status=1, folder=tmp_path)
+    first, second = (run("hint", 2, folder=tmp_path) for _ in range(2))
+    assert second.startswith(first.splitlines()[0])
+    assert len(second) > len(first)
+    assert "def take(self)" in run("peek", "take", folder=tmp_path)
+    for file, name in STAGES[2].functions:
+        rebuild.write_body(tmp_path, file, name, "        pass\n")
+    assert "+        pass" in run("diff", 2, folder=tmp_path)
+    wrong = run("check", 2, status=1, folder=tmp_path).splitlines()
+    assert wrong
+    assert all(line.startswith("- ") and len(line) > 20 for line in wrong)
+    assert "Traceback" not in "".join(wrong)
+    assert "2  failing" in run(folder=tmp_path)
+    kept = run("start", 2, tmp_path, folder=tmp_path)
+    assert kept.count("(yours, kept)") == len(STAGES[2].functions)
+    more = run("start", 4, tmp_path, folder=tmp_path)
+    assert "BlockManager.take (yours, kept: this stage asks more of it)" in more
+    (tmp_path / file).write_text("def f(:\n", encoding="utf-8")
+    assert "SyntaxError in line 1" in run("check", 2, status=2, folder=tmp_path)
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    for arguments, message in (
+        (("check", 12, tmp_path), "which stage? One of 1, 2"),
+        (("start", 1, ROOT), "is the engine itself"),
+        (("check", 1), "which folder?"),
+        (("check", 1, tmp_path), "there is no"),
+        (("peek", "BlockManager.tak"), "which function?"),
+    ):
+        assert message in run(*arguments, status=2, folder=tmp_path)
+    run("start", 3, tmp_path, folder=tmp_path)
+    for arguments, message in (
+        (("check", 2), "stage 2 is not begun"),
+        (("check", 2, tmp_path / "none"), "there is no"),
+    ):
+        assert message in run(*arguments, status=2, folder=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whose", ["source", "naive"])
+@each_stage
+def test_two_right_solutions_pass(number: int, whose: str, tmp_path: Path) -> None:
+    run("start", number, tmp_path, folder=tmp_path)
+    naive = (NAIVE / f"naive_{number}.py").read_text(encoding="utf-8")
+    for file, name in STAGES[number].functions:
+        body = rebuild.body_of(rebuild.read(ROOT, file) if whose == "source" else naive, name)
+        assert whose == "source" or body != rebuild.body_of(rebuild.read(ROOT, file), name)
+        rebuild.write_body(tmp_path, file, name, body)
+    printed = run("check", number, folder=tmp_path)
+    assert f"stage {number} is done" in printed
+    yours, engines = printed.split("yours:\n")[1].split("stage")[0].split("the engine's:\n")
+    assert yours == engines
+    assert f"{number}  done" in run(folder=tmp_path)
