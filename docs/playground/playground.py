@@ -1,0 +1,343 @@
+"""The playground's run: the engine on a set of settings, with its source as the reader has changed it.
+
+The control plane is loaded from the source files: `LLMEngine` with its `step`, `Scheduler`, `BlockManager`,
+`Swapper`, the beam search, the checks of options and requests, the recorder of the trace. Only what computes
+is replaced: `StandIn` takes the place of the model, and `WITHOUT_TENSORS` that of the modules that load one.
+This file runs under Pyodide (worker.js) and, unchanged, under CPython (the tests).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from functools import lru_cache
+from hashlib import sha256
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from io import StringIO
+from pathlib import Path
+from traceback import extract_tb
+from types import CodeType, ModuleType, SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_STEPS, MOST_BLOCKS, MOST_REQUESTS = 2000, 4096, 100  # what a browser draws at ease
+
+DEFAULTS = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
+ENGINE: dict[str, Any] = DEFAULTS["engine"]  # options of EngineConfig, for settings that do not name them
+REQUEST: dict[str, Any] = DEFAULTS["request"]
+
+Settings = dict[str, Any]
+"""The options of ENGINE; "rank", the text of a function of a request, or empty; "requests", a list of dicts
+with the fields of REQUEST. One with a beam width above 0 is a beam search."""
+
+# ── the source, with changes ──────────────────────────────────────────────────────────────────────
+
+
+@lru_cache(maxsize=256)
+def compiled(path: str, text: str) -> CodeType:
+    """Each text once: a run with another change compiles one file only."""
+    return compile(text, path, "exec", dont_inherit=True)
+
+
+class Source(SourceFileLoader):
+    """Loads a file of the package, or the text that the reader has put in its place."""
+
+    def __init__(self, name: str, path: str, changes: dict[str, str]) -> None:
+        super().__init__(name, path)
+        self.changes = changes
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = Path(self.path).relative_to(ROOT).as_posix()  # nanopaged/scheduler.py, also in tracebacks
+        return compiled(path, text_of(path, self.changes))
+
+
+class Package:
+    """The package `nanopaged` with the reader's changes, beside others of that name.
+
+    Args:
+        changes: file, such as nanopaged/scheduler.py → its text.
+    """
+
+    def __init__(self, changes: dict[str, str]) -> None:
+        self.changes = changes
+        self.modules: dict[str, ModuleType] = {}
+        for name, contents in WITHOUT_TENSORS.items():
+            self.modules[f"nanopaged.{name}"] = module = ModuleType(f"nanopaged.{name}")
+            vars(module).update(contents)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """As a finder of sys.meta_path."""
+        if not is_ours(name):
+            return None
+        place = ROOT.joinpath(*name.split("."))
+        inside = [str(place)] if place.is_dir() else None
+        file = str(place / "__init__.py" if inside else place.with_suffix(".py"))
+        loader = Source(name, file, self.changes)
+        return spec_from_file_location(name, file, loader=loader, submodule_search_locations=inside)
+
+    @contextmanager
+    def imported(self) -> Iterator[None]:
+        """Inside, `import nanopaged` is this package."""
+        others = {name: sys.modules.pop(name) for name in list(sys.modules) if is_ours(name)}
+        sys.modules.update(self.modules)
+        sys.meta_path.insert(0, self)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(self)
+            self.modules = {name: sys.modules.pop(name) for name in list(sys.modules) if is_ours(name)}
+            sys.modules.update(others)
+
+
+@lru_cache(maxsize=4)
+def package(changes: frozenset[tuple[str, str]]) -> Package:
+    """The package with these changes: runs with the same ones load it once."""
+    return Package(dict(changes))
+
+
+def is_ours(name: str) -> bool:
+    return name.partition(".")[0] == "nanopaged"
+
+
+def text_of(path: str, changes: dict[str, str]) -> str:
+    return changes[path] if path in changes else (ROOT / path).read_text(encoding="utf-8")
+
+
+# ── in place of the model ─────────────────────────────────────────────────────────────────────────
+
+WORDS = """the a and of in my our your good sweet old new king queen night day heart hand eye world love sword
+crown time speaks comes goes sees knows gives takes dreams""".split()  # noqa: SIM905
+assert len(WORDS) == sha256().digest_size
+
+
+class Tokenizer:
+    """Each word is a token. A word that was not seen before gets the next number."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, int] = {}
+        self.words: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        for word in text.split():
+            if word not in self.ids:
+                self.ids[word] = len(self.words)
+                self.words.append(word)
+        return [self.ids[word] for word in text.split()]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(f"{self.words[token_id]} " for token_id in token_ids)
+
+
+class StandIn:
+    """Takes the place of the model: it draws the next word from WORDS, by a hash of all words before it.
+
+    So a text goes on in the same way however it is scheduled, and the samples of a request differ.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, num_blocks: int, num_host_blocks: int) -> None:
+        self.tokenizer, self.word_ids = tokenizer, tokenizer.encode(" ".join(WORDS))
+        self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
+
+    def execute(self, batch: Any) -> Any:
+        """As `ModelRunner.execute`."""
+        from nanopaged.sequence import StepResult
+
+        return StepResult([self.samples(seq) if seq.needs_sample else [] for seq in batch.sequences])
+
+    def samples(self, seq: Any) -> list[Any]:
+        """A word for each output; of a beam, the words with the smallest bytes of the hash as candidates."""
+        from nanopaged.sequence import Sample
+
+        request, text = seq.request, self.tokenizer.decode(seq.token_ids)
+        if request.is_beam_search:
+            drawn = sha256(text.encode()).digest()
+            best = sorted(range(len(WORDS)), key=drawn.__getitem__)[: request.num_candidates]
+            return [Sample(self.word_ids[i], -drawn[i] / 32) for i in best]
+        indices = range(request.num_sequences) if request.forks_later else [seq.index]
+        drawn = [sha256(f"{index} {text}".encode()).digest()[0] for index in indices]
+        return [Sample(self.word_ids[byte % len(WORDS)], -1.0) for byte in drawn]
+
+
+MODEL = SimpleNamespace(share=lambda _: None)  # in place of a model's config; `prepare` sets what a run needs
+WITHOUT_TENSORS: dict[str, dict[str, Any]] = {  # module that needs torch → what engine.py imports from it
+    "model": {"__path__": []},
+    "model.checkpoint": {
+        "find_model": lambda *_, **__: Path("a stand-in for the model"),
+        "load_tokenizer": lambda _: MODEL.tokenizer,
+        "read_eos_token_ids": lambda *_: frozenset(),
+    },
+    "model.model_config": {"read_model_config": lambda _: MODEL},
+    "model.parallel": {"start": None},
+    "model_runner": {"ModelRunner": None},
+}
+
+# ── a run ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run(
+    settings: Settings, changes: dict[str, str], tell: Callable[[int], object] = lambda step: None
+) -> dict[str, Any]:
+    """Serve the requests to their ends, and check the invariants after each step.
+
+    Args:
+        changes: file → text, as for `Package`.
+        tell: is called with the number of each step before it begins.
+
+    Returns:
+        page: the trace, up to the step that ended the run; None if there was no step.
+        failure: None, or why the run did not end well: {"kind", "message", "step"}. The kinds are "settings",
+            "invariant", "steps" (too many), and "source", an exception, which also has "file" and "line".
+        printed: what the source printed.
+    """
+    printed, failure, step, clock = StringIO(), None, 0, 0
+    ours = package(frozenset(changes.items()))
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(printed), ours.imported():
+        page = Path(folder) / "run.html"
+        try:
+            engine, arrivals = prepare(settings, page)
+            while (arrivals or engine.requests) and failure is None:
+                if step == MOST_STEPS:
+                    failure = {"kind": "steps", "message": f"The run ends here, after {step:,} steps."}
+                    break
+                step, clock = step + 1, clock + 1
+                tell(step)
+                if not engine.requests:  # steps in which nothing runs are left out
+                    clock = max(clock, int(arrivals[0][0]))
+                while arrivals and arrivals[0][0] < clock + 1:
+                    arrival, request = arrivals.pop(0)
+                    engine.queue(request)
+                    request.arrival_time = arrival  # in steps, so that a run can be repeated
+                engine.step(with_outputs=False)
+                failure = check(engine, changes)
+        except Exception as error:
+            failure = explain(error, changes, "source" if step else "settings")
+        text = page.read_text(encoding="utf-8") if step else None
+    return {
+        "page": text,
+        "failure": failure and failure | {"step": step},
+        "printed": printed.getvalue()[:20_000],
+    }
+
+
+def prepare(settings: Settings, page: Path) -> tuple[Any, list[tuple[float, Any]]]:
+    """The engine, and (arrival in steps, request) in the order of arrival.
+
+    Raises:
+        TypeError, ValueError: a setting is wrong, or a request can never be served.
+    """
+    from nanopaged import BeamSearchParams, EngineConfig, SamplingParams
+    from nanopaged.engine import LLMEngine
+
+    options = filled(settings, ENGINE | {"rank": "", "requests": []})
+    rank, rows = str(options.pop("rank")).strip(), options.pop("requests")
+    for name, least in (("num_blocks", 1), ("block_size", 1), ("num_host_blocks", 0)):
+        at_most(name, options[name], MOST_BLOCKS, least)
+    if options["preemption"] == "auto":
+        raise ValueError("preemption is 'auto', which measures a model: choose swap or recompute")
+    at_most("the number of requests", len(rows), MOST_REQUESTS)
+    if not rows:
+        raise ValueError("there is no request: add one")
+
+    tokenizer, asked, longest = Tokenizer(), [], 1
+    runner = StandIn(tokenizer, options["num_blocks"], options["num_host_blocks"])
+    for number, row in enumerate(rows, start=1):
+        with naming(number):
+            row = filled(row, REQUEST)
+            at_most("arrival", row["arrival"], MOST_STEPS, least=1)
+            rules = {"max_tokens": row["max_tokens"], "ignore_eos": True}
+            if row["beam_width"] == 0:
+                params = SamplingParams(n=row["n"], **rules)
+            elif row["n"] != 1:
+                raise ValueError(
+                    f"n is {row['n']}, but a beam search has n = 1: set beam_width to 0, or n to 1"
+                )
+            else:
+                at_most("beam_width", row["beam_width"], len(WORDS) // 2)  # each beam proposes twice as many
+                params = BeamSearchParams(beam_width=row["beam_width"], **rules)
+            token_ids = tokenizer.encode(str(row["prompt"]))
+            longest = max(longest, len(token_ids) + params.max_tokens)
+            asked.append((row["arrival"], token_ids, params))
+
+    config = EngineConfig(trace=page, **options)
+    budget = config.max_num_batched_tokens
+    if not config.enable_chunked_prefill and budget < longest:
+        raise ValueError(
+            f"max_num_batched_tokens is {budget}, but without chunked prefill a text must fit in one step, "
+            f"and the longest here has {longest} tokens: raise it, or switch chunked prefill on"
+        )
+    MODEL.tokenizer, MODEL.vocab_size = tokenizer, len(tokenizer.words)
+    MODEL.max_position_embeddings = longest
+    engine = LLMEngine(config, runner)
+    engine.prompts.tokenizer = None  # prompts come as tokens, and nothing is detokenised
+    arrivals = []
+    for number, (arrival, token_ids, params) in enumerate(asked, start=1):
+        with naming(number):
+            request = engine.prompts.make_request(f"request {number}", token_ids, params)
+            arrivals.append((arrival + number / 1000, request))
+    if rank:
+        function = eval(compile(rank, "rank", "eval"), {})
+        if not callable(function):
+            raise ValueError(
+                f"rank is {function!r}, but must be a function: lambda request: request.arrival_time"
+            )
+        engine.scheduler.rank = function
+    return engine, sorted(arrivals, key=lambda arrival: arrival[0])
+
+
+def filled(given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The defaults with what is given. Raises ValueError for an unknown name and for an empty value."""
+    for name, value in given.items():
+        if name not in defaults:
+            raise ValueError(f"there is no setting {name!r}, but {', '.join(defaults)}")
+        if value is None:
+            raise ValueError(f"{name} is empty: give it a value")
+    return defaults | given
+
+
+def at_most(name: str, value: Any, most: int, least: int = 0) -> None:
+    """Raise TypeError or ValueError unless this is a whole number that the playground can show."""
+    from nanopaged.checks.rules import whole
+
+    if whole(least)(name, value) > most:
+        raise ValueError(f"{name} is {value:,}, but the playground allows at most {most:,}")
+
+
+@contextmanager
+def naming(number: int) -> Iterator[None]:
+    """Name the request in the errors of its settings."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"request {number}: {error}") from error
+
+
+def check(engine: Any, changes: dict[str, str]) -> dict[str, Any] | None:
+    """The failure if an invariant is broken."""
+    try:
+        engine.check_invariants()
+    except Exception as error:
+        return explain(error, changes, "invariant")
+    return None
+
+
+def explain(error: Exception, changes: dict[str, str], kind: str) -> dict[str, Any]:
+    """The failure for an exception, with the line of the changed source that raised it or called what did."""
+    trace = [(frame.filename, frame.lineno or 0) for frame in extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        trace.append((error.filename or "", error.lineno or 0))
+    theirs = [place for place in trace if place[0] in changes or place[0] == "rank"]
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    file, line = trace[-1]
+    if not message and file.startswith("nanopaged/"):  # an assert without a sentence
+        message = text_of(file, changes).splitlines()[line - 1].strip()
+    if kind == "invariant" or (kind == "settings" and not theirs):
+        return {"kind": kind, "message": message}
+    message = f"{type(error).__name__}: {message}"
+    if theirs and theirs[-1] != (file, line):
+        message += f" (raised in {file}, line {line})"
+    file, line = (theirs or trace)[-1]
+    return {"kind": "source", "message": message, "file": file, "line": line}

@@ -1,0 +1,798 @@
+"""The playground: its presets show what they say, and a browser computes what CPython does.
+
+python -m pytest tests/test_playground.py -m slow -s -k cache     prints what loading and running take
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import psutil
+import pytest
+from browser import Browser, open_browser
+from programs import load_file
+
+import nanopaged
+from nanopaged.block_manager import blocks_needed
+
+ROOT = Path(__file__).parents[1]
+HERE = ROOT / "docs" / "playground"
+PRESETS = {
+    preset["name"]: preset
+    for preset in json.loads((HERE / "presets.json").read_text(encoding="utf-8"))["presets"]
+}
+
+playground, fetch = load_file(HERE / "playground.py"), load_file(HERE / "fetch.py")
+
+
+def lines_of(page: str) -> list[dict[str, Any]]:
+    """The header of a recorded page and its lines, without the times."""
+    lines = [json.loads(line) for line in page.split('id="steps">\n')[1].splitlines()]
+    return [{name: value for name, value in line.items() if name != "time"} for line in lines]
+
+
+class Run:
+    """What a recorded page says, for the claims of presets. Steps count from 1."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        result = playground.run(settings, {})
+        assert result["failure"] is None, result["failure"]
+        self.header, *self.lines = lines_of(result["page"])
+        self.num_steps = len(self.lines)
+        self.names: dict[int, tuple[str, bool]] = {}  # number → name, whether it has several sequences
+        self.queues: list[tuple[str, str]] = []
+        self.tables: list[dict[str, list[int]]] = []
+        running, waiting, tables = [], [], {}
+        for line in self.lines:
+            for part in (line, line.get("scheduled", {})):
+                self.names |= {
+                    number: (name, kind != "") for number, name, _, kind in part.get("requests", [])
+                }
+            for part in (line.get("scheduled", {}), line):
+                running, waiting = part.get("running", running), part.get("waiting", waiting)
+                parents = dict(tables)
+                for number, index, *change in part.get("seqs", []):
+                    if len(change) > 1:
+                        parent, _, _, _, num_kept, added, _ = change
+                        kept = parents.get(self._name(number, parent), [])[:num_kept]
+                        tables[self._name(number, index)] = kept + added
+            self.queues.append((self._letters(running), self._letters(waiting)))
+            self.tables.append(dict(tables))
+
+    def _letters(self, numbers: list[int]) -> str:
+        return "".join(self.names[number][0] for number in numbers)
+
+    def _name(self, number: int, index: int) -> str:
+        name, several = self.names[number]
+        return f"{name}{index + 1}" if several else name
+
+    def line(self, step: int) -> dict[str, Any]:
+        """Its fields, see `Recorder`. Empty ones are left out."""
+        return self.lines[step - 1]
+
+    def said(self, step: int) -> str:
+        """Its sentences, a line each."""
+        return "\n".join(sentence for _, sentence, *_ in self.line(step).get("said", []))
+
+    def steps(self, kind: str) -> list[int]:
+        """Those with an event of this kind."""
+        all_kinds = [
+            {kind for kinds, *_ in line.get("said", []) for kind in kinds.split()} for line in self.lines
+        ]
+        return [step for step, kinds in enumerate(all_kinds, start=1) if kind in kinds]
+
+    def running(self, step: int) -> str:
+        return self.queues[step - 1][0]
+
+    def waiting(self, step: int) -> str:
+        return self.queues[step - 1][1]
+
+    def table(self, name: str, step: int) -> list[int]:
+        return self.tables[step - 1][name]
+
+    def computes(self, step: int) -> dict[str, int]:
+        """Request → tokens that it computes in the step."""
+        return {self.names[number][0]: num for number, _, num in self.line(step).get("batch", [])}
+
+    @property
+    def most_running(self) -> int:
+        """Requests whose tokens are computed in one step."""
+        return max(len(self.computes(step)) for step in range(1, self.num_steps + 1))
+
+    @property
+    def num_computed(self) -> int:
+        return sum(num for line in self.lines for _, _, num in line.get("batch", []))
+
+    @property
+    def finished(self) -> list[str]:
+        """Requests in the order in which they end."""
+        return re.findall(
+            r"^(\w+) is finished", "\n".join(map(self.said, range(1, self.num_steps + 1))), re.M
+        )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_shows_what_it_says(name: str) -> None:
+    """In its claims, `left` and `right` are its runs; `changed(num_blocks=9, A="…", n=3)` is another one."""
+    preset = PRESETS[name]
+    settings = preset["settings"]
+
+    @cache
+    def changed(**changes: Any) -> Run:
+        rows = [dict(row) for row in settings["requests"]]
+        for field, value in list(changes.items()):
+            if len(field) == 1:  # the prompt of a request; "n" is that of the first one
+                row, key = (0, "n") if field == "n" else (ord(field) - ord("A"), "prompt")
+                rows[row][key] = changes.pop(field) if field == "n" else value
+                changes.pop(field, None)
+        return Run({**settings, **changes, "requests": rows})
+
+    names = {"left": changed(), "changed": changed}
+    if "beside" in preset:
+        names["right"] = changed(**preset["beside"])
+    assert len(preset["claims"]) >= 2
+    for claim in preset["claims"]:
+        assert eval(claim, names), claim
+    for label, knob in preset["knob"]:
+        assert changed(**knob).num_steps, label
+    assert (ROOT / "docs" / f"{preset['chapter']}.md").is_file()
+    assert first_step(preset) <= names["left"].num_steps
+
+
+def first_step(preset: dict[str, Any]) -> int:
+    """The one that is shown at first: 3, or "3-scheduled" for a part of it."""
+    return int(str(preset.get("step", 1)).partition("-")[0])
+
+
+# ── settings and changes ──────────────────────────────────────────────────────────────────────────
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """Settings with two requests."""
+    rows = [{"prompt": "to be or not to be", "max_tokens": 4}, {"prompt": "to be or", "max_tokens": 4}]
+    return {"num_blocks": 8, "requests": rows} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_blocks": 0}, "num_blocks is 0, but must be at least 1"),
+        ({"num_blocks": None}, "num_blocks is empty: give it a value"),
+        ({"num_blocks": 5000}, "num_blocks is 5,000, but the playground allows at most 4,096"),
+        ({"block_size": 1.5}, "block_size must be an int, got 1.5"),
+        ({"watermark": 2}, "watermark is 2, but must lie in [0.0, 0.9]"),
+        ({"preemption": "auto"}, "preemption is 'auto', which measures a model: choose swap or recompute"),
+        ({"trace": "run.html"}, "there is no setting 'trace', but num_blocks"),
+        ({"rank": "5"}, "rank is 5, but must be a function"),
+        ({"requests": []}, "there is no request: add one"),
+        ({"requests": [{"prompt": " "}]}, "request 1: the prompt is empty: it needs at least one token"),
+        ({"requests": [{"prompt": "a", "arrival": 0}]}, "request 1: arrival is 0, but must be at least 1"),
+        ({"requests": [{"prompt": "a", "n": 0}]}, "request 1: n is 0, but must be at least 1"),
+        ({"requests": [{"prompt": "a", "n": 2, "beam_width": 2}]}, "request 1: n is 2, but a beam search"),
+        (
+            {"requests": [{"prompt": "a", "beam_width": 17}]},
+            "request 1: beam_width is 17, but the playground",
+        ),
+        ({"requests": [{"prompt": "a", "n": 17}]}, "request 1: the request is for 17 sequences, but max_num"),
+        ({"num_blocks": 2}, "request 1: a prompt of 6 tokens with max_tokens=4 may need 3 blocks of 4 slots"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 9},
+            "max_num_batched_tokens is 9, but without chunked prefill a text must fit in one step, and the "
+            "longest here has 10 tokens",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_its_name(changes: dict[str, Any], message: str) -> None:
+    result = playground.run(small(**changes), {})
+    assert result["page"] is None
+    assert result["failure"]["kind"] == "settings"
+    assert result["failure"]["message"].startswith(message)
+
+
+def change(file: str, old: str, new: str) -> dict[str, str]:
+    """The file of the package with one change."""
+    text = (ROOT / "nanopaged" / file).read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    return {f"nanopaged/{file}": text.replace(old, new)}
+
+
+LEAK = change("block_manager.py", "        self.trim(seq, 0)\n", "        self.trim(seq, 1)\n")
+
+
+def test_a_broken_invariant_ends_the_run_at_its_step() -> None:
+    """A finished request keeps its first block."""
+    first = Run(small()).steps("finish")[0]
+    result = playground.run(small(), LEAK)
+    assert result["failure"]["kind"] == "invariant"
+    assert result["failure"]["step"] == first
+    assert result["failure"]["message"].endswith("free != 8")
+    assert len(lines_of(result["page"])) == 1 + first
+    assert playground.run(small(), {})["failure"] is None, "the next run has the source again"
+
+
+def test_an_exception_is_reported_at_its_line() -> None:
+    """That of the changed file, even if the exception is raised in another one that it calls."""
+    own = change("scheduler.py", "self._preempt(self.running.pop(), batch)", "self._preempt(None, batch)")
+    rows = [{"prompt": "to be or not", "max_tokens": 6}] * 3
+    result = playground.run({"num_blocks": 4, "enable_prefix_caching": False, "requests": rows}, own)
+    failure = result["failure"]
+    line = own["nanopaged/scheduler.py"].splitlines()[failure["line"] - 1]
+    assert failure["kind"] == "source"
+    assert failure["message"].startswith("AttributeError: 'NoneType' object has no attribute")
+    assert failure["file"] == "nanopaged/scheduler.py"
+    assert "request.live" in line
+    lines = lines_of(result["page"])
+    assert failure["step"] == len(lines) - 1
+    assert "all requests start over" in lines[-1]["said"][0][1]
+
+    broken = change("swap.py", "class Swapper:", "class Swapper")
+    failure = playground.run(small(), broken)["failure"]
+    at = 1 + broken["nanopaged/swap.py"].splitlines().index("class Swapper")
+    assert failure | {"message": ""} == {
+        "kind": "source", "message": "", "file": "nanopaged/swap.py", "line": at, "step": 0,
+    }  # fmt: skip
+    assert failure["message"].startswith("SyntaxError: ")
+
+    failure = playground.run(small(rank="lambda request: request.age"), {})["failure"]
+    assert (failure["file"], failure["line"]) == ("rank", 1)
+    assert failure["message"] == "AttributeError: 'Request' object has no attribute 'age'"
+
+
+def test_a_change_is_used_and_leaves_the_tests_package_alone() -> None:
+    """Blocks are handed out from the other end, and what is printed is collected."""
+    before = {name: module for name, module in sys.modules.items() if name.startswith("nanopaged")}
+    ours = change(
+        "block_manager.py",
+        "self.blocks[self.free_ids.pop()]",
+        "self.blocks[self.free_ids.pop(0)]; print('taken')",
+    )
+    result = playground.run(small(), ours)
+    assert result["failure"] is None
+    assert result["printed"].split() == ["taken"] * result["printed"].count("taken")
+    first = lines_of(result["page"])[1]
+    tables = [
+        change[7]
+        for part in (first.get("scheduled", {}), first)
+        for change in part.get("seqs", [])
+        if len(change) > 3
+    ]
+    assert tables[0] == [7, 6]
+    assert before == {name: module for name, module in sys.modules.items() if name.startswith("nanopaged")}
+    assert nanopaged is sys.modules["nanopaged"]
+
+
+def test_a_run_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playground, "MOST_STEPS", 3)
+    result = playground.run(small(), {})
+    assert result["failure"] == {"kind": "steps", "message": "The run ends here, after 3 steps.", "step": 3}
+    assert len(lines_of(result["page"])) == 1 + 3
+
+
+def test_steps_without_a_request_are_left_out() -> None:
+    """Requests that arrive together stay together, and a rank can use the step in which they arrived."""
+    rows = [{"prompt": "a b", "max_tokens": 2}] + [{"prompt": "c d", "max_tokens": 2, "arrival": 9}] * 2
+    run = Run({"requests": rows, "rank": "lambda request: -request.arrival_time"})
+    assert [run.computes(step) for step in range(1, 5)] == [
+        {"A": 2},
+        {"A": 1},
+        {"C": 2, "B": 2},
+        {"C": 1, "B": 1},
+    ]
+    assert run.num_steps == 4
+
+
+# ── what the page and the worker repeat of it ─────────────────────────────────────────────────────
+
+
+def of_script(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def constant(name: str) -> dict[str, Any]:
+    """An object of playground.js."""
+    text = re.search(rf"^const {name} = (\{{.*?\}});$", of_script("playground.js"), re.M | re.S)[1]
+    text = re.sub(r"//.*", "", text)
+    return ast.literal_eval(re.sub(r"(\w+):(?= [\"\[])", r'"\1":', text))
+
+
+def test_the_page_has_a_field_for_each_setting() -> None:
+    assert set(constant("FIELDS")) == set(playground.ENGINE) | {"rank"}
+    assert set(constant("COLUMNS")) == set(playground.REQUEST)
+
+
+def test_the_functions_of_the_editor_exist() -> None:
+    for file, names in constant("FUNCTIONS").items():
+        tree = ast.parse((ROOT / "nanopaged" / f"{file}.py").read_text(encoding="utf-8"))
+        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        for owner in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+            defined |= {
+                f"{owner.name}.{node.name}" for node in owner.body if isinstance(node, ast.FunctionDef)
+            }
+            annotated = [node.target for node in ast.walk(owner) if isinstance(node, ast.AnnAssign)]
+            defined |= {
+                f"{owner.name}.{target.attr}" for target in annotated if isinstance(target, ast.Attribute)
+            }
+        assert set(names) <= defined
+
+
+def test_the_worker_fetches_the_files_that_a_run_imports() -> None:
+    names = re.search(r"FILES = `(.*?)`", of_script("worker.js"), re.S)[1].split()
+    Run(small(rank="lambda request: request.arrival_time"))
+    modules = playground.package(frozenset()).modules.values()
+    imported = {Path(module.__file__) for module in modules if getattr(module, "__file__", None)}
+    assert {ROOT / "nanopaged" / f"{name}.py" for name in names} == imported
+
+
+def test_without_npm_pyodide_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(SystemExit, match=r"there is no npm here: install Node\.js"):
+        fetch.fetch(tmp_path / "pyodide")
+    assert not (tmp_path / "pyodide").exists()
+
+
+# ── in a browser ──────────────────────────────────────────────────────────────────────────────────
+
+
+class Site:
+    """The checkout behind a web server. `sent` counts the bytes of the files that it has sent."""
+
+    def __init__(self, folder: Path) -> None:
+        site = self
+        self.sent = 0
+
+        class Handler(SimpleHTTPRequestHandler):
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments, directory=str(folder))
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def copyfile(self, source: Any, outputfile: Any) -> None:
+                data = source.read()
+                site.sent += len(data)
+                outputfile.write(data)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.root = f"http://127.0.0.1:{self.server.server_port}/"
+        self.page = f"{self.root}docs/playground/"
+
+
+class Playground:
+    """The page in a browser."""
+
+    def __init__(self, browser: Browser, site: Site) -> None:
+        self.browser, self.site = browser, site
+        self.num_runs = 0
+
+    def open(self, address: str = "", runs: bool = True) -> None:
+        """Load the page anew."""
+        self.browser.driver.get("about:blank")
+        self.num_runs = 0
+        self.browser.driver.get(f"{self.site.page}{address}")
+        if runs:
+            self.wait()
+
+    def go(self, address: str) -> None:
+        """Change the address of the open page."""
+        self.browser.run(f"void (location.hash = {json.dumps(address)})")
+        self.wait()
+
+    def show(self, settings: dict[str, Any]) -> None:
+        """By a link. A rank is code of its author, so the page waits for the reader."""
+        self.browser.run(f"void (location.hash = '#settings={quote(json.dumps(settings))}')")
+        if settings.get("rank"):
+            self.until("document.getElementById('told').textContent.includes('Read it, then press Run')")
+            self.browser.run("document.querySelector('#form .run').click()")
+        self.wait()
+
+    def press_run(self) -> None:
+        self.browser.run("document.querySelector('#form .run').click()")
+        self.wait()
+
+    def wait(self) -> None:
+        """Until the next run has ended, and its pictures are drawn."""
+        self.num_runs += 1
+        drawn = "[...document.querySelectorAll('iframe')].every((frame) => frame.contentWindow.trace)"
+        self.until(f"document.body.dataset.runs >= {self.num_runs} && {drawn}")
+
+    def until(self, condition: str) -> None:
+        """Until the expression is true."""
+        end = time.monotonic() + 60
+        while not self.browser.run(condition):
+            assert time.monotonic() < end, f"{condition}: {self.text('told')} {self.text('problem')}"
+            time.sleep(0.02)
+
+    def text(self, name: str) -> str:
+        return self.browser.run(f"document.getElementById('{name}').textContent")
+
+    def change(self, function: str, old: str, new: str) -> None:
+        """In the editor, in a function."""
+        if not self.browser.run("document.getElementById('source').open"):
+            self.browser.run("document.querySelector('#source summary').click()")
+            self.until("document.getElementById('function').value")
+        option = f"[...document.querySelectorAll('#function option')].find((o) => o.text === '{function}')"
+        self.browser.run(f"({option}.selected = true, document.getElementById('function').onchange())")
+        text = self.browser.run("document.getElementById('text').value")
+        assert text.count(old) == 1
+        area = self.browser.driver.find_element("id", "text")
+        self.browser.run(
+            "(arguments[0].focus(), arguments[0].setSelectionRange(arguments[1], arguments[2]))",
+            area,
+            text.index(old),
+            text.index(old) + len(old),
+        )
+        self.browser.run("document.execCommand('insertText', false, arguments[0])", new)
+
+    def pictures(self) -> list[list[dict[str, Any]]]:
+        """What each picture was given: the header and the lines of its page, without the times."""
+        texts = self.browser.run(
+            "[...document.querySelectorAll('iframe')]"
+            ".map((frame) => frame.contentDocument.getElementById('steps').textContent)"
+        )
+        return [lines_of(f'id="steps">{text}') for text in texts]
+
+    def steps(self) -> list[int]:
+        """That each picture shows."""
+        return self.browser.run(
+            "[...document.querySelectorAll('iframe')]"
+            ".map((frame) => +frame.contentDocument.getElementById('slider').value)"
+        )
+
+
+@pytest.fixture(scope="module")
+def site() -> Site:
+    try:
+        fetch.fetch(HERE / "pyodide")
+    except SystemExit as error:
+        pytest.skip(str(error))
+    return Site(ROOT)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def opened(browser: Browser, site: Site) -> Iterator[Playground]:
+    """No test leaves a message in the console, and no request leaves the machine."""
+    browser.driver.get(f"{site.page}presets.json")
+    browser.run("localStorage.clear()")
+    browser.logs()
+    yield Playground(browser, site)
+    console, asked = browser.logs()
+    assert console == []
+    assert all(url.startswith((site.root, "data:", "blob:", "about:")) for url in asked), asked
+
+
+def random_settings(seed: int) -> dict[str, Any]:
+    """Prompts that begin alike, every kind of request, a pool in which each of them just fits."""
+    rng = random.Random(seed)
+    words = ["to", "be", "or", "not", "king", "queen", "a", "é", "<b>", "</script>"]
+    stems = [rng.choices(words, k=rng.randint(1, 12)) for _ in range(2)]
+    size, rows, most, longest = rng.choice([1, 2, 3, 4, 4, 8, 16]), [], 1, 1
+    for _ in range(rng.randint(1, 8)):
+        prompt = rng.choice(stems) + rng.choices(words, k=rng.randint(0, 6))
+        n, width = rng.choice([(1, 0), (1, 0), (rng.randint(2, 4), 0), (1, rng.randint(1, 4))])
+        row = {"prompt": " ".join(prompt), "n": n, "beam_width": width, "max_tokens": rng.randint(1, 20)}
+        rows.append(row | {"arrival": rng.choice([1, 1, rng.randint(1, 30)])})
+        shared = len(prompt) // size
+        blocks = blocks_needed(len(prompt) + row["max_tokens"] - 1, size)
+        most = max(most, shared + max(n, width) * (blocks - shared))
+        longest = max(longest, len(prompt) + row["max_tokens"])
+    chunked = rng.random() < 0.6
+    return {
+        "num_blocks": most + rng.choice([0, 0, rng.randint(0, 4), rng.randint(0, 30)]),
+        "block_size": size,
+        "num_host_blocks": rng.choice([0, 3, 20, 100]),
+        "max_num_batched_tokens": rng.randint(1, 40) if chunked else longest + rng.randint(0, 20),
+        "max_num_seqs": rng.randint(4, 12),
+        "enable_chunked_prefill": chunked,
+        "watermark": rng.choice([0.0, 0.0, 0.1, 0.3]),
+        "preemption": rng.choice(["swap", "recompute"]),
+        "enable_prefix_caching": rng.random() < 0.7,
+        "rank": "lambda request: -request.arrival_time" if seed % 8 == 7 else "",
+        "requests": rows,
+    }
+
+
+@pytest.mark.slow
+def test_random_settings_are_the_same_in_the_browser(
+    opened: Playground, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Every line of the recorded page, and for some steps what is drawn of it."""
+    snapshots: list[Any] = []
+    check = playground.check
+    monkeypatch.setattr(
+        playground,
+        "check",
+        lambda engine, changes: snapshots.append(engine.snapshot()) or check(engine, changes),
+    )
+    opened.open()
+    first = request.config.getoption("--first-seed")
+    kinds: set[str] = set()
+    for seed in range(first, first + 40):
+        settings = random_settings(seed)
+        snapshots.clear()
+        result = playground.run(settings, {})
+        assert result["failure"] is None, (seed, result["failure"])
+        opened.show(settings)
+        assert opened.text("problem") == ""
+        expected = lines_of(result["page"])
+        assert opened.pictures() == [expected], f"settings of seed {seed}"
+        kinds |= {
+            kind for line in expected[1:] for kinds, *_ in line.get("said", []) for kind in kinds.split()
+        }
+        if seed % 4 == 0:
+            check_drawing(opened.browser, expected, snapshots, random.Random(seed))
+    assert kinds >= {"copy", "preempt", "swap", "hit", "evict", "fork", "beams", "chunk"}
+
+
+READ = """(() => {
+  const all = (place, query) => [...place.querySelectorAll(query)];
+  const row = (r) => [+r.dataset.block, +r.lastChild.textContent];
+  const table = (t) => all(t, "tbody tr[data-block]").map(row);
+  const queue = (id) => all(document.getElementById(id), ".chip").map((chip) => chip.textContent);
+  return {
+    pool: all(document, "#pool .cell").map((c) =>
+      [c.classList[1], +c.dataset.refs, Math.round(parseFloat(c.style.getPropertyValue("--filled")))]),
+    tables: all(document, ".table").map(table), queues: ["running", "waiting", "swapped"].map(queue),
+  };
+})()"""
+
+
+def check_drawing(
+    browser: Browser, lines: list[dict[str, Any]], snapshots: list[Any], rng: random.Random
+) -> None:
+    """At some steps, the picture shows the state of CPython's engine after it."""
+    changes = [part for line in lines for part in (line, line.get("scheduled", {}))]
+    names = {fields[2]: fields[1] for each in changes for fields in each.get("requests", [])}
+    browser.driver.switch_to.frame(browser.driver.find_element("tag name", "iframe"))
+    for step in rng.sample(range(1, len(lines)), k=min(5, len(lines) - 1)):
+        browser.run("window.trace.go(arguments[0])", step)
+        shown, snapshot = browser.run(READ), snapshots[step - 1]
+        size, tables = snapshot.block_size, []
+        for seq in (seq for request in snapshot.requests for seq in request.sequences):
+            table = seq.block_table or seq.host_table
+            filled = [min(size, max(0, seq.num_computed_tokens - i * size)) for i in range(len(table))]
+            tables += [list(map(list, zip(table, filled, strict=True)))[-24:]] if table else []
+        assert shown["tables"] == tables[:16]  # what the page shows of them
+        for state, queue in zip(("running", "waiting", "swapped"), shown["queues"], strict=True):
+            assert queue == [names[each.request_id] for each in snapshot.requests if each.state == state]
+        assert all(block.state == "free" for block in snapshot.blocks[len(shown["pool"]) :])
+        for (state, refs, filled), block in zip(shown["pool"], snapshot.blocks, strict=False):
+            assert (state, refs) == (block.state, block.ref_count)
+            assert state == "free" or filled == pytest.approx(100 * block.num_filled / size, abs=0.5)
+    browser.driver.switch_to.default_content()
+
+
+@pytest.mark.slow
+def test_every_preset_opens(opened: Playground) -> None:
+    """In the page and, with one of its knob's values, as it stands in a chapter."""
+    opened.open()
+    for name, preset in PRESETS.items():
+        opened.go(f"#preset={name}")
+        assert opened.text("title") == preset["title"]
+        settings = [
+            preset["settings"],
+            *([preset["settings"] | preset["beside"]] if "beside" in preset else []),
+        ]
+        runs = [Run(its) for its in settings]
+        assert opened.pictures() == [[run.header, *run.lines] for run in runs]
+        assert opened.steps() == [min(first_step(preset), run.num_steps) for run in runs]
+    for name, preset in list(PRESETS.items())[:2]:
+        opened.open(f"#preset={name}&embed", runs=False)
+        assert "Run loads Python" in opened.text("told")
+        assert not opened.browser.run("document.getElementById('form').checkVisibility()")
+        opened.browser.run("document.querySelector('.embedded .run').click()")
+        opened.wait()
+        assert len(opened.pictures()) == 1 + ("beside" in preset)
+        knob = opened.browser.driver.find_element("id", "knob")
+        knob.find_elements("tag name", "option")[1].click()
+        opened.wait()
+        run = Run(preset["settings"] | preset["knob"][1][1])
+        assert opened.pictures() == [[run.header, *run.lines]]
+
+
+@pytest.mark.slow
+def test_two_pictures_step_together(opened: Playground) -> None:
+    """The shorter run stays at its end, and the step stays when a setting is changed."""
+    opened.open("#preset=reserved")
+    browser = opened.browser
+
+    def press(picture: int, button: str) -> None:
+        browser.run(
+            f"document.querySelectorAll('iframe')[{picture}].contentDocument.getElementById('{button}').click()"
+        )
+
+    press(0, "last")
+    assert opened.steps() == [4, 4]
+    press(1, "last")
+    assert opened.steps() == [4, 12]
+    press(0, "first")
+    assert opened.steps() == [0, 0]
+    for _ in range(2):
+        press(1, "step-forward")
+    assert opened.steps() == [2, 2]
+    set_field(opened, "#num_blocks-left", "16")
+    assert opened.steps() == [2, 2]
+
+
+@pytest.mark.slow
+def test_settings_are_changed_in_the_form(opened: Playground) -> None:
+    """They run at once, stand in the address, and a wrong one is marked."""
+    opened.open("#preset=prefix-hit")
+    set_field(opened, "#block_size-left", "2")
+    settings = PRESETS["prefix-hit"]["settings"] | {"block_size": 2}
+    assert opened.pictures()[0][1:] == Run(settings).lines
+    opened.browser.run("document.getElementById('add').click()")
+    opened.wait()
+    assert (
+        len(opened.pictures()[0][1]["requests" if "requests" in opened.pictures()[0][1] else "scheduled"])
+        >= 3
+    )
+    address = opened.browser.run("location.hash")
+    shown = opened.pictures()
+    opened.open(address)
+    assert opened.pictures() == shown
+
+    set_field(opened, "#requests > :nth-child(2) [name=max_tokens]", "0")
+    assert (
+        opened.text("problem")
+        == "request 2: max_tokens is 0, but must be at least 1 (None is as many as max_model_len allows)"
+    )
+    marked = "document.querySelectorAll('[aria-invalid]')"
+    assert opened.browser.run(f"[...{marked}].map((field) => field.getAttribute('aria-label'))") == [
+        "output of request 2"
+    ]
+    assert opened.pictures() == shown, "the last pictures stay"
+    set_field(opened, "#num_blocks-left", "")
+    assert "max_tokens is 0" in opened.text("problem") or "num_blocks is empty" in opened.text("problem")
+    set_field(opened, "#num_blocks-left", "24")
+    set_field(opened, "#requests > :nth-child(2) [name=max_tokens]", "3")
+    assert opened.browser.run(f"{marked}.length") == 0
+
+
+def set_field(opened: Playground, selector: str, value: str) -> None:
+    field = opened.browser.driver.find_element("css selector", selector)
+    opened.browser.run("(arguments[0].value = arguments[1], arguments[0].onchange())", field, value)
+    opened.wait()
+
+
+@pytest.mark.slow
+def test_a_change_of_the_source_is_shown_beside_it(opened: Playground) -> None:
+    """And what it breaks, at its step; it stays when the page is loaded again, until it is taken back."""
+    opened.open("#preset=copy-on-write")
+    opened.change("BlockManager.take", "self.free_ids.pop()", "self.free_ids.pop(0)")
+    opened.press_run()
+    before, after = opened.pictures()
+    settings = PRESETS["copy-on-write"]["settings"]
+    ours = change("block_manager.py", "self.free_ids.pop()", "self.free_ids.pop(0)")
+    assert [before, after] == [lines_of(playground.run(settings, its)["page"]) for its in ({}, ours)]
+    assert before != after
+
+    opened.open("#preset=copy-on-write")
+    assert opened.pictures() == [before, after]
+    opened.browser.run("document.getElementById('reset').click()")
+    opened.wait()
+    assert opened.pictures() == [before]
+
+    opened.change("all of block_manager.py", "        self.trim(seq, 0)\n", "        self.trim(seq, 1)\n")
+    opened.press_run()
+    expected = playground.run(settings, LEAK)
+    assert opened.pictures() == [before, lines_of(expected["page"])]
+    (shown,) = opened.browser.run(
+        "[...document.querySelectorAll('figure .problem')].map((p) => p.textContent)"
+    )
+    failure = expected["failure"]
+    assert shown == f"After step {failure['step']} an invariant is broken: {failure['message']}"
+    assert opened.steps()[1] == failure["step"]
+
+
+@pytest.mark.slow
+def test_mistakes_in_the_source(opened: Playground) -> None:
+    """A syntax error and an exception at their lines; a loop without an end is stopped."""
+    opened.open("#preset=copy-on-write")
+    opened.change("BlockManager.take", "if self.free_ids:", "if self.free_ids")
+    opened.press_run()
+    wrong = "document.querySelector('#numbers .wrong').textContent"
+    at = opened.browser.run(wrong)
+    assert opened.text("problem").startswith(
+        f"SyntaxError: expected ':' (nanopaged/block_manager.py, line {at})"
+    )
+    assert "if self.free_ids" in opened.browser.run("document.getElementById('text').value").split("\n")[2]
+
+    opened.change("BlockManager.take", "if self.free_ids", "if self.free_blocks:")
+    opened.press_run()
+    (shown,) = opened.browser.run(
+        "[...document.querySelectorAll('figure .problem')].map((p) => p.textContent)"
+    )
+    assert shown.startswith(
+        "Step 1 failed. AttributeError: 'RecordedBlockManager' object has no attribute 'free_blocks'"
+    )
+    assert opened.browser.run(wrong) == at
+
+    opened.change("BlockManager.take", "if self.free_blocks:", "while True: pass\n        if self.free_ids:")
+    opened.browser.run("document.querySelector('#form .run').click()")
+    time.sleep(1)
+    opened.browser.run("document.getElementById('stop').click()")
+    opened.wait()
+    assert re.match(r"The run was stopped after \d+ seconds, in step 1\.", opened.text("problem"))
+    opened.browser.run("document.getElementById('reset').click()")
+    opened.wait()
+    assert len(opened.pictures()) == 1
+
+
+@pytest.mark.slow
+def test_keys_in_the_editor(opened: Playground) -> None:
+    opened.open("#preset=copy-on-write")
+    opened.change("BlockManager.take", "block.ref_count = 1", "block.ref_count = 1")
+    area = opened.browser.driver.find_element("id", "text")
+
+    def line() -> str:
+        value, at = opened.browser.run("[arguments[0].value, arguments[0].selectionStart]", area)
+        return value[: at + len(value[at:].split("\n")[0])].split("\n")[-1]
+
+    area.send_keys("\ue010")  # End
+    area.send_keys("\ue007if 1:\ue007x\t")  # Enter keeps the indentation, and a colon adds to it
+    assert line() == "            x   "
+    opened.browser.press("\ue008\ue004")  # Shift Tab
+    assert line() == "        x   "
+    area.send_keys("\ue00c\ue004")  # Escape, Tab
+    assert not opened.browser.run("document.activeElement === arguments[0]", area)
+
+
+@pytest.mark.slow
+def test_the_second_load_is_from_the_cache(opened: Playground) -> None:
+    sizes = json.loads((HERE / "pyodide" / "files.json").read_text(encoding="utf-8"))["sizes"]
+    assert f"{sum(sizes.values()) / 1e6:.1f} MB, once" in of_script("playground.js")
+    opened.browser.command("Network.clearBrowserCache")
+    assert measured("first load", opened, opened.open) > 13e6
+    assert measured("second load", opened, opened.open) < 1e6
+    rows = [{"prompt": f"{i} " + "to be or not " * 5, "max_tokens": 195} for i in range(16)]
+    settings = {"num_blocks": 256, "block_size": 16, "max_num_batched_tokens": 64, "requests": rows}
+    measured("16 requests in 256 blocks", opened, lambda: opened.show(settings))
+    print(f"\n{len(opened.pictures()[0]) - 1} steps", end="")
+
+
+def measured(name: str, opened: Playground, call: Callable[[], None]) -> int:
+    """Print the time and the browser's own CPU time of a call. Returns the bytes that the server has sent."""
+    parent = psutil.Process(opened.browser.driver.service.process.pid)
+
+    def cpu() -> float:
+        times = [process.cpu_times() for process in parent.children(recursive=True)]
+        return sum(each.user + each.system for each in times)
+
+    sent, begin, begin_cpu = opened.site.sent, time.monotonic(), cpu()
+    call()
+    took, took_cpu, sent = time.monotonic() - begin, cpu() - begin_cpu, opened.site.sent - sent
+    print(f"\n{name}: {took:.1f} s, {took_cpu:.1f} s of CPU time, {sent / 1e6:.1f} MB", end="")
+    return sent
+
+
+@pytest.mark.slow
+def test_the_page_says_why_it_cannot_run(browser: Browser, tmp_path: Path) -> None:
+    """As a file; without Pyodide; without the source."""
+    browser.driver.get("about:blank")
+    browser.driver.get((HERE / "index.html").as_uri())
+    assert "python -m http.server" in browser.run("document.getElementById('problem').textContent")
+    shutil.copytree(HERE, tmp_path / "docs" / "playground", ignore=shutil.ignore_patterns("pyodide"))
+    page = Playground(browser, Site(tmp_path))
+    page.open()
+    assert page.text("problem") == "Pyodide is missing. Run: python docs/playground/fetch.py"
+    browser.logs()
