@@ -1,0 +1,271 @@
+"""The site: every page is there, every link leads somewhere, and nothing comes from another server."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+import yaml
+from browser import Browser, open_browser
+from doc_pages import ROOT, copy_repository
+from programs import load_file
+
+BUILD = ROOT / "docs" / "site" / "build.py"
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+build = load_file(BUILD)
+
+
+def build_site(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Without the playground, whose Python would have to be fetched."""
+    command = [sys.executable, root / "docs" / "site" / "build.py", folder, "--no-playground"]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """One build, and what is to be seen of it without a browser."""
+    site = tmp_path / "site"
+    done = build_site(ROOT, site)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages = {build.place(file.relative_to(ROOT).as_posix()) for file in files} - {"playground.md"}
+    settings = (BUILD.parent / "zensical.toml").read_text(encoding="utf-8")
+    assert {*re.findall(r'"([^"]+\.md)"', settings)} - {"playground.md"} == pages
+    for page in pages:
+        html = page.replace("README.md", "index.md").replace(".md", ".html")
+        text = (site / html).read_text(encoding="utf-8")
+        assert f'<html lang="{"zh" if page.startswith("zh/") else "en"}"' in text, page
+        assert re.search(r'href="[./]*tour\.html"', text), f"{page}: no tour in the navigation"
+
+    chapter = build.Page(site / "03-blocks.html")
+    assert ("a", "source/nanopaged/block_manager.py.html") in chapter.links
+    assert "append_slots" in (site / "source" / "nanopaged" / "block_manager.py.html").read_text("utf-8")
+    assert ("a", "index.html") in build.Page(site / "tour.html").links
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\([\"']?(https?:)?//|@import", style.read_text(encoding="utf-8")), style
+
+
+@pytest.mark.slow
+def test_a_dead_link_fails_the_build(tmp_path: Path) -> None:
+    copy = copy_repository(tmp_path)
+    page = copy / "docs" / "zh" / "glossary.md"
+    links = "[nothing](nowhere.py) [no heading](../07-sharing.md#no-such)"
+    page.write_text(f"{page.read_text('utf-8')}\n{links}\n", encoding="utf-8")
+    done = build_site(copy, tmp_path / "site")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "zh/glossary.html links to nowhere.py, which does not exist",
+        "zh/glossary.html links to ../07-sharing.html#no-such, which has no such anchor",
+    ]
+    assert not (tmp_path / "site").exists()
+
+
+def test_a_folder_with_other_files_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    done = build_site(ROOT, tmp_path)
+    assert done.returncode == 2
+    assert f"{tmp_path} has files, and is no site: name another folder" in done.stderr
+    assert (tmp_path / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("html", "fault"),
+    [
+        ('<a href="b.html#there">', None),
+        ('<a href="#here" id="here">', None),
+        ('<a href="b.html">', None),
+        ('<a href="tour.html#19">', None),  # the tour's own script reads the number
+        ('<a href="https://arxiv.org/abs/2309.06180">', None),
+        ('<img src="data:,">', None),
+        ('<a href="b.html#nowhere">', "a.html links to b.html#nowhere, which has no such anchor"),
+        ('<a href="#nowhere">', "a.html links to #nowhere, which has no such anchor"),
+        ('<a href="c.html">', "a.html links to c.html, which does not exist"),
+        ('<img src="c.svg">', "a.html links to c.svg, which does not exist"),
+        ('<a href="/b.html">', "a.html links to /b.html, which does not exist"),
+        ('<script src="https://cdn.org/a.js">', "a.html loads https://cdn.org/a.js from another server"),
+        ('<link href="//fonts.org/a">', "a.html loads //fonts.org/a from another server"),
+    ],
+)
+def test_what_is_found(tmp_path: Path, html: str, fault: str | None) -> None:
+    (tmp_path / "a.html").write_text(html)
+    (tmp_path / "b.html").write_text('<h2 id="there">')
+    (tmp_path / "tour.html").write_text("")
+    assert list(build.find_faults(tmp_path)) == ([fault] if fault else [])
+
+
+# ── links ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "led"),
+    [
+        ("docs/03-blocks.md", "../nanopaged/swap.py", "source/nanopaged/swap.py.md"),
+        ("docs/zh/03-blocks.md", "../../nanopaged/swap.py", "../source/nanopaged/swap.py.md"),
+        ("docs/README.md", "exercises", "source/docs/exercises/README.md"),
+        ("docs/README.md", "../README.md", "project.md"),
+        ("README.md", "docs/zh/README.md", "zh/README.md"),
+        ("README.md", "docs/tour.png", "tour.png"),
+        ("docs/zh/03-blocks.md", "../tour.html#19", "../tour.html#19"),
+        ("docs/zh/03-blocks.md", "glossary.md#a", "glossary.md#a"),
+        ("docs/zh/03-blocks.md", "nowhere.py", "nowhere.py"),
+        ("docs/zh/03-blocks.md", "https://arxiv.org/a.py", "https://arxiv.org/a.py"),
+    ],
+)
+def test_where_links_lead(page: str, link: str, led: str) -> None:
+    sources: set[str] = set()
+    code = f"\n```python\n[text]({link})\n```\n"
+    assert build.rewrite(f"[text]({link})\n{code}", page, True, sources) == f"[text]({led})\n{code}"
+    assert [build.place(source) for source in sources] == ([led.lstrip("./")] if "source/" in led else [])
+
+
+# ── the playground ────────────────────────────────────────────────────────────────────────────────
+
+PRESET = "playground/index.html#preset=prefix-hit"
+
+
+def test_a_line_that_is_a_preset_becomes_the_playground() -> None:
+    text = f"Before.\n\n[Play it: how\nmany?]({PRESET})\n\nSee [the same]({PRESET}).\n"
+    page = build.rewrite(text, "docs/06-prefix-cache.md", True, set())
+    assert f'<iframe loading="lazy" title="Play it: how many?" src="{PRESET}&amp;embed"></iframe>' in page
+    assert f'<a href="{PRESET}">Open it on a page of its own</a>' in page
+    assert page.endswith(f"\n\nSee [the same]({PRESET}).\n")
+    # Without a playground, nothing leads to it.
+    without = build.rewrite(text, "docs/06-prefix-cache.md", False, set())
+    assert " ".join(without.split()) == "Before. See the same."
+
+
+def test_the_playground_finds_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metas = '<meta name="source" content="{}">\n<meta name="chapters" content="{}">\n<body>\n'
+    playground, site = tmp_path / "playground", tmp_path / "site"
+    (playground / "pyodide").mkdir(parents=True)
+    (playground / "pyodide" / "python.wasm").touch()
+    (playground / "index.html").write_text(metas.format("../../", "../*.md"))
+    monkeypatch.setattr(build, "PLAYGROUND", playground)
+    build.copy_playground(site)
+    text = (site / "playground" / "index.html").read_text(encoding="utf-8")
+    assert text.startswith(metas.format("../", "../*.html"))
+    assert '<a href="../index.html">' in text
+    for file in ("playground/pyodide/python.wasm", "nanopaged/engine.py", "nanopaged/trace/page.html"):
+        assert (site / file).is_file(), file
+
+
+# ── the code host ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_workflow_runs_what_is_there() -> None:
+    """Its commands are those of the docs; what it publishes is what build.py writes."""
+    jobs = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    commands = [shlex.split(step["run"], comments=True) for step in steps if "run" in step]
+    assert [".ci/run"] in commands
+    assert ["python", "docs/site/build.py"] in commands
+    contributing = (ROOT / "docs" / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for command in commands:
+        assert f"`{shlex.join(command)}`" in contributing
+        files = [word for word in command if "/" in word or word.endswith(".txt")]
+        assert all((ROOT / file).is_file() for file in files)
+    (artifact,) = (step["with"] for step in steps if "upload-pages-artifact" in step.get("uses", ""))
+    assert ROOT / artifact["path"] == build.SITE
+
+
+# ── in a browser ──────────────────────────────────────────────────────────────────────────────────
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Nothing is printed for a request."""
+
+
+@contextmanager
+def serve(folder: Path) -> Iterator[str]:
+    """Serve the files of a folder. Yields its address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    site = tmp_path_factory.mktemp("served") / "site"
+    assert build_site(ROOT, site).returncode == 0
+    with serve(site) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser
+
+
+def wait_for(browser: Browser, script: str) -> None:
+    ends = monotonic() + 10
+    while not browser.run(script):
+        assert monotonic() < ends, script
+        sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 390])
+def test_pages_in_a_browser(browser: Browser, address: str, width: int, dark: bool) -> None:
+    """No message, no request to another server, nothing wider than the screen; as dark as the system."""
+    browser.screen(width, 900, dark)
+    names = ["index.html", "03-blocks.html#the-kv-cache-tensor", "zh/glossary.html", "tour.html#19"]
+    for name in [*names, "source/nanopaged/block_manager.py.html"]:
+        browser.driver.get("about:blank")
+        browser.logs()
+        browser.driver.get(address + name)
+        wait_for(browser, "document.readyState == 'complete'")
+        sleep(0.3)  # scripts run on
+        console, asked = browser.logs()
+        assert console == []
+        assert [url for url in asked if not url.startswith((address, "data:"))] == []
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        colour = browser.run("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 128) is dark
+        if name == "tour.html#19":
+            assert "Step 19" in browser.run("document.getElementById('where').textContent")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("word", "page"), [("copy-on-write", "/07-sharing"), ("末尾", "/zh/03-blocks")])
+def test_the_search_finds(browser: Browser, address: str, word: str, page: str) -> None:
+    """It is opened with a key. Each Chinese character is a word: the one here begins no run of characters."""
+    browser.screen(1400, 900)
+    browser.driver.get(f"{address}03-blocks.html#the-pool-take-share-release")
+    browser.driver.refresh()
+    opened = "[...document.querySelectorAll('*')].find((e) => e.shadowRoot)?.shadowRoot"
+    wait_for(browser, opened)
+    browser.press("/")
+    wait_for(browser, f"{opened}.activeElement?.tagName == 'INPUT'")
+    browser.press(word)
+    first = f"{opened}.querySelector('a[href]')?.href"
+    wait_for(browser, first)
+    assert page in browser.run(first)
+
+
+@pytest.mark.slow
+def test_the_playground_in_a_chapter_loads_when_it_is_opened(browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "playground").mkdir()
+    (tmp_path / "playground" / "index.html").write_text("<!doctype html><link rel='icon' href='data:,'>")
+    frame = build.rewrite(f"\n\n[Play it]({PRESET})\n", "docs/06-prefix-cache.md", True, set())
+    (tmp_path / "chapter.html").write_text(f"<!doctype html>{frame}")
+    with serve(tmp_path) as address:
+        browser.driver.get(f"{address}chapter.html")
+        sleep(0.5)
+        assert not any("playground" in url for url in browser.logs()[1])
+        browser.run("document.querySelector('summary').click()")
+        sleep(0.5)
+        assert any("playground" in url for url in browser.logs()[1])
