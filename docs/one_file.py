@@ -150,9 +150,9 @@ class Scheduler:
         batch.append(request)
         # Full blocks can be found at once, even by a request of this very step, because in every layer the
         # model stores the K/V of the whole batch before any token looks at it.
-        for end in range(BLOCK_SIZE, request.num_computed + n + 1, BLOCK_SIZE):
-            if end > request.num_computed:
-                self.pool.publish(request.tokens[:end], request.table[end // BLOCK_SIZE - 1])
+        num_full = request.num_computed // BLOCK_SIZE  # blocks that were full, and so findable, before
+        for end in range((num_full + 1) * BLOCK_SIZE, request.num_computed + n + 1, BLOCK_SIZE):
+            self.pool.publish(request.tokens[:end], request.table[end // BLOCK_SIZE - 1])
         return n
 
     def preempt(self, request: Request) -> None:

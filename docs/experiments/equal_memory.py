@@ -1,6 +1,7 @@
 """Throughput at equal memory: the same requests and the same pool, contiguous against pages.
 
     python docs/experiments/equal_memory.py
+    python docs/experiments/equal_memory.py --long 12000 --longest 12288 --slots 16384 --rounds 1
 
 One engine serves the same requests under five rules for admission; its pool has as many slots for K/V in each
 of them (PagedAttention, §6.2):
@@ -21,20 +22,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from common import add_model_arguments, at_least, machine, make_llm, make_parser, model_name
-from memory import draw_lengths, give_back, take
+from common import SHAPES, add_model_arguments, at_least, machine, make_llm, make_parser, model_name
+from memory import Reserve, draw_lengths, give_back, reserve_rules, take
 from tqdm import tqdm
 
 from nanopaged import SamplingParams
 
 if TYPE_CHECKING:
     from nanopaged import LLM
-
-Reserve = Callable[[int, int], int]
-"""(input, output) tokens → slots of the range to reserve."""
 
 
 def main() -> None:
@@ -45,17 +42,25 @@ def main() -> None:
     parser.add_argument("--requests", type=at_least(1), default=32)
     parser.add_argument("--input", type=at_least(1), default=100, help="mean tokens of a prompt")
     parser.add_argument("--output", type=at_least(1), default=100, help="mean tokens of an output")
+    parser.add_argument(
+        "--long", type=at_least(0), default=0, help="prompt of one more request, amid the others"
+    )
     parser.add_argument("--rounds", type=at_least(1), default=3)
     args = parser.parse_args()
     longest = args.longest
     if longest > args.slots:
         parser.error(f"a request may have {longest} tokens, but --slots is {args.slots}")
+    if args.long > 0 and args.long + args.output > longest:
+        parser.error(
+            f"--long {args.long} and its {args.output} tokens of output are more than --longest {longest}"
+        )
     lengths = draw_lengths((args.input, args.output), args.requests, args.seed, longest)
+    if args.long > 0:
+        lengths.insert(len(lengths) // 2, (args.long, args.output))
+    SHAPES[args.shape]["max_position_embeddings"] = longest
     rules: dict[str, Reserve | None] = {
         "one": lambda num_input, num_output: args.slots,
-        "max": lambda num_input, num_output: longest,
-        "pow2": lambda num_input, num_output: min(longest, num_input + (1 << (num_output - 1).bit_length())),
-        "oracle": lambda num_input, num_output: num_input + num_output,
+        **reserve_rules(longest),
         "paging": None,
     }
     llm = make_llm(
@@ -64,7 +69,7 @@ def main() -> None:
         block_size=16,
         max_model_len=longest,
         enable_prefix_caching=False,
-        max_num_seqs=args.requests,
+        max_num_seqs=len(lengths),
     )
     serve(llm, lengths[:2], None, args.slots)  # the first run is slower
     steps, at_once = {}, {}

@@ -37,13 +37,8 @@ from nanopaged import SamplingParams
 from nanopaged.block_manager import blocks_needed
 from nanopaged.scheduler import Scheduler
 
-MAX_LEN = 2048
+MAX_LEN = 2048  # tokens of the longest request
 MAX_QUEUE = 64  # requests that wait at a time
-POLICIES: dict[str, Callable[[int, int], int]] = {  # (input, output) tokens → slots to reserve
-    "max": lambda num_input, num_output: MAX_LEN,
-    "pow2": lambda num_input, num_output: min(MAX_LEN, num_input + (1 << (num_output - 1).bit_length())),
-    "oracle": lambda num_input, num_output: num_input + num_output,
-}
 PAPER = {"max": "20.4 %", "pow2": "26.8 %", "oracle": "38.2 %", "paging": "96.3 %"}
 KINDS = {  # of slots → their colours in a figure
     "real": "#0b5cad",
@@ -54,6 +49,7 @@ KINDS = {  # of slots → their colours in a figure
 }
 
 Lengths = list[tuple[int, int]]  # (input, output) tokens of each request
+Reserve = Callable[[int, int], int]  # (input, output) tokens → slots to reserve
 
 
 class Usage:
@@ -108,13 +104,14 @@ def main() -> None:
     kinds = "".join(f"{kind:>10}" for kind in list(KINDS)[1:])
     print(f"{'trace':15} {'allocation':11}{'real':>7} {'at once':>8}{kinds}   paper's real")
     bars: dict[str, dict[str, dict[str, float]]] = {}
+    rules = reserve_rules(MAX_LEN)
     for trace in args.trace:
         lengths = draw_lengths(TRACES[trace], args.requests, args.seed)
-        for policy in (*POLICIES, "paging"):
+        for policy in (*rules, "paging"):
             if policy == "paging":
                 usage = run_paged(lengths, args.slots, args.block_size, args.seed)
             else:
-                usage = run_contiguous(lengths, args.slots, POLICIES[policy])
+                usage = run_contiguous(lengths, args.slots, rules[policy])
             print_row(f"{trace:15} {policy:11}", usage, PAPER[policy])
             shares = usage.shares if usage.steps > 0 else {}
             bars.setdefault(trace, {})[policy] = {kind: 100 * share for kind, share in shares.items()}
@@ -131,9 +128,17 @@ def print_row(name: str, usage: Usage, paper: str) -> None:
         print(f"{name}{real:7.1%} {usage.at_once:8.1f}{wasted}   {paper}", flush=True)
 
 
-def draw_lengths(means: tuple[int, int], num: int, seed: int, longest: int | None = None) -> Lengths:
+def reserve_rules(longest: int) -> dict[str, Reserve]:
+    """The three rules by name, if no request has more than `longest` tokens."""
+    return {
+        "max": lambda num_input, num_output: longest,
+        "pow2": lambda num_input, num_output: min(longest, num_input + (1 << (num_output - 1).bit_length())),
+        "oracle": lambda num_input, num_output: num_input + num_output,
+    }
+
+
+def draw_lengths(means: tuple[int, int], num: int, seed: int, longest: int = MAX_LEN) -> Lengths:
     """Exponential around the means; input and output together have at most `longest` tokens."""
-    longest = longest or MAX_LEN
     rng, lengths = random.Random(seed), []
     for _ in range(num):
         num_input, num_output = (1 + int(rng.expovariate(1 / mean)) for mean in means)

@@ -137,7 +137,7 @@ def time_swap(swap: Callable[[Moves], None], block_size: int, device: torch.devi
 
 def time_prefill(args: argparse.Namespace, num_tokens: int = 512) -> tuple[float, KVShape]:
     """Seconds a token to compute a prompt, the median of five rounds; and the shape of its K/V."""
-    llm = make_llm(args, max_model_len=1024, enable_prefix_caching=False)
+    llm = make_llm(args, max_model_len=1024, max_num_seqs=1, enable_prefix_caching=False)
     rng, rounds = random.Random(args.seed), []
     for i in range(6):
         prompt = rng.choices(range(llm.engine.vocab_size), k=num_tokens)
@@ -170,6 +170,7 @@ def serve_in_turns(num_blocks: int, args: argparse.Namespace) -> list[tuple[floa
             block_size=16,
             num_blocks=num_blocks,
             max_model_len=160,
+            max_num_seqs=16,
             preemption=preemption,
             enable_prefix_caching=False,
         )

@@ -15,7 +15,7 @@ from nanopaged import SamplingParams
 from nanopaged.scheduler import Scheduler
 from nanopaged.swap import Swapper
 
-NUM_BLOCKS, SIZE, STEP = 4, 36, 42
+NUM_BLOCKS, SIZE, STEP, PANEL = 4, 36, 42, 206
 Places = dict[int, tuple[str, int]]  # block → the request whose K/V it holds, and how many slots of it
 
 
@@ -48,9 +48,9 @@ def main() -> None:
     for name in "AB":
         scheduler.add(make_request(name, list(range(6)), SamplingParams(max_tokens=6)))
     drawing = Drawing(
-        676, 242, "The blocks of the device and of the host before, during and after a preemption"
+        676, 268, "The blocks of the device and of the host before, during and after a preemption"
     )
-    for y, text in ((84, "device"), (166, "host")):
+    for y, text in ((84, "device"), (192, "host")):
         drawing.text(58, y + SIZE / 2, text, 12, "end", GREY)
     titles = {3: "no block is left", 4: "B is out, A has its block 2", 7: "B is back, in other blocks"}
     runner, x = NoModel(), 70.0
@@ -63,15 +63,20 @@ def main() -> None:
         drawing.text(x, 24, f"after step {step}", 13, "start", bold=True)
         drawing.text(x, 44, titles[step], 12, "start", GREY)
         draw_row(drawing, x, 84, device)
-        draw_row(drawing, x, 166, host)
-        for moves, begin, end in ((batch.swap_out, 122, 148), (batch.swap_in, 148, 122)):
+        draw_row(drawing, x, 192, host)
+        # An arrow begins in the panel before, where the block still holds what is copied.
+        for moves, begin, end, side in ((batch.swap_out, 122, 174, -8), (batch.swap_in, 174, 122, 8)):
             for source, destination in moves:
-                at, to = (x + block_id * STEP + SIZE / 2 for block_id in (source, destination))
-                drawing.line(at, begin, to, end, COLORS[1][1], arrow=True)
-        x += 206
-    drawing.text(
-        70, 222, "B:4 is a block with the K/V of four tokens of B. An arrow is a copy.", 12, "start", GREY
-    )
+                at, to = (block_id * STEP + SIZE / 2 for block_id in (source, destination))
+                shift_at, shift_to = (0, side) if side < 0 else (side, 0)  # beside each other at the host
+                drawing.line(
+                    x - PANEL + at + shift_at, begin, x + to + shift_to, end, COLORS[1][1], arrow=True
+                )
+        if step > 3:
+            drawing.text(x - PANEL / 2 + (-12 if batch.swap_out else 96), 158, f"step {step}", 12, color=GREY)
+        x += PANEL
+    note = "B:4 is a block with the K/V of four tokens of B. An arrow is a copy, to where it is afterwards."
+    drawing.text(70, 248, note, 12, "start", GREY)
     drawing.save()
 
 

@@ -18,9 +18,9 @@ from no_model import NoModel, make_request, make_scheduler
 from nanopaged import SamplingParams
 
 NUM_SLOTS, BLOCK_SIZE, STEP = 320, 8, 24
-memory.MAX_LEN = 64
+RULES = memory.reserve_rules(64)
 NAMES = ascii_letters.swapcase()  # requests A to Z, a to z
-LENGTHS = memory.draw_lengths((10, 22), len(NAMES), seed=53)
+LENGTHS = memory.draw_lengths((10, 22), len(NAMES), seed=53, longest=64)
 
 Piece = tuple[int, int, str]  # (first slot, number of slots, kind)
 Range = tuple[int, int, str, int]  # (first slot, number of slots, its request, slots with a token)
@@ -36,7 +36,7 @@ def contiguous(policy: str) -> tuple[list[Piece], list[Range], int]:
             running.remove(ended)
         while True:
             name, (num_input, num_output) = waiting[0]
-            size = memory.POLICIES[policy](num_input, num_output)
+            size = RULES[policy](num_input, num_output)
             start = memory.take(holes, size)
             if start is None:
                 break
@@ -96,7 +96,7 @@ def main() -> None:
     for i, (kind, color) in enumerate(memory.KINDS.items()):
         drawing.box(LEFT + 105 * i, 16, 14, 14, fill=color, line=color)
         drawing.text(LEFT + 105 * i + 20, 23, kind, anchor="start")
-    for row, policy in enumerate([*memory.POLICIES, "paging"]):
+    for row, policy in enumerate([*RULES, "paging"]):
         pieces, ranges, served = paging() if policy == "paging" else contiguous(policy)
         totals = dict.fromkeys(memory.KINDS, 0)
         y = TOP + 84 * row + 12

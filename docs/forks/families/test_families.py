@@ -27,6 +27,7 @@ from nanopaged import LLM, EngineConfig, LLMEngine, SamplingParams
 from nanopaged.model.checkpoint import TINY_MODEL, load_model
 from nanopaged.model.layers import MixtureOfExperts
 from nanopaged.model.model_config import read_model_config
+from nanopaged.views.outputs import request_output
 
 TOLERANCE = 1e-4
 PROMPTS = random_prompts(5, seed=6, longest=40)
@@ -104,7 +105,7 @@ def check_outputs(folder: Path, oracle: Expected, which: range = range(5), **opt
         engine.step()
         engine.check_invariants()
     for i, request in requests.items():
-        (completion,) = request.output().outputs
+        (completion,) = request_output(request).outputs
         assert completion.token_ids == oracle.tokens[i]
         for logprobs, row in zip(completion.logprobs, oracle.logprobs_after[i], strict=True):
             for token_id, logprob in logprobs.items():

@@ -34,6 +34,7 @@ from nanopaged.block_manager import BlockManager
 from nanopaged.model import sizing
 from nanopaged.model.lora import Adapters
 from nanopaged.sequence import Sequence
+from nanopaged.views.outputs import request_output
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 KINDS: dict[str, dict[str, Any]] = {  # three adapters: fields of adapter_config.json
@@ -165,7 +166,7 @@ def test_every_request_says_what_it_says_alone(
         llm.engine.step()
         llm.engine.check_invariants()
     for (i, name), request in zip(asked, requests, strict=True):
-        for ours, theirs in zip(request.output().outputs, alone[name][i].outputs, strict=True):
+        for ours, theirs in zip(request_output(request).outputs, alone[name][i].outputs, strict=True):
             assert ours.token_ids == theirs.token_ids
             assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-4)
     stats = llm.engine.stats()

@@ -17,6 +17,7 @@ from test_sharing import check_beams, transformers_beams
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, SamplingParams, engine
 from nanopaged.sequence import Request, ScheduledBatch, StepResult
+from nanopaged.views.outputs import request_output
 
 
 class Clock:
@@ -304,7 +305,7 @@ def test_greedy_tokens_equal_transformers(qwen3: Oracle, preemption: str, chunke
     stats = llm.engine.stats()
     assert getattr(stats, f"num_preemptions_{preemption}") >= 4
     for request, prompt in zip(requests, prompts, strict=True):
-        (got,) = request.output().outputs
+        (got,) = request_output(request).outputs
         assert got.token_ids == qwen3.greedy(prompt, 12)
         oracle = qwen3.logprobs(prompt + got.token_ids)[len(prompt) - 1 : -1]
         expected = oracle.gather(1, torch.tensor([got.token_ids]).T)[:, 0].tolist()
@@ -338,8 +339,8 @@ def test_samples_and_beams_that_are_preempted_say_the_same(qwen3: Oracle, preemp
     while llm.engine.has_unfinished_requests():
         llm.engine.step()
         llm.engine.check_invariants()
-    check_beams(families[0].output(), transformers_beams(qwen3, prompts[0], beams, EOS), 1.0)
-    got, whole = families[1].output().outputs, alone[0].outputs
+    check_beams(request_output(families[0]), transformers_beams(qwen3, prompts[0], beams, EOS), 1.0)
+    got, whole = request_output(families[1]).outputs, alone[0].outputs
     assert [completion.token_ids for completion in got] == [completion.token_ids for completion in whole]
 
 
