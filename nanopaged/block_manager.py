@@ -8,6 +8,7 @@ only: the model runner copies the contents.
 
 from __future__ import annotations
 
+import gc
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -52,9 +53,9 @@ class Block:
     """A physical block and its state.
 
         free ──▶ partial ──▶ full ──▶ cached ──▶ full again (a hit: `share`)
-           `take`        `publish`  `release`: no reference, contents kept
-                  ▲                      │
-                  └──────────────────────┘ evicted by `take`, least recently used first
+         ▲ `take`   │   filled │   `release`, published: contents kept
+         └──────────┴──────────┘         └──▶ partial: evicted by `take`, least recently used first
+           `release`, not published
 
     `key` is set while the prefix index names this block. Without references, a block without a key is free.
     """
@@ -78,7 +79,11 @@ class BlockManager:
 
     def reset(self) -> None:
         """Make all blocks free, and empty the prefix index."""
+        collects = gc.isenabled()
+        gc.disable()  # so many new objects would start collections, which go through all of PyTorch's objects
         self.blocks = [Block(i) for i in range(self.num_blocks)]
+        if collects:
+            gc.enable()
         self.free_ids = list(range(self.num_blocks))[::-1]  # a stack: block 0 is handed out first
         self.cached: OrderedDict[int, Block] = OrderedDict()  # without references, least recently used first
         self.index: dict[bytes, Block] = {}  # the prefix index: key → the one block published under it
@@ -132,14 +137,14 @@ class BlockManager:
         A sequence's table begins with the blocks found in the prefix cache; the others are taken.
 
             block_size = 2, a b c d e, the cache has (a b) in block 7:      table [7 0 1], 2 tokens computed
-            If another sequence uses block 7, 2 free blocks are needed. If none does, block 7 is among the
-            free ones: 3 of `num_free_blocks` are needed.
+            If another sequence uses block 7, 2 free blocks are needed. If none does, block 7 itself counts
+            as free: 3 of `num_free_blocks` are needed.
 
         Several sequences, of a request that was preempted, also share the full blocks of their common
-        prefixes. Such a block counts as computed for all but the first of them, because a request's sequences
-        are computed in order.
+        prefixes. Such a block counts as computed for all but the first of them, because no sibling runs in
+        an earlier step.
 
-            a b c d e │ a b c d f │ a b x y z      tables [0 1 2] [0 1 3] [0 4 5]: 3 keys and 3 last blocks
+            abcde  abcdf  abxyz      tables [0 1 2] [0 1 3] [0 4 5]: 3 keys and 3 last blocks
 
         Args:
             look_up: whether to look into the prefix cache.

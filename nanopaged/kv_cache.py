@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.kernels.devices import allocate_blocks, is_ampere
+from nanopaged.kernels.devices import allocate_blocks, copy_kernel
 
 
 def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None) -> Tensor:
@@ -82,14 +82,7 @@ class KVCache:
         self.data = allocate_blocks(num_blocks, sizes, shape.dtype, device)
         host, pin_memory = torch.device("cpu"), device.type == "cuda"
         self.host = allocate_blocks(num_host_blocks, sizes, shape.dtype, host, pin_memory)
-        self.copy_kernel = None
-        if is_ampere(device):
-            try:
-                from nanopaged.kernels.copy_blocks import copy_blocks
-
-                self.copy_kernel = copy_blocks
-            except ImportError:  # Triton is not installed: blocks are copied one by one
-                pass
+        self.copy_kernel = copy_kernel(device)  # None: blocks are copied one by one
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's K and V, each [num_blocks, num_kv_heads, block_size, head_dim]."""

@@ -22,6 +22,7 @@ from nanopaged.sequence import Request
 from nanopaged.text.chat import Message, as_conversations, render_chat
 from nanopaged.text.outputs import RequestOutput
 from nanopaged.threads.turns import Turns
+from nanopaged.views.outputs import request_output
 from nanopaged.views.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class LLM(ForeignAttributes):
                     self._turns.queue(request)
                 while some_are_unfinished():
                     self._turns.step(requests)
-        return [request.output() for request in requests]
+        return [request_output(request) for request in requests]
 
     @with_hints(BeamSearchParams)
     def beam_search(

@@ -6,9 +6,7 @@ What cannot be served is refused by `checks/requests.py`, before it is queued.
 from __future__ import annotations
 
 import random
-from functools import cached_property
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from nanopaged.checks.requests import (
     Params,
@@ -24,6 +22,9 @@ from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.sequence import Request
 from nanopaged.text.detokenizer import Detokenizer
 from nanopaged.text.stopping import StopRules
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class PromptProcessor:
@@ -85,13 +86,5 @@ class PromptProcessor:
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer: give the prompt as a list of token ids")
         text.encode()  # half of a surrogate pair, which no tokenizer takes, is a ValueError
-        if (
-            len(text) > self.config.max_model_len
-        ):  # or it surely fits, and the vocabulary need not be measured
-            check_text(text, self.config.max_model_len, self._longest_token)
+        check_text(text, self.config.max_model_len, self.tokenizer)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    @cached_property
-    def _longest_token(self) -> int:
-        """Characters of the longest token."""
-        return max(map(len, self.tokenizer.get_vocab()))

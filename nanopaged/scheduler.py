@@ -103,7 +103,7 @@ class Scheduler:
             i += 1
 
         # A request preempted above is in this queue as well. It seldom fits at once: one of its blocks is
-        # taken, or it needs more than it gave back. If it fits, nothing is wrong: swaps out come first.
+        # taken, or it needs more than it gave back. If it fits, it may run: swaps out come first.
         if self.waiting:
             num_seqs = sum(request.num_seqs for request in self.running)
             self.waiting.update_ranks(self.rank)

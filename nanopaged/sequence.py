@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.text.detokenizer import Detokenizer
-from nanopaged.text.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
+from nanopaged.text.outputs import Logprobs
 from nanopaged.text.stopping import StopRules
 
 
@@ -140,25 +140,6 @@ class Sequence:
         if num_output_tokens > 0:
             self.check_stop()
 
-    def output(self) -> CompletionOutput:
-        """The output so far, see `CompletionOutput`."""
-        token_ids, text = self.token_ids[self.request.num_prompt_tokens :], ""
-        if self.detokenizer is not None:
-            stopped_by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
-            shown = token_ids[:-1] if stopped_by_token else token_ids  # a stop token is not part of the text
-            text = self.detokenizer.visible(shown, self.finish_reason is not None)
-        with_logprobs = self.request.params.logprobs is not None
-        return CompletionOutput(
-            index=self.index,
-            text=text,
-            token_ids=token_ids,
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=list(self.logprobs) if with_logprobs else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            score=self.score,
-        )
-
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -234,19 +215,6 @@ class Request:
         for seq in self.sequences:
             seq.start_over()
         self.live = [seq for seq in self.sequences if not seq.finished]
-
-    def output(self) -> RequestOutput:
-        """The outputs so far, see `RequestOutput`."""
-        times = self.arrival_time, self.first_token_time, self.finish_time
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
-            outputs=[seq.output() for seq in self.sequences],
-            finished=not self.live,
-            metrics=RequestMetrics(*times, self.num_cached_tokens or 0, self.num_preemptions),
-        )
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ LONG = ["bench.py"] + [
 # Commands that the tests of the pages run with these sizes.
 SMALL = {
     "example.py": "--max-tokens 4",
-    "docs/experiments/equal_memory.py": "--shape test --slots 256 --longest 99 --requests 4 --input 9",
+    "docs/experiments/equal_memory.py": "--shape test --slots 112 --longest 99 --requests 4 --long 0",
     "docs/experiments/ranks.py": "--shape test --ranks 1 --sequences 1 --steps 2",
     "docs/experiments/tracing.py": "--sequences 1 --steps 4",
 }
@@ -56,8 +56,8 @@ ELSEWHERE = {
     "--ignore=tests/test_docs.py": "tests/test_forks.py, with the quick tests",
 }
 
-# The programs of these pages have processes of their own, as a reader's; those of the others may be forked.
-REAL = {ROOT / "README.md", ROOT / "docs" / "02-one-request.md"}
+# The programs of this page have processes of their own, as a reader's; those of the others may be forked.
+REAL = {ROOT / "README.md"}
 
 
 @dataclass
@@ -80,7 +80,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 def copy_repository(folder: Path) -> Path:
     """A copy of the project. The hub id of the README's example is a folder there: the tiny model."""
-    ignore = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist")
+    ignore = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "pyodide")
     copy = folder / "copy"
     shutil.copytree(ROOT, copy, ignore=ignore)
     shutil.copytree(copy / "nanopaged" / "tiny", copy / "Qwen" / "Qwen3-0.6B")

@@ -2,6 +2,7 @@
 
     python tests/mutate.py --num 100 --seed 0        a sample of the mutants of all files below
     python tests/mutate.py --num 0 nanopaged/swap.py    all mutants of one file
+    python tests/mutate.py --num 0 --stage 2         of the functions of a stage of docs/rebuild.py
 
 Prints a line for each mutant: where it is, the change, and the test that failed, or SURVIVED. A survivor is a
 missing test, a line that is not needed, or an equivalent program. (Needs `os.fork`: Linux or macOS.)
@@ -24,13 +25,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM  # noqa: F401  see `os.fork`
+import torch
 from which import TESTS, tests_of
+
+# As conftest.py: kernels are interpreted without a GPU, and transformers imports triton.
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM  # noqa: E402, F401  see `os.fork`
 
 ROOT = Path(__file__).parents[1]
 CPU_SECONDS = 120  # for one test: a mutant that loops for ever is killed, too
 MEMORY = 16 << 30  # bytes of address space, for the same reason
-RANDOM_RUNS = "100"  # of each kind
+RANDOM_RUNS = ["--random-runs", "100"]  # of each kind
 FILES = [f"nanopaged/{file}" for file, tests in TESTS.items() if tests and not file.startswith("tiny/")]
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -137,18 +142,34 @@ def failing_test(folder: Path, mutant: Mutant | None, tests: list[str]) -> str |
     child = os.fork()  # with torch and transformers' models, which take seconds to import
     if child == 0:
         os.chdir(folder)
-        sys.path.insert(0, str(folder))
+        sys.path[:0] = [str(folder), str(folder / "tests")]
         os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
         sys.dont_write_bytecode = True  # a file that changes twice in a second would be taken from the cache
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        options = ["-x", "-p", "no:cacheprovider", "--random-runs", RANDOM_RUNS]
-        os._exit(pytest.main([*dict.fromkeys(tests), *options], [LastTest(last_test)]))
+        os._exit(pytest.main([*dict.fromkeys(tests), "-x", "-p", "no:cacheprovider"], [LastTest(last_test)]))
     _, status = os.waitpid(child, 0)
     if mutant is not None:
         shutil.copy(ROOT / mutant.file, folder / mutant.file)
     return last_test.read_text() if status else None
+
+
+def of_stage(number: int) -> tuple[list[Mutant], list[str]]:
+    """The mutants of a stage's functions, and the stage's tests."""
+    sys.path += [str(ROOT / "docs"), str(ROOT / "docs" / "rebuild")]
+    import rebuild
+
+    stage, found = rebuild.STAGES[number], []
+    for file in dict.fromkeys(file for file, _ in stage.functions):
+        source = (ROOT / file).read_text()
+        bodies = [
+            rebuild.body_lines(rebuild.find_function(source, name))
+            for each, name in stage.functions
+            if each == file
+        ]
+        found += [each for each in mutants(file) if any(a < each.line <= b for a, b in bodies)]
+    return found, [f"docs/rebuild/judge_{number}.py", *stage.suite]
 
 
 def main() -> None:
@@ -157,20 +178,29 @@ def main() -> None:
     parser.add_argument("files", nargs="*", default=FILES, help="of the package; all of them if none")
     parser.add_argument("--num", type=int, default=100, help="mutants in the sample, 0 for all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--stage", type=int, help="of docs/rebuild.py: only its functions, only its tests")
     args = parser.parse_args()
     everything = [mutant for file in args.files for mutant in mutants(file)]
+    stage_tests: list[str] = []
+    if args.stage is not None:
+        everything, stage_tests = of_stage(args.stage)
     sample = random.Random(args.seed).sample(everything, min(args.num or len(everything), len(everything)))
     num_killed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in ("nanopaged", "tests"):
+        for part in ("nanopaged", "tests", "docs/rebuild"):
             shutil.copytree(ROOT / part, folder / part)
         shutil.copy(ROOT / "pyproject.toml", folder)
-        needed = [test for file in {mutant.file for mutant in sample} for test in tests_of(file)]
+        needed = stage_tests
+        if args.stage is None:
+            needed = [
+                test for file in {each.file for each in sample} for test in tests_of(file)
+            ] + RANDOM_RUNS
         if (test := failing_test(folder, None, needed)) is not None:
             sys.exit(f"{test} fails without any change")
         for mutant in sorted(sample, key=lambda mutant: (mutant.file, mutant.line)):
-            test = failing_test(folder, mutant, tests_of(mutant.file))
+            tests = stage_tests or tests_of(mutant.file) + RANDOM_RUNS
+            test = failing_test(folder, mutant, tests)
             num_killed += test is not None
             print(f"{mutant.file}:{mutant.line}  {mutant.change:60}  {test or 'SURVIVED'}", flush=True)
     print(f"{num_killed} of {len(sample)} mutants killed ({len(everything)} in all, seed {args.seed})")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -98,6 +98,14 @@ def run_process(command: str | list[str], folder: Path, env: dict[str, str], tim
         encoding="utf-8",
         timeout=timeout,
     )
+
+
+def load_file(file: Path, name: str | None = None) -> ModuleType:
+    """A Python file that is not on the path, as a module of this process."""
+    spec = importlib.util.spec_from_file_location(name or file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # ── the process that waits: it is asked for one program at a time ─────────────────────────────────

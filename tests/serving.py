@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanopaged.views.outputs import request_output
 
 Params = SamplingParams | BeamSearchParams
 
@@ -23,7 +24,7 @@ def serve(llm: LLM, prompts: list[list[int]], params: Params | list[Params]) -> 
     stats = engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.num_used_blocks == 0
-    return [request.output() for request in requests]
+    return [request_output(request) for request in requests]
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import ast
 import builtins
 import io
+import json
 import keyword
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 import textwrap
 import tokenize
 from functools import cache
@@ -33,6 +31,8 @@ from doc_pages import (
     run_python,
 )
 from programs import environment, run_program
+
+from nanopaged.trace.sentences import PARTS
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -165,13 +165,17 @@ def prose_of(page: Path) -> str:
     return FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
+def slug_of(heading: str) -> str:
+    words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+
+
 @cache
 def anchors_of(page: Path) -> set[str]:
     """The anchors of a page's headings, as code hosts make them: `## A b, c` → a-b-c."""
     anchors: set[str] = set()
     for heading in re.findall(r"^#+ (.*)$", prose_of(page), flags=re.MULTILINE):
-        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
-        slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        slug = slug_of(heading)
         number = sum(anchor == slug or re.fullmatch(rf"{slug}-\d+", anchor) is not None for anchor in anchors)
         anchors.add(f"{slug}-{number}" if number else slug)
     return anchors
@@ -241,7 +245,7 @@ def unknown_names(code: str) -> list[str]:
     if re.match(r"https?:|/", code):
         return []
     unknown = []
-    for dotted in re.findall(r"[A-Za-z_][\w.]*\w", code):
+    for dotted in re.findall(r"(?<!\w)[A-Za-z_][\w.]*\w", code):
         first, *rest = dotted.split(".")
         if first in LIBRARIES:
             try:
@@ -289,15 +293,79 @@ def test_commands_have_their_options(page: Path) -> None:
             assert re.search(rf"{option}\b", help_of(file)), f"{page.name}: {file} has no {option}"
 
 
-def test_the_site_builds(tmp_path: Path) -> None:
-    """Without a warning: no page is missing, every link resolves in the site as well."""
-    config = DOCS / "site" / "mkdocs.yml"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", config, "-d", tmp_path]
-    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, env=quiet, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for name, language in (("00-map.html", "en"), ("zh/00-map.html", "zh")):
-        assert f'<html lang="{language}"' in (tmp_path / name).read_text(encoding="utf-8")
+# ── lengths ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def words_of(text: str) -> int:
+    return len(text.split())
+
+
+def section(page: Path, anchor: str) -> str:
+    """A section with its subsections; without an anchor, what stands before the first heading."""
+    parts = re.split(r"^(?=## )", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    if not anchor:
+        return parts[0]
+    (found,) = (part for part in parts[1:] if slug_of(part.splitlines()[0].lstrip("# ")) == anchor)
+    return found
+
+
+def test_an_evening_stays_an_evening() -> None:
+    """Its part of the chapters has at most 11,000 words; the minutes of a row suffice, and add up."""
+    text = (DOCS / "evening.md").read_text(encoding="utf-8")
+    *minutes, total = map(int, re.findall(r"^\| \**(\d+)\**", text, re.MULTILINE))
+    assert sum(minutes) == total
+    assert re.search(rf"\b{total} minutes", text)
+    num_words = 0
+    for line in text.splitlines():
+        links = re.findall(r"\((0[1-8]-[\w-]+\.md)#?([\w-]*)\)", line)
+        here = sum(words_of(section(DOCS / page, anchor)) for page, anchor in links)
+        num_words += here
+        if links:
+            assert int(re.match(r"\| (\d+)", line)[1]) >= here / 150, f"{here} words: {line}"
+    assert num_words <= 11_000
+    assert f"{round(num_words, -2):,} words" in text
+
+
+def test_the_book_stays_short() -> None:
+    chapters = list(DOCS.glob("[0-9]*.md"))
+    assert len(chapters) == 14
+    assert sum(words_of(page.read_text(encoding="utf-8")) for page in chapters) <= 34_000
+    assert words_of((ROOT / "README.md").read_text(encoding="utf-8")) <= 1_200
+
+
+LINKING = [page for page in sorted(DOCS.rglob("0[1-8]-*.md")) if page.parent.name in ("docs", "zh")]
+SHOWN = {
+    "02": {"arrive"},
+    "03": {"finish"},
+    "04": {"chunk"},
+    "06": {"hit"},
+    "07": {"copy"},
+    "08": {"swap", "preempt"},
+}
+"""Chapter → events that it says its steps of the tour have."""
+
+
+@pytest.mark.parametrize("page", LINKING, ids=named)
+def test_a_chapter_shows_its_steps_of_the_tour(page: Path) -> None:
+    """The step and its part are in the tour, and have the events for which the chapter points at them."""
+    tour = (DOCS / "tour.html").read_text(encoding="utf-8")
+    _, *lines = map(json.loads, tour.split('id="steps">\n')[1].splitlines())
+    links = re.findall(r"\]\((?:\.\./)?tour\.html#(\d+)(?:-(\w+))?\)", page.read_text(encoding="utf-8"))
+    assert links
+    shown = set()
+    for step, its in links:
+        line = lines[int(step) - 1]
+        happens = [
+            "scheduled",
+            *["copied"] * bool(line.keys() & {"copies", "out", "in"}),
+            "computed",
+            "updated",
+        ]
+        assert its in ["", *happens], f"step {step} has no part {its!r}"
+        for kinds, _, part in line["said"]:
+            if its in ("", PARTS[part]):
+                shown.update(kinds.split())
+    assert SHOWN.get(page.name[:2], set()) <= shown
 
 
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────

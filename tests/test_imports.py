@@ -43,7 +43,7 @@ MAY_IMPORT = {
         "checks",
     },
     # above the engine, which knows nothing of them
-    "threads": {"engine", "sequence", "text", "checks"},
+    "threads": {"engine", "sequence", "text", "views", "checks"},
     "llm": {"engine", "prompts", "sequence", "text", "threads", "views", "checks"},
     "trace": {"engine", "block_manager", "sequence", "views"},
     "terminal": set(),  # a script like a user's: it has what `import nanopaged` offers, and no more
@@ -125,6 +125,25 @@ def test_the_bookkeeping_knows_no_tensors(room: str) -> None:
     for module, file in modules().items():
         if module.split(".")[0] == room:
             assert not {name.split(".")[0] for name in imports(file)} & {"torch", "triton"}
+
+
+def test_the_bookkeeping_needs_the_standard_library_alone() -> None:
+    """Scheduler, block manager, snapshots and the recorder can be loaded where nothing is installed."""
+    names = [module for module in modules() if module.split(".")[0] in WITHOUT_TORCH] + ["trace.recorder"]
+    names.remove("views.progress")  # tqdm
+    script = f"""
+import importlib, sys
+class StandardLibraryAlone:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in sys.stdlib_module_names | {{"nanopaged"}}:
+            raise ImportError(f"{{name}} is not in the standard library")
+sys.meta_path.insert(0, StandardLibraryAlone())
+for name in {names}:
+    importlib.import_module(f"nanopaged.{{name}}")
+"""
+    env = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
 
 
 def test_there_is_no_circle() -> None:

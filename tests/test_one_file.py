@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from programs import load_file
 
 from nanopaged import LLM, SamplingParams
 
@@ -18,10 +18,7 @@ FILE = Path(__file__).parents[1] / "docs" / "one_file.py"
 
 @pytest.fixture(scope="module")
 def one_file() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("one_file", FILE)
-    module = sys.modules["one_file"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(FILE)
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +32,16 @@ def expected(llm: LLM, prompts: list, max_tokens: int) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("seed", range(12))
 def test_its_tokens_are_the_engines(
-    one_file: ModuleType, llm: LLM, seed: int, monkeypatch: pytest.MonkeyPatch
+    one_file: ModuleType, llm: LLM, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A workload for each eight of --random-runs."""
+    first = pytestconfig.option.first_seed
+    for seed in range(first, first + pytestconfig.option.random_runs // 8):
+        compare_tokens(one_file, llm, seed, monkeypatch)
+
+
+def compare_tokens(one_file: ModuleType, llm: LLM, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random prompts, many of which begin alike; small pools and budgets. At the end all blocks are free."""
     rng, schedulers = random.Random(seed), []
     monkeypatch.setattr(one_file, "BLOCK_SIZE", rng.choice([1, 2, 4, 16]))
@@ -49,7 +52,6 @@ def test_its_tokens_are_the_engines(
             super().__init__(num_blocks)
             schedulers.append(self)
 
-    monkeypatch.setattr(one_file, "Scheduler", Watched)
     stem = [rng.randrange(3, 1000) for _ in range(30)]
     prompts = [
         stem[: rng.randint(0, 30)] + [rng.randrange(3, 1000) for _ in range(rng.randint(1, 12))]
@@ -58,8 +60,10 @@ def test_its_tokens_are_the_engines(
     max_tokens = rng.randint(1, 12)
     longest = max(map(len, prompts)) + max_tokens - 1
     num_blocks = -(-longest // one_file.BLOCK_SIZE) + rng.choice([0, 0, 1, 5])
-    got = one_file.generate(prompts, max_tokens, num_blocks)
-    assert got == expected(llm, prompts, max_tokens)
+    with monkeypatch.context() as patch:
+        patch.setattr(one_file, "Scheduler", Watched)
+        got = one_file.generate(prompts, max_tokens, num_blocks)
+    assert got == expected(llm, prompts, max_tokens), f"seed {seed}"
     (scheduler,) = schedulers
     pool = scheduler.pool
     assert sorted([*pool.free, *pool.cached]) == list(range(num_blocks))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import EOS, Oracle, random_prompts
@@ -145,3 +147,30 @@ def test_whole_prompts_only(oracle: Oracle) -> None:
     llm.engine.scheduler.schedule = checked_schedule
     for prompt, output in zip(prompts, serve(llm, prompts, [greedy_params(10)] * 8), strict=True):
         assert output.outputs[0].token_ids == oracle.greedy(prompt, 10)
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_a_prompt_of_more_than_ten_thousand_tokens(tmp_path: Path) -> None:
+    """In chunks, and in a pool that has just enough blocks for it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16384,
+        initializer_range=0.2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    prompt = torch.randint(97, (12000,)).tolist()
+    llm = LLM(tmp_path, num_blocks=-(-12007 // 16), max_model_len=12008, enable_prefix_caching=False)
+    (output,) = llm.generate([prompt], greedy_params(8, ignore_eos=True), use_tqdm=False)
+    tokens = output.outputs[0].token_ids
+    logits = model(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=8).logits
+    assert tokens == logits[0].argmax(-1).tolist()

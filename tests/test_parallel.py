@@ -321,8 +321,8 @@ def test_engines_side_by_side_end_with_their_workers(qwen3: Oracle, monkeypatch:
 
 
 def test_what_a_stranger_reaches(qwen3: Oracle, orders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ports are those of the loopback address, whatever address the name of this machine has. A message
-    can call no other method of a worker than those that rank 0 calls: it is refused, and rank 0 is told."""
+    """All ports are of the loopback address, even where this machine's name has another one. A message can
+    call no other method of a worker than those that rank 0 calls: it is refused, and rank 0 is told."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.family == socket.AF_INET and a.address != "127.0.0.1" for a in addresses):
             monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)  # gloo would listen there

@@ -234,7 +234,7 @@ def test_banned_tokens_are_never_drawn_but_logprobs_stay_the_models_own(temperat
     ],
 )
 def test_a_row_in_which_no_token_is_allowed_is_marked(params: SamplingParams) -> None:
-    """Its log-probability is -inf, whatever the filters made of the row; the other rows are unchanged."""
+    """Its log-probability is -inf, with any filter; the other rows are unchanged."""
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
     rows = rows_of(params, 3, token_counts={5: 1})
     alone = sample(logits, SamplingMetadata(rows, CPU))

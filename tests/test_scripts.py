@@ -13,12 +13,15 @@ import sys
 from datetime import datetime
 from pathlib import Path
 from textwrap import indent
+from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
-from programs import environment, run_program
+from programs import environment, load_file, run_program
 
 from nanopaged import LLM, SamplingParams
+from nanopaged.trace.sentences import PARTS
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "nanopaged" / "tiny"
@@ -105,7 +108,8 @@ def test_example_with_a_trace_and_the_live_view(tmp_path: Path) -> None:
     page = tmp_path / "run.html"
     printed = run("example.py", "--max-tokens", "4", "--trace", str(page), "--watch")
     assert "step 4: 0 blocks in use" in printed
-    assert page.read_text(encoding="utf-8").count('{"time":') == 12, "a line for each step of all three runs"
+    _, data = page.read_text(encoding="utf-8").split('id="steps">\n')
+    assert len(data.splitlines()) == 1 + 12, "a line for the engine, and one for each step of all three runs"
 
 
 def test_example_with_another_model() -> None:
@@ -147,11 +151,36 @@ def test_the_tour_shows_everything(tmp_path: Path) -> None:
     texts = [file.read_text(encoding="utf-8") for file in (page, in_docs)]
     viewers, data = zip(*[text.split('id="steps">\n') for text in texts], strict=True)
     assert viewers[0] == viewers[1], "run docs/experiments/tour.py again"
+    captions = []
     for lines in data:
-        assert 50 <= lines.count('{"time":') <= 70
-        assert '["preempt swap"' in lines
-        assert '["preempt",' in lines, "preempted by recomputation"
+        header, *steps = map(json.loads, lines.splitlines())
+        assert 50 <= len(steps) <= 70
+        preempted = [said[1] for step in steps for said in step["said"] if said[0] == "preempt"]
+        assert {text.partition("preempted. ")[2] for text in preempted} == {
+            "Its K/V moves to the host.",
+            "It gives its blocks back, and its K/V is computed again later.",
+        }
+        check_captions(header["captions"], steps)
+        captions.append([{**caption, "step": 0} for caption in header["captions"]])
+    assert captions[0] == captions[1], "run docs/experiments/tour.py again"
     assert in_docs.stat().st_size < 400_000
+
+
+def check_captions(captions: list[dict[str, Any]], steps: list[dict[str, Any]]) -> None:
+    """The event of which a caption speaks has happened in its step, by its part; its terms are explained."""
+    assert 8 <= len(captions) <= 10
+    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").replace("`", "")
+    for caption in captions:
+        said = steps[caption["step"] - 1]["said"]
+        parts = [part for kinds, _, part in said if caption["event"] in kinds.split()]
+        assert parts, f"step {caption['step']} has no {caption['event']}: {caption['title']}"
+        assert min(parts) <= PARTS.index(caption["part"])
+        assert caption["terms"]
+        for term, address, meaning in caption["terms"]:
+            assert term.lower() in caption["text"].lower()
+            assert re.search(rf"^\| \*\*{term}\*\*.*\| {re.escape(meaning)} \|", glossary, flags=re.MULTILINE)
+            assert address.startswith("glossary.html#")
+            assert unquote(address.partition("text=")[2]) in meaning
 
 
 # ── the tiny model ────────────────────────────────────────────────────────────────────────────────
@@ -159,9 +188,7 @@ def test_the_tour_shows_everything(tmp_path: Path) -> None:
 
 def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One small step; the engine serves what was saved. Compiling the layers would take a minute."""
-    spec = importlib.util.spec_from_file_location("train", ROOT / "nanopaged" / "tiny" / "train.py")
-    train = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(train)
+    train = load_file(ROOT / "nanopaged" / "tiny" / "train.py")
     monkeypatch.setattr(train, "SHORT_ROWS", (2, 32))
     monkeypatch.setattr(train, "LONG_ROWS", (1, 64))
     monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **options: None)
@@ -285,9 +312,7 @@ def test_bench_for_machines() -> None:
 
 def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
     """A file that differs from the commit is told."""
-    spec = importlib.util.spec_from_file_location("common", ROOT / "docs" / "experiments" / "common.py")
-    common = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(common)
+    common = load_file(ROOT / "docs" / "experiments" / "common.py")
     assert common.commit_of(tmp_path) is None
     file = tmp_path / "file"
     file.write_text("one")
@@ -305,7 +330,7 @@ def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
     [
         (["--backend", "flsh"], "attention_backend is 'flsh', but must be one of auto, flash,"),
         (["--model", "./typo"], "typo is not a folder: name the one that holds config.json, or a hub id"),
-        (["--baseline", "typo"], "typo is neither hf nor vllm, nor a checkout of nanopaged"),
+        (["--baseline", "typo"], "typo is neither hf, vllm nor nano-vllm, nor a checkout of nanopaged"),
         (["--peer-python", "typo"], "typo is not a program that can be run"),
     ],
 )
@@ -334,6 +359,7 @@ def test_help_answers_before_the_heavy_imports(script: str) -> None:
     ("arguments", "complaint"),
     [
         (["memory", "--plot", "nowhere/picture.svg"], "there is no folder nowhere"),
+        (["first_light", "--report", "nowhere/report.md"], "there is no folder"),
         (["memory", "--plot", "picture.jpeg"], "picture.jpeg does not end in .svg or .png"),
         (["overhead", "--nano-vllm", "/nowhere"], "/nowhere is no checkout of nano-vllm"),
         (["chunked", "--budget", "8"], "--budget 8 leaves no room for a prompt after 8 decodes"),
@@ -371,6 +397,38 @@ def test_throughput_at_equal_memory() -> None:
     assert at_once == sorted(at_once)
     too_small = run("docs/experiments/equal_memory.py", "--slots", "100", "--longest", "128", status=2)
     assert "a request may have 128 tokens, but --slots is 100" in too_small
+    too_long = run("docs/experiments/equal_memory.py", "--long", "1000", status=2)
+    assert "--long 1000 and its 100 tokens of output are more than --longest 1024" in too_long
+
+
+def test_a_long_prompt_amid_others_at_equal_memory() -> None:
+    """Ranges for a request as long as it leave room for one request at a time."""
+    sizes = [
+        "--slots",
+        "512",
+        "--longest",
+        "400",
+        "--long",
+        "380",
+        "--requests",
+        "6",
+        "--input",
+        "10",
+        "--output",
+        "12",
+    ]
+    printed = run("docs/experiments/equal_memory.py", "--shape", "test", "--rounds", "1", *sizes)
+    rows = {name: line.split() for line in printed.splitlines()[2:] for name in line.split()[:1]}
+    assert rows["max"][1:3] == rows["one"][1:3]
+    assert int(rows["paging"][1]) < int(rows["max"][1])
+
+
+def test_one_file_beside_the_engine() -> None:
+    """The same number of tokens on all sides, and a rate for each."""
+    printed = experiment("one_file_speed", "--rounds", "1", "--shrink", "16")
+    rows = [re.findall(r"[\d.]+", line.split("  ", 1)[1]) for line in printed.splitlines()[2:]]
+    assert len(rows) == 4
+    assert all(len(row) == 4 and float(row[0]) > 0 for row in rows)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from nanopaged import LLM, EngineConfig, LLMEngine, SamplingParams
 from nanopaged.sequence import Request, Sample
 from nanopaged.text.detokenizer import Detokenizer
 from nanopaged.text.stopping import StopRules
+from nanopaged.views.outputs import completion_output
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +312,7 @@ def test_stop_strings_are_not_looked_for_before_min_tokens(tokenizer: PreTrained
     seq.detokenizer = Detokenizer(tokenizer.backend_tokenizer, ("ab",))
     assert [seq.append(Sample(t, 0.0)) for t in token_ids] == [False] * (len(token_ids) - 1) + [True]
     assert (seq.finish_reason, seq.stop_reason) == ("stop", "ab")
-    assert seq.output().text == "ab", "the earlier one stays in the text"
+    assert completion_output(seq).text == "ab", "the earlier one stays in the text"
 
 
 def test_max_model_len_ends_a_sequence() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
@@ -122,17 +123,25 @@ def refuse_message(item: object) -> None:
         raise ValueError(f"messages are for chat: llm.chat(messages, params); got {item!r}")
 
 
-def check_text(text: str, max_model_len: int, longest_token: int) -> None:
+def check_text(text: str, max_model_len: int, tokenizer: Any) -> None:
     """Raise ValueError if the text cannot fit, however it is tokenised: tokenising 40 MB takes minutes.
 
-    Args:
-        longest_token: characters of the longest token. Normalisation may join up to 4 characters into one.
+    Normalisation may join up to 4 characters into one.
     """
-    if len(text) > 4 * max_model_len * longest_token:
+    if len(text) <= max_model_len:  # it surely fits, and the vocabulary need not be measured
+        return
+    longest = longest_token(tokenizer)
+    if len(text) > 4 * max_model_len * longest:
         raise ValueError(
             f"the prompt has {len(text):,} characters, but max_model_len is {max_model_len} tokens, which "
-            f"have at most {longest_token} characters each: shorten it"
+            f"have at most {longest} characters each: shorten it"
         )
+
+
+@lru_cache(maxsize=8)
+def longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def check_token_ids(token_ids: Any, vocab_size: int) -> list[int]:

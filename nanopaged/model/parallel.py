@@ -17,7 +17,7 @@ This module knows no sequences and no layers. Ranks find each other, and message
 
 Nothing is encrypted, and no rank proves who it is. The ports of ranks that are started here are open on
 127.0.0.1 alone (NCCL's, on GPUs, are its own). Under torchrun they are open to the network: a stranger who
-reaches them can read the tokens of every step and send messages of his own. See docs/10-parallel.md.
+reaches them can read the tokens of every step and send messages of his own. See docs/ranks.md.
 """
 
 from __future__ import annotations

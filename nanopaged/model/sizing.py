@@ -27,7 +27,6 @@ from nanopaged.sampler import Draw, SamplingMetadata, sample
 # The most host memory for a KV cache on a CPU, and for swapped requests, of all ranks, unless configured.
 HOST_BYTES = 4 << 30
 
-
 logger = logging.getLogger("nanopaged")
 
 
@@ -145,8 +144,8 @@ def largest_step(config: EngineConfig, model: Model, shape: KVShape) -> None:
     )
     positions = to_device(positions, device)
     hidden = model(positions * 0, positions, lambda layer, q, k, v: attention(0, q, k, v))
-    # Top-p sorts all probabilities. Penalties make a copy of the logits, so do banned tokens, and forks and
-    # beams (`clone`).
+    # Top-p sorts all probabilities. Penalties make a copy of the logits, and so do banned tokens and
+    # forks (`clone`).
     params = (
         SamplingParams(top_k=10, presence_penalty=1),
         SamplingParams(top_p=0.9, min_p=0.1, presence_penalty=1),

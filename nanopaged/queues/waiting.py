@@ -17,7 +17,7 @@ class WaitingQueue(OrderedDict[str, Request]):
     A heap holds their ranks, so a step takes the same time however long the queue is. A rank is computed when
     a request begins to wait. If the rank of the first request has changed since, all ranks are computed
     again: a rank that changes from step to step is followed, but each step then takes a time that grows with
-    the queue (measured in docs/04-scheduling.md, "FCFS"). If the rank of another request alone becomes
+    the queue ("The waiting queue" in docs/benchmarks.md). If the rank of another request alone becomes
     better, this is noticed only when all ranks are computed again; `rank_again` does that.
     """
 

@@ -17,8 +17,10 @@ how many of them it has decoded. It knows no sequences and no requests.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 HALF = "\ufffd"  # what bytes that are no character, or not yet, are decoded to
 WINDOW = 4  # tokens that are decoded again before a new one: at least four bytes, as many as a character has

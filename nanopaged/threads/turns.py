@@ -16,6 +16,7 @@ from nanopaged.checks.failures import NonFiniteLogits
 from nanopaged.engine import LLMEngine
 from nanopaged.sequence import Request
 from nanopaged.text.outputs import RequestOutput
+from nanopaged.views.outputs import request_output
 
 logger = logging.getLogger("nanopaged")
 
@@ -96,7 +97,7 @@ class Turns:
                 with self.lock:
                     if not request.finished:  # a step of another stream may have finished it
                         self.step([request])
-                    output = request.output()
+                    output = request_output(request)
                 self.abort([])
                 if request.error is not None:
                     raise request.error
