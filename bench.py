@@ -60,7 +60,7 @@ def read_arguments() -> argparse.Namespace:
     add("budget", 16384, 2048, "tokens in a step (max_num_batched_tokens)", type=positive)
     parser.add_argument("--block-size", type=positive, default=16, help="tokens in a block")
     parser.add_argument("--max-num-seqs", type=positive, default=256, help="sequences in a step")
-    parser.add_argument("--backend", default="auto", help="attention_backend")
+    parser.add_argument("--backend", "--attention-backend", default="auto", help="attention_backend")
     parser.add_argument("--eager", action="store_true", help="run without CUDA graphs")
     parser.add_argument("--threads", type=positive, help="of all sides, on a CPU; default: torch's choice")
     parser.add_argument("--json", action="store_true", help="print the results as JSON in the last line")

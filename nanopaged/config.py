@@ -19,7 +19,7 @@ from nanopaged.checks.foreign_names import refuse_change
 from nanopaged.checks.rules import Options, boolean, number, one_of, option, optional, whole
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch", "reference")
+ATTENTION_BACKENDS = ("auto", "flash", "triton", "cpp", "torch", "reference")
 NO_TOP_K = 1 << 24  # more than any vocabulary, and exact in float32
 OR_NONE, TO_THE_LIMIT = " (None chooses it for you)", " (None is as many as max_model_len allows)"
 
@@ -55,8 +55,9 @@ class EngineConfig(Options):
         watermark: share of the blocks that must stay free when a request is admitted while others run, so
             that these can grow. 0 admits while a block is left, and preempts more often.
         attention_backend: "torch" runs everywhere. "triton" has our own kernels for storing and decoding, on
-            a GPU. "flash" has too, and prefills with flash-attn or PyTorch's flash attention. "reference" is
-            the slow, obvious loop over blocks. "auto" picks the fastest that runs here.
+            a GPU. "flash" has too, and prefills with flash-attn or PyTorch's flash attention. "cpp" has
+            kernels for a CPU, which a C++ compiler builds once. "reference" is the slow, obvious loop over
+            blocks. "auto" picks the fastest that runs here ("cpp" only if it was built before).
         enforce_eager: launch every kernel one by one. Otherwise, on a GPU with "triton" or "flash",
             decode-only steps are replayed from CUDA graphs, which are captured at start.
         tensor_parallel_size: processes that share each layer, each with a GPU of its own (or all on the CPU).

@@ -19,6 +19,7 @@ from nanopaged.config import EngineConfig
 from nanopaged.kernels.devices import pick_device
 from nanopaged.kv_cache import KVCache, KVShape, take_rows, to_device
 from nanopaged.model.checkpoint import load_model
+from nanopaged.model.layers import Operations
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.model.parallel import Ranks
 from nanopaged.model.prompt_scores import PromptTile, prompt_tiles, score_prompts
@@ -56,6 +57,7 @@ class ModelRunner:
         self.num_blocks, self.num_host_blocks = count_blocks(config, self.model, shape, ranks)
         self.kv_cache = KVCache(shape, self.num_blocks, config.block_size, self.device, self.num_host_blocks)
         self.attention = make_attention(config.attention_backend, self.kv_cache, model_config.attention_scale)
+        self.model.use(Operations(**self.attention.fused))
         self.graphs = None
         if self.device.type == "cuda" and self.attention.supports_cuda_graphs and not config.enforce_eager:
             from nanopaged.model.cuda_graphs import DecodeGraphs

@@ -10,8 +10,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform has not")
 
 from nanopaged import LLM, SamplingParams
+from nanopaged.attention import triton_backend
 from nanopaged.kernels import fused
-from nanopaged.model import layers
 from nanopaged.model.layers import Linear, RMSNorm, allocate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -85,11 +85,13 @@ def test_fused_kernels_on_a_gpu(dtype: torch.dtype, num_tokens: int) -> None:
 def test_the_engine_with_fused_kernels(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Biases, head norms, odd head sizes, chunks and decodes: transformers' tokens."""
     used = []
-    monkeypatch.setattr(layers, "FUSED_KERNELS", True)
+    monkeypatch.setattr(triton_backend, "FUSED_KERNELS", True)
     silu_mul = fused.fused_silu_mul
     monkeypatch.setattr(fused, "fused_silu_mul", lambda x: used.append(x) or silu_mul(x))
     prompts = random_prompts(3, seed=8, longest=20)
-    llm = LLM(oracle.folder, dtype="float32", num_blocks=100, max_num_batched_tokens=16)
+    llm = LLM(
+        oracle.folder, dtype="float32", attention_backend="triton", num_blocks=100, max_num_batched_tokens=16
+    )
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == oracle.greedy(prompt, 8)

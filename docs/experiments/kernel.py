@@ -6,6 +6,7 @@ Decode is memory-bound: the time to read K/V once is its lower bound. On a GPU o
 over batch, context, block size and number of splits; on a CPU the PyTorch backend. Other ways to the same
 result are timed for comparison:
 
+    in place      our C++ kernel (on a CPU, if it was built: python -m nanopaged.kernels.build)
     dense         PyTorch's attention over [num_seqs, num_kv_heads, longest, head_dim]: K/V without blocks
     padded        the same, gathered out of the blocks first (on a CPU)
     one by one    gathered and attended sequence by sequence (on a CPU)
@@ -116,7 +117,13 @@ def time_decodes(sizes: KVSizes, args: argparse.Namespace, bandwidth: float) -> 
 
 def ways_to_decode(case: DecodeCase, splits: list[int], with_others: bool) -> dict[str, Callable[[], object]]:
     """Our decode, also with other numbers of splits; and the other ways, dense ones only while they fit."""
-    ways: dict[str, Callable[[], object]] = {"paged": case.paged()}
+    from nanopaged.kernels import cpp
+
+    ways: dict[str, Callable[[], object]] = {
+        "paged": case.paged(backend="auto" if case.q.is_cuda else "torch")
+    }
+    if not case.q.is_cuda and cpp.is_ready():
+        ways["in place"] = case.paged(backend="cpp")
     ways |= {f"paged, {n} splits": case.paged(n) for n in splits}
     if not with_others:
         return ways

@@ -236,7 +236,7 @@ def run_elsewhere(
     done = subprocess.run(
         [args.peer_python, __file__],
         env=ENVIRONMENT | {"OMP_NUM_THREADS": str(torch.get_num_threads())} | environment,
-        input=json.dumps(job | {"requests": requests}),
+        input=f"{json.dumps(job)}\n{json.dumps(requests)}\n",
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -247,26 +247,29 @@ def run_elsewhere(
 
 
 def serve() -> None:
-    """In that process: read a job, run it, and print a line with its times."""
-    job = json.load(sys.stdin)
+    """In that process: a line with a job, then lines with requests, which are run. Prints their times."""
+    job = json.loads(sys.stdin.readline())
     if job["package"] == "nanopaged":
         import torch  # noqa: F401 (before nanopaged, as bench.py does, so that OpenMP's threads wait alike)
     package = importlib.import_module(job["package"])
     if "folder" in job and not Path(package.__file__).resolve().is_relative_to(job["folder"]):
         raise SystemExit(f"{package.__file__} was imported, not the package in {job['folder']}")
-    prompts, first = [prompt for prompt, _ in job["requests"]], warm_up(job["requests"])
     options: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
     if job["package"] == "nanovllm":
         options["temperature"] = 0.6  # that of its own benchmark; it has no greedy decoding
     if job["package"] == "vllm":
         options["detokenize"] = False
-        prompts, first = ([{"prompt_token_ids": prompt} for prompt in each] for each in (prompts, first))
     llm = package.LLM(job["model"], **job["options"])
-    llm.generate(first, package.SamplingParams(max_tokens=3, **options))
-    params = [package.SamplingParams(max_tokens=n, **options) for _, n in job["requests"]]
-    began = time.perf_counter(), time.process_time()
-    llm.generate(prompts, params)
-    print("Times", json.dumps(since(began)), flush=True)
+    for line in sys.stdin:
+        requests: Requests = json.loads(line)
+        prompts, first = [prompt for prompt, _ in requests], warm_up(requests)
+        if job["package"] == "vllm":
+            prompts, first = ([{"prompt_token_ids": prompt} for prompt in each] for each in (prompts, first))
+        llm.generate(first, package.SamplingParams(max_tokens=3, **options))
+        params = [package.SamplingParams(max_tokens=n, **options) for _, n in requests]
+        began = time.perf_counter(), time.process_time()
+        llm.generate(prompts, params)
+        print("Times", json.dumps(since(began)), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     reference_backend  ReferenceAttention           a loop over sequences, queries and blocks; slow
     torch_backend      TorchAttention               large PyTorch operations; runs everywhere
+    cpp_backend          ├ CppAttention             stores K/V and decodes with our C++ kernels, on a CPU
     triton_backend       └ TritonAttention          stores K/V and decodes with our Triton kernels
     flash_backend            └ FlashAttention       prefills with flash attention
 
@@ -22,8 +23,8 @@ A model that changes its scores before the softmax has a `score_mod`, a function
         return scores.masked_fill(keys <= queries - 4096, -math.inf)
 
 The scores are scale · q · k. `queries` and `keys` are the positions of the tokens, and broadcast to the
-scores. The future is masked afterwards. "reference" and "torch" call it; the kernels of "triton" and "flash"
-have no place for it, so these backends refuse it.
+scores. The future is masked afterwards. "reference" and "torch" call it; the kernels of "cpp", "triton" and
+"flash" have no place for it, so these backends refuse it.
 
 Backends know no sequences and no queues, only `AttentionMetadata` and the KV cache. To add a backend, write
 its class, and add its name here and to `config.ATTENTION_BACKENDS`.
@@ -34,6 +35,7 @@ from __future__ import annotations
 from nanopaged.attention.reference_backend import ReferenceAttention, ScoreMod
 from nanopaged.attention.torch_backend import TorchAttention
 from nanopaged.config import ATTENTION_BACKENDS
+from nanopaged.kernels import cpp
 from nanopaged.kernels.devices import why_no_triton
 from nanopaged.kv_cache import KVCache
 
@@ -55,8 +57,8 @@ def make_attention(
     if backend not in ATTENTION_BACKENDS:
         raise ValueError(f"attention_backend is {backend!r}, but must be one of {ATTENTION_BACKENDS}")
     if backend == "auto":
-        # On a CPU the kernels can only be interpreted, which is slow and meant for tests.
-        fast = ("flash", "triton") if cache.data.is_cuda else ()
+        # On a CPU Triton's kernels can only be interpreted, which is slow and meant for tests.
+        fast = ("flash", "triton") if cache.data.is_cuda else ("cpp",) if cpp.is_ready() else ()
         backend = next((name for name in fast if why_unavailable(name, cache, score_mod) is None), "torch")
     reason = why_unavailable(backend, cache, score_mod)
     if reason:
@@ -69,6 +71,10 @@ def make_attention(
         from nanopaged.attention.triton_backend import TritonAttention
 
         return TritonAttention(cache, scale)
+    if backend == "cpp":
+        from nanopaged.attention.cpp_backend import CppAttention
+
+        return CppAttention(cache, scale)
     from nanopaged.attention.flash_backend import FlashAttention
 
     return FlashAttention(cache, scale)
@@ -76,10 +82,12 @@ def make_attention(
 
 def why_unavailable(backend: str, cache: KVCache, score_mod: ScoreMod | None = None) -> str | None:
     """Why a backend cannot run on the cache's device, or with this `score_mod`; None if it can."""
-    if backend not in ("triton", "flash"):
+    if backend not in ("triton", "flash", "cpp"):
         return None
     if score_mod is not None:
         return "its kernels have no place for a score_mod"
+    if backend == "cpp":
+        return cpp.why_no_cpp(cache.data.device, cache.shape.head_dim, cache.data.dtype)
     try:
         from nanopaged.kernels import paged_attention as kernels
     except ImportError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -30,7 +31,8 @@ class TorchAttention:
     """Paged attention over one KV cache. `nanopaged.attention` describes the order of calls and the shapes.
 
     The work has three parts, and each is a pair of methods: one that prepares a step, one that computes a
-    layer. A subclass overrides pairs: `TritonAttention` the first two, `FlashAttention` the third.
+    layer. A subclass overrides pairs: `TritonAttention` and `CppAttention` the first two, `FlashAttention`
+    the third.
 
         begin_store      store      the new K/V go to their slots
         begin_decodes    decode     one query a sequence
@@ -41,6 +43,7 @@ class TorchAttention:
     """
 
     supports_cuda_graphs = False
+    fused: ClassVar[dict[str, Callable[..., Tensor]]] = {}  # small operations of a layer, see `Operations`
 
     def __init__(self, cache: KVCache, scale: float, score_mod: ScoreMod | None = None) -> None:
         self.cache = cache

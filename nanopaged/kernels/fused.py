@@ -2,8 +2,8 @@
 
 Every kernel launch has a fixed cost, even inside a CUDA graph. In a decode step PyTorch launches seven
 kernels to normalise and rotate q and k, and two for the activation; here it is one each, computed in float32
-throughout. `model/layers.py` has the same arithmetic in PyTorch, and uses these kernels if NANOPAGED_FUSED=1
-is set. They have not run on a GPU yet, so their gain is not known and they are off by default.
+throughout. `model/layers.py` has the same arithmetic in PyTorch; `TritonAttention` brings these kernels if
+NANOPAGED_FUSED=1 is set. They have not run on a GPU yet: their gain is unknown, and they are off by default.
 """
 
 from __future__ import annotations

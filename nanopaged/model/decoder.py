@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from nanopaged.model.layers import MLP, Linear, RMSNorm, Rotary, empty_weight, norm_rotate
+from nanopaged.model.layers import MLP, Linear, Operations, RMSNorm, Rotary, empty_weight
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.model.parallel import Ranks
 
@@ -25,6 +25,8 @@ num_kv_heads, head_dim]. A backend of `nanopaged.attention` is one."""
 
 class SelfAttention(nn.Module):
     """q, k, v of the new tokens, attention over the KV cache, and the output projection."""
+
+    operations = Operations()
 
     def __init__(self, config: ModelConfig, layer: int, ranks: Ranks | None) -> None:
         super().__init__()
@@ -45,7 +47,7 @@ class SelfAttention(nn.Module):
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
         weights = (self.q_norm.weight, self.k_norm.weight) if self.q_norm is not None else None
-        qk = norm_rotate(qk, num_heads, weights, self.eps, cos, sin)
+        qk = self.operations.norm_rotate(qk, num_heads, weights, self.eps, cos, sin)
         q, k = qk.split(self.heads, dim=1)  # each [num_tokens, its heads, head_dim]
         return self.o_proj(attention(self.layer, q, k, v).flatten(1))
 
@@ -109,6 +111,12 @@ class Model(nn.Module):
         """hidden [n, hidden_size] → float32 scores [n, vocab_size]; of ranks above 0, only their columns."""
         scores = self.lm_head(hidden).float()
         return scores if self.ranks is None else self.ranks.gather(scores)[:, : self.config.vocab_size]
+
+    def use(self, operations: Operations) -> None:
+        """Compute the small operations of all layers with these functions."""
+        for part in self.modules():
+            if hasattr(part, "operations"):
+                part.operations = operations
 
     def reorder_weights(self) -> None:
         """Reorder the weights of all linears, once they are loaded."""

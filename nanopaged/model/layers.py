@@ -8,8 +8,8 @@ sequence.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +19,6 @@ from torch import Tensor, nn
 from nanopaged.model import onednn
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.model.parallel import Ranks
-
-# Whether a GPU runs the small operations as the Triton kernels of `kernels/fused.py`. Off until measured.
-FUSED_KERNELS = os.environ.get("NANOPAGED_FUSED") == "1"
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu}  # name → function
 
@@ -69,18 +66,6 @@ class Linear(nn.Module):
         else:
             out = F.linear(x, self.weight, self.bias)
         return out if self.ranks is None else self.ranks.all_reduce(out)
-
-
-class RMSNorm(nn.Module):
-    """x / √(mean(x²) + ε) · w over the last dimension (Zhang and Sennrich, arXiv 1910.07467)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = empty_weight(size)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.eps, self.weight)
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
@@ -150,10 +135,6 @@ def norm_rotate(
     Returns:
         [num_tokens, heads, head_dim]
     """
-    if FUSED_KERNELS:
-        from nanopaged.kernels.fused import fused_norm_rotate
-
-        return fused_norm_rotate(qk, num_q, weights, eps, cos, sin)
     if weights is not None:
         qk = rms_norm(qk, eps)
         qk[:, :num_q].mul_(weights[0])
@@ -165,8 +146,40 @@ def norm_rotate(
     return rotated
 
 
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [num_tokens, 2 · width] → silu(gate) · up [num_tokens, width]; silu(x) = x / (1 + e^-x)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+@dataclass(frozen=True)
+class Operations:
+    """The small operations of a layer: those above, or fused ones that an attention backend has (`fused`)."""
+
+    rms_norm: Callable[[Tensor, float, Tensor], Tensor] = rms_norm
+    norm_rotate: Callable[..., Tensor] = norm_rotate
+    silu_mul: Callable[[Tensor], Tensor] = silu_mul
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean(x²) + ε) · w over the last dimension (Zhang and Sennrich, arXiv 1910.07467)."""
+
+    operations = Operations()
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = empty_weight(size)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, size] → the same shape."""
+        return self.operations.rms_norm(x, self.eps, self.weight)
+
+
 class MLP(nn.Module):
     """down(act(gate(x)) · up(x)), with gate and up in one matrix (Shazeer, arXiv 2002.05202)."""
+
+    operations = Operations()
 
     def __init__(self, config: ModelConfig, ranks: Ranks | None) -> None:
         super().__init__()
@@ -178,9 +191,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] → the same shape."""
         gate_up = self.gate_up_proj(x)  # [num_tokens, 2 · intermediate_size]
-        if FUSED_KERNELS and self.activation is F.silu:
-            from nanopaged.kernels.fused import fused_silu_mul
-
-            return self.down_proj(fused_silu_mul(gate_up))
+        if self.activation is F.silu:
+            return self.down_proj(self.operations.silu_mul(gate_up))
         gate, up = gate_up.chunk(2, dim=-1)
         return self.down_proj(self.activation(gate).mul_(up))

@@ -156,7 +156,6 @@ def add_fused(table: Table, light: Light) -> None:
     from nanopaged.kernels import fused
     from nanopaged.model import layers
 
-    layers.FUSED_KERNELS = False  # norm_rotate is then in PyTorch
     dtype, num_q, num_heads = light.dtype, 16, 24
     for num_tokens in light.pick([1, 256, 8192], [256], [3]):
         with light.trying(f"norm and rotary embedding of {num_tokens} tokens"):
