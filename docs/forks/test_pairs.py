@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import SHAPE, make_checkpoint, random_prompts
+from overlap import OverlappedLLM
 from test_families import EXPERTS
 from test_lora import ATTENTION, MLP, make_adapter
 from torch.nn import Linear
@@ -28,16 +29,18 @@ from nanopaged.sequence import Sequence
 sys.path.append(str(Path(__file__).parents[1] / "docs" / "forks" / "server"))
 from server import EngineThread, make_app  # noqa: E402
 
-FORKS = ("families", "int8kv", "lora", "priority", "sinks", "speculation")
+FORKS = ("families", "int8kv", "lora", "priority", "sinks", "speculation", "tier")
 REFUSED = {("sinks", "speculation")}
-SOUND = [pair for pair in combinations(FORKS, 2) if pair not in REFUSED]
+REFUSED_BY_TIER = {("lora", "tier"): "adapters", ("sinks", "tier"): "enable_prefix_caching"}
+SOUND = [pair for pair in combinations(FORKS, 2) if pair not in REFUSED | REFUSED_BY_TIER.keys()]
 OPTIONS: dict[str, dict[str, Any]] = {  # how a fork is switched on; families by its model, lora by adapters
     "int8kv": {"kv_cache_dtype": "int8"},
     "priority": {"scheduling_policy": "priority"},
     "sinks": {"num_sink_tokens": 4, "window": 28, "enable_prefix_caching": False},
     "speculation": {"num_speculative_tokens": 3},
+    "tier": {"tier_bytes": 1 << 24},
 }
-UNCHANGED = ("priority", "speculation")  # the texts are those without the fork
+UNCHANGED = ("priority", "speculation", "tier")  # the texts are those without the fork
 
 PROMPTS = random_prompts(8, seed=3, longest=50)
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -96,6 +99,10 @@ def serve(pair: Pair, texts: list[list[list[int]]], **options: Any) -> tuple[LLM
     llm = pair.llm(**options)
     engine, last = llm.engine, len(PROMPTS) - 1
     engine.scheduler.propose = propose
+    loaded: list[Any] = []
+    count = SimpleNamespace(batch_scheduled=lambda batch: loaded.extend(batch.loaded))
+    count.step_ended = count.step_failed = lambda argument: None
+    engine.listeners.append(count)
     priority = {"priority": -1} if "priority" in pair.forks else {}
     finished: dict[str, RequestOutput] = {}
     for step in range(500):
@@ -106,6 +113,7 @@ def serve(pair: Pair, texts: list[list[list[int]]], **options: Any) -> tuple[LLM
         if not engine.has_unfinished_requests():
             break
     assert engine.stats().num_used_blocks == 0
+    llm.loaded = loaded
     return llm, [finished[str(i)] for i in range(len(PROMPTS))]
 
 
@@ -131,6 +139,13 @@ def check_in_use(pair: Pair, llm: LLM, outputs: list[RequestOutput]) -> None:
         assert engine.runner.model.config.sparse_layers
     if "int8kv" in pair.forks:
         assert not engine.runner.kv_cache.data.is_floating_point()
+    if "tier" in pair.forks:  # one after the other they evict each other, and come back
+        for i in [*range(len(PROMPTS))] * 2:
+            engine.add_request(str(i), pair.prompt(i), PARAMS[i])
+            while engine.has_unfinished_requests():
+                results = engine.step()
+            assert texts_of(results[0]) == texts_of(outputs[i])
+        assert llm.loaded
     if "speculation" in pair.forks:
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     if "priority" in pair.forks:  # the last to come is not the last to be served
@@ -152,6 +167,15 @@ def test_a_pair_that_would_be_wrong_is_refused_at_start(forks: tuple[str, str]) 
     assert all(fork in str(caught.value) for fork in forks)
 
 
+@pytest.mark.parametrize("forks", REFUSED_BY_TIER, ids="+".join)
+def test_a_tier_is_refused_with_what_it_cannot_tell_apart(forks: tuple[str, str], tmp_path: Path) -> None:
+    """Adapters, which may change behind their name; a ring of blocks, which is never cached."""
+    options = OPTIONS.get(forks[0], {"adapters": {"a": tmp_path}})
+    EngineConfig(**options)
+    with pytest.raises(ValueError, match=f"{REFUSED_BY_TIER[forks]} is .*, but tier_bytes needs"):
+        EngineConfig(**options | OPTIONS["tier"])
+
+
 def test_an_adapter_of_an_expert_is_refused_at_start(tmp_path: Path) -> None:
     """An expert computes some rows of a batch, and an adapter's rows are those of the whole batch."""
     make_checkpoint("qwen3_moe", tmp_path / "model")
@@ -160,6 +184,30 @@ def test_an_adapter_of_an_expert_is_refused_at_start(tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "adapter", expert, target_modules=["up_proj"])
     with pytest.raises(ValueError, match="adapter 'a' cannot be used: .*experts.2.gate_up_proj is an expert"):
         LLM(tmp_path / "model", num_blocks=8, adapters={"a": adapter})
+
+
+# ── the overlapped engine ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("fork", FORKS)
+def test_the_overlapped_engine_with_each_fork(
+    fork: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a small pool; the plain engine has said what each request gets alone."""
+    pair = Pair((fork,), tmp_path)
+    plain = pair.llm(*UNCHANGED, num_blocks=400)
+    alone = [plain.generate(pair.prompt(i), PARAMS[i], use_tqdm=False)[0] for i in range(len(PROMPTS))]
+    texts = list(map(texts_of, alone))
+    monkeypatch.setattr(sys.modules[__name__], "LLM", OverlappedLLM)
+    small = {"num_blocks": 20, "max_num_batched_tokens": 20, "watermark": 0}
+    if fork == "speculation":
+        with pytest.raises(ValueError, match="num_speculative_tokens=3: .* use 0, or LLMEngine"):
+            pair.llm(**small)
+        return
+    for preemption in ("swap", "recompute"):
+        llm, outputs = serve(pair, texts, preemption=preemption, **small)
+        assert list(map(texts_of, outputs)) == texts
+        check_in_use(pair, llm, outputs)
 
 
 # ── the server ────────────────────────────────────────────────────────────────────────────────────
@@ -175,7 +223,7 @@ def tiny_mixture(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("fork", FORKS)
+@pytest.mark.parametrize("fork", [*FORKS, "overlap"])
 def test_the_server_with_each_fork(fork: str, tmp_path: Path) -> None:
     """Calls at once are answered as without a server. (No call names an adapter or a priority.)"""
     options = OPTIONS.get(fork, {}) | {"dtype": "float32", "num_blocks": 100}
@@ -185,7 +233,8 @@ def test_the_server_with_each_fork(fork: str, tmp_path: Path) -> None:
         tiny = SimpleNamespace(named_modules=lambda: [("model.layers.0.self_attn.q_proj", Linear(256, 256))])
         options["adapters"] = {"a": make_adapter(tmp_path / "a", tiny, target_modules=["q_proj"])}
     prompts = ["ROMEO:", "To be, or not to be, or not to", "First Citizen:\nBefore we"]
-    app = make_app(EngineThread(LLM(**options)), "tiny")
+    kind = OverlappedLLM if fork == "overlap" else LLM
+    app = make_app(EngineThread(kind(**options)), "tiny")
 
     async def call(client: httpx.AsyncClient, prompt: str) -> str:
         body = {"prompt": prompt, "temperature": 0, "max_tokens": 24}
