@@ -52,6 +52,7 @@ ELSEWHERE = {
     "--peer-python PATH": "tests/test_scripts.py, with a module in place of vLLM",
     "nanopaged/tiny/train.py": "tests/test_scripts.py, which takes one small step",
     "torchrun": "tests/test_parallel.py, with a script of its own",
+    "nanopaged.kernels.build": "tests/test_cpp.py, which builds into a folder of its own",
     "--3way": "tests/test_forks.py, which merges each two patches",
     "--ignore=tests/test_docs.py": "tests/test_forks.py, with the quick tests",
 }

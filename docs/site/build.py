@@ -46,19 +46,18 @@ def main() -> None:
     args = parser.parse_args()
     if args.folder.exists() and any(args.folder.iterdir()) and not (args.folder / "search.json").exists():
         parser.error(f"{args.folder} has files, and is no site: name another folder")
-    playground = PLAYGROUND.exists() and not args.no_playground
-    if playground:
+    if not args.no_playground:
         fetch_pyodide()
 
     with tempfile.TemporaryDirectory() as temporary:
-        copy_pages(Path(temporary), playground)
+        copy_pages(Path(temporary), not args.no_playground)
         command = [sys.executable, "-m", "zensical", "build"]
         done = subprocess.run(command, cwd=temporary, capture_output=True, text=True)
         if done.returncode:
             sys.exit(done.stdout + done.stderr)
         html = Path(temporary) / "html"
         finish(html)
-        if playground:
+        if not args.no_playground:
             copy_playground(html)
         faults = list(find_faults(html))
         if faults:
