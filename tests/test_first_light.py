@@ -397,17 +397,17 @@ def test_parts_on_a_fake_gpu(cuda: FakeCuda, part: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_older_gpu_has_no_kernels(cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A T4 runs all but Triton's kernels and CUDA graphs, in float16; the report says so."""
+    """A V100 runs all but Triton's kernels and CUDA graphs, in float16; the report says so."""
     from light import NotRun
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    with pytest.raises(NotRun, match="compute capability 8.0 or more, and cuda:0 has 7.5"):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    with pytest.raises(NotRun, match="compute capability 7.5 or more, and cuda:0 has 7.0"):
         run_on(cuda, "kernels.kernels", tmp_path / "kernels")
     sentence, notes = run_on(cuda, "machine.machine", tmp_path / "machine")
     assert "TFLOP/s in float16; attention by TorchAttention" in sentence
     sentence, notes = run_on(cuda, "prefill.prefill", tmp_path / "prefill")
     assert "wrong" not in notes
-    assert sum("compute capability 8.0 or more" in line for line in notes["line"]) > 0
+    assert sum("compute capability" in line for line in notes["line"]) > 0
     assert "plain PyTorch" in sentence
     assert not any(name.endswith("_kernel") for name in cuda.launched)
 
@@ -589,7 +589,7 @@ def test_the_notebook(first_light: ModuleType, tmp_path: Path, monkeypatch: pyte
         browser.open(tmp_path / "page.html")
         browser.driver.switch_to.frame(0)
         browser.run("document.getElementById('last').click()")
-        assert re.fullmatch(r"Step (\d+) of \1", browser.run("document.getElementById('where').textContent"))
+        assert re.match(r"Step (\d+) of \1,", browser.run("document.getElementById('where').textContent"))
         console, asked = browser.logs()
         assert console == []
         assert {address.partition(":")[0] for address in asked} <= {"file", "data"}
