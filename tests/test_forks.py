@@ -19,8 +19,8 @@ from doc_pages import ROOT, copy_repository, run_commands, run_python
 
 FORKS = sorted(readme.parent for readme in (ROOT / "docs" / "forks").glob("*/README.md"))
 PATCHES = {fork.name: fork / f"{fork.name}.patch" for fork in FORKS if list(fork.glob("*.patch"))}
-ALONE = {"hybrid"}  # too large to be merged with all others
-NOT_IN_PAIRS = ALONE | {"grammar", "invariant", "quest"}  # merged with the others, but not used with each
+ALONE = {"hybrid", "invariant", "quest"}  # they cannot be merged with all others
+NOT_IN_PAIRS = ALONE | {"grammar"}  # merged with the others, but not used with each
 SMALL = {name: patch for name, patch in PATCHES.items() if name not in ALONE}
 TABLE = (ROOT / "docs" / "forks" / "README.md").read_text(encoding="utf-8")
 ROW = r"\| \[[^\]]+\]\(NAME/README.md\) \| (\d+) \| \+(\d+) −(\d+) \|"
