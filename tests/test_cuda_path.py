@@ -440,7 +440,7 @@ def test_launches_of_a_decode_step(
     oracle: Oracle, cuda: FakeCuda, context_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fused kernels twelve a layer, or thirteen. If their number changes, it should be on purpose."""
-    monkeypatch.setattr("nanopaged.attention.triton_backend.FUSED_KERNELS", True)
+    monkeypatch.setattr("nanopaged.kernels.devices.FUSED_KERNELS", True)
     llm = on_cuda(oracle, attention_backend="triton", num_blocks=100, enforce_eager=True)
     layer, model = decode_launches(cuda, llm, num_seqs=3, context_len=context_len)
     expected = {

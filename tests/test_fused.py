@@ -10,8 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform has not")
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.attention import triton_backend
-from nanopaged.kernels import fused
+from nanopaged.kernels import devices, fused
 from nanopaged.model.layers import Linear, RMSNorm, allocate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -85,7 +84,7 @@ def test_fused_kernels_on_a_gpu(dtype: torch.dtype, num_tokens: int) -> None:
 def test_the_engine_with_fused_kernels(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Biases, head norms, odd head sizes, chunks and decodes: transformers' tokens."""
     used = []
-    monkeypatch.setattr(triton_backend, "FUSED_KERNELS", True)
+    monkeypatch.setattr(devices, "FUSED_KERNELS", True)
     silu_mul = fused.fused_silu_mul
     monkeypatch.setattr(fused, "fused_silu_mul", lambda x: used.append(x) or silu_mul(x))
     prompts = random_prompts(3, seed=8, longest=20)

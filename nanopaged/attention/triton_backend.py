@@ -5,19 +5,15 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.torch_backend import TorchAttention
+from nanopaged.kernels import devices
 from nanopaged.kernels.paged_attention import choose_num_splits, paged_decode, store_kv
 from nanopaged.kv_cache import KVCache, to_device
-
-# Whether the small operations run as the Triton kernels of `kernels/fused.py`. Off until measured on a GPU.
-FUSED_KERNELS = os.environ.get("NANOPAGED_FUSED") == "1"
 
 
 class TritonAttention(TorchAttention):
@@ -35,7 +31,7 @@ class TritonAttention(TorchAttention):
         self.num_processors = 1  # if the kernels are interpreted
         if self.device.type == "cuda":
             self.num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        if FUSED_KERNELS:
+        if devices.FUSED_KERNELS:
             from nanopaged.kernels.fused import fused_norm_rotate, fused_silu_mul
 
             self.fused = {"norm_rotate": fused_norm_rotate, "silu_mul": fused_silu_mul}

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 
 import torch
+
+# Whether a GPU runs the small operations as the Triton kernels of `kernels/fused.py`. Off until measured.
+FUSED_KERNELS = os.environ.get("NANOPAGED_FUSED") == "1"
 
 
 def pick_device(name: str) -> torch.device:

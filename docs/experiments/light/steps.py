@@ -10,7 +10,7 @@ from common import copy_bandwidth, make_llm
 from roofline import Row, linear_speed, time_steps
 
 from light import Light, release
-from nanopaged.attention import triton_backend
+from nanopaged.kernels import devices
 
 
 def steps(light: Light) -> str:
@@ -60,7 +60,7 @@ def time_mode(
     light: Light, name: str, options: dict[str, Any], batches: list[int], context: int
 ) -> Iterator[tuple[int, Row]]:
     """(sequences, the row of roofline.py) of prefills and decodes, for one way to run the model."""
-    triton_backend.FUSED_KERNELS = "fused" in name
+    devices.FUSED_KERNELS = "fused" in name
     longest = context + light.args.steps + 8
     llm = make_llm(
         light.args,

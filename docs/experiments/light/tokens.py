@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from light import Light, release, worst
 from nanopaged import LLM, SamplingParams
-from nanopaged.attention import triton_backend
+from nanopaged.kernels import devices
 from nanopaged.model.checkpoint import TINY_MODEL
 
 TIE = 1e-3  # two logits as near as this may change places on another machine, in float32
@@ -40,7 +40,7 @@ def tokens(light: Light) -> str:
     light.table("attention, in float32", "prompts with transformers' tokens")
     for name, options in modes.items():
         with light.trying(name):
-            triton_backend.FUSED_KERNELS = "fused" in name
+            devices.FUSED_KERNELS = "fused" in name
             llm = LLM(dtype="float32", **common, **options)
             outputs = llm.generate(prompts, params, use_tqdm=False)
             num_wrong = 0
@@ -56,7 +56,7 @@ def tokens(light: Light) -> str:
             light.row(name, f"{len(prompts) - num_wrong} of {len(prompts)}")
             num_equal += num_wrong == 0
         release()
-    triton_backend.FUSED_KERNELS = False
+    devices.FUSED_KERNELS = False
     if ties:
         light.say("", "Ties, which count as equal:", "", *(f"- {tie}" for tie in ties))
     half = half_precision(light, prompts) if light.on_gpu else ""
