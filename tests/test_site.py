@@ -31,6 +31,7 @@ def build_site(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_site_builds(tmp_path: Path) -> None:
     """One build, and what is to be seen of it without a browser."""
     site = tmp_path / "site"
