@@ -16,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,6 +185,11 @@ def run_vllm(model: str, requests: Requests, args: argparse.Namespace) -> Times:
     """The time of vLLM, in a process of --peer-python."""
     import torch
 
+    return run_elsewhere("vLLM", *vllm_job(model, args, torch.get_num_threads()), requests, args)
+
+
+def vllm_job(model: str, args: argparse.Namespace, num_threads: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """vLLM's job for `serve`, and the environment of its process."""
     options = {
         "dtype": args.dtype,
         "max_num_batched_tokens": args.budget,
@@ -193,12 +199,11 @@ def run_vllm(model: str, requests: Requests, args: argparse.Namespace) -> Times:
         "skip_tokenizer_init": True,
     }
     environment = {
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{torch.get_num_threads() - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{num_threads - 1}",
         "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB, as nanopaged's default
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that its CPU seconds are all
     }
-    job = {"package": "vllm", "model": model, "options": options}
-    return run_elsewhere("vLLM", job, requests, args, environment)
+    return {"package": "vllm", "model": model, "options": options}, environment
 
 
 def run_nano_vllm(model: str, requests: Requests, args: argparse.Namespace) -> Times:
@@ -214,9 +219,8 @@ def run_nano_vllm(model: str, requests: Requests, args: argparse.Namespace) -> T
         "max_num_seqs": args.max_num_seqs,
         "enforce_eager": args.eager,
     }
-    return run_elsewhere(
-        "nano-vllm", {"package": "nanovllm", "model": model, "options": options}, requests, args, {}
-    )
+    job = {"package": "nanovllm", "model": model, "options": options}
+    return run_elsewhere("nano-vllm", job, {}, requests, args)
 
 
 def run_checkout(model: str, requests: Requests, options: dict[str, Any], args: argparse.Namespace) -> Times:
@@ -224,26 +228,50 @@ def run_checkout(model: str, requests: Requests, options: dict[str, Any], args: 
     folder = str(Path(args.baseline).resolve())
     path = os.pathsep.join([folder, ENVIRONMENT.get("PYTHONPATH", "")])
     job = {"package": "nanopaged", "folder": folder, "model": model, "options": options}
-    return run_elsewhere(f"nanopaged of {folder}", job, requests, args, {"PYTHONPATH": path})
+    return run_elsewhere(f"nanopaged of {folder}", job, {"PYTHONPATH": path}, requests, args)
 
 
 def run_elsewhere(
-    name: str, job: dict[str, Any], requests: Requests, args: argparse.Namespace, environment: dict[str, str]
+    name: str, job: dict[str, Any], environment: dict[str, str], requests: Requests, args: argparse.Namespace
 ) -> Times:
-    """Run `serve` in a process of --peer-python."""
+    """Run the requests in a process of --peer-python."""
     import torch
 
-    done = subprocess.run(
-        [args.peer_python, __file__],
-        env=ENVIRONMENT | {"OMP_NUM_THREADS": str(torch.get_num_threads())} | environment,
-        input=f"{json.dumps(job)}\n{json.dumps(requests)}\n",
+    with started(name, args.peer_python, job, environment, torch.get_num_threads()) as run:
+        return run(requests)
+
+
+@contextmanager
+def started(
+    name: str, python: str, job: dict[str, Any], environment: dict[str, str], num_threads: int
+) -> Iterator[Callable[[Requests], Times]]:
+    """A process of `python` with the function `serve`, as a function that runs requests in it."""
+    process = subprocess.Popen(
+        [python, __file__],
+        env=ENVIRONMENT | {"OMP_NUM_THREADS": str(num_threads)} | environment,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    results = [line for line in done.stdout.splitlines() if line.startswith("Times ")]
-    if done.returncode != 0 or not results:
-        raise SystemExit(f"{name} failed in {args.peer_python}: is it installed there? Its output is above.")
-    return json.loads(results[-1].removeprefix("Times "))
+
+    def send(message: object) -> None:
+        with suppress(BrokenPipeError):  # it has failed, which is told below
+            process.stdin.write(f"{json.dumps(message)}\n")
+            process.stdin.flush()
+
+    def run(requests: Requests) -> Times:
+        send(requests)
+        for line in process.stdout:
+            if line.startswith("Times "):
+                return json.loads(line.removeprefix("Times "))
+        raise SystemExit(f"{name} failed in {python}: is it installed there? Its output is above.")
+
+    try:
+        send(job)
+        yield run
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def serve() -> None:
