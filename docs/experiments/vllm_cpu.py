@@ -46,6 +46,7 @@ ROWS = {
     "32, 256 shared": kind(32, range(32, 32), range(64, 64), shared=256),
     "32, 1,024 shared": kind(32, range(32, 32), range(64, 64), shared=1024),
     "32, 1,800 shared": kind(32, range(32, 32), range(64, 64), shared=1800),
+    "8, 1,800 shared": kind(8, range(32, 32), range(64, 64), shared=1800),
 }
 
 
