@@ -24,7 +24,7 @@ LOG2_E = math.log2(math.e)
 ROW_KEYS = 64  # keys in a row, see `begin_decodes`: smaller matrix products take nearly as long
 # Bytes of K and V in a layer whose reading must be saved for a matrix product of their own (docs/cpu.md)
 MIN_SAVED = 2 << 20
-QUERY_TILE = 128  # queries of a prefill computed at once: their scores fit in the CPU's cache
+QUERY_TILE = 96  # queries of a prefill computed at once: their scores fit in the CPU's cache
 
 
 class TorchAttention:
