@@ -46,7 +46,8 @@ def named(page: Path) -> str:
 def pages_to_run(*kinds: str) -> list[Path]:
     """The pages with blocks of these kinds.
 
-    A fork's own page runs with its patch, in test_forks.py. Chinese pages have the code of the English ones.
+    A fork's own page runs with its patch, in test_forks.py. Chinese pages have the code of the English ones
+    (test_chinese.py).
     """
     pages = [page for page in PAGES if page.parent.parent != DOCS / "forks" and page.parent != DOCS / "zh"]
     return [page for page in pages if any(b.kind in kinds and not b.title for b in blocks_of(page))]
@@ -105,15 +106,6 @@ def test_python_prints_what_the_page_shows(page: Path, copy: Path) -> None:
 def test_commands_print_what_the_page_shows(page: Path, copy: Path) -> None:
     need_triton(page)
     run_commands(page, copy)
-
-
-@pytest.mark.parametrize("page", sorted((DOCS / "zh").glob("[0-9]*.md")), ids=named)
-def test_chinese_pages_have_the_code_of_the_english_ones(page: Path) -> None:
-    chinese, english = (
-        [(block.kind, block.title, block.text) for block in blocks_of(each) if block.kind != "text"]
-        for each in (page, DOCS / page.name)
-    )
-    assert chinese == english
 
 
 @each_page
