@@ -13,6 +13,8 @@ import sys
 from html import escape
 from pathlib import Path
 
+from chinese import FIGURES, in_chinese
+
 INK, GREY, FAINT, PAPER = "#1f2328", "#59636e", "#d1d9e0", "#ffffff"
 # Requests A, B, C, …: (fill, line).
 COLORS = [
@@ -96,7 +98,7 @@ class Drawing:
         )
 
     def save(self) -> None:
-        """Write the file with the name of the running script, beside it."""
+        """Write the file with the name of the running script, beside it; in Chinese, to docs/zh/figures."""
         head = (
             '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
             'orient="auto-start-reverse"><path d="M0 0 8 4 0 8z" fill="context-stroke"/></marker></defs>'
@@ -112,4 +114,8 @@ class Drawing:
             *self.parts,
             "</svg>",
         ]
-        Path(sys.argv[0]).with_suffix(".svg").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        svg, file = "\n".join(lines) + "\n", Path(sys.argv[0]).resolve().with_suffix(".svg")
+        file.write_text(svg, encoding="utf-8")
+        if file.stem in FIGURES:
+            translated = file.parents[1] / "zh" / "figures" / file.name
+            translated.write_text(in_chinese(svg), encoding="utf-8")
