@@ -218,5 +218,5 @@ class BeamSearchParams(Options):
 
 
 for _options in (EngineConfig, SamplingParams, BeamSearchParams):
-    # dataclass has set one that does not say what to do
+    # dataclass's own does not say what to do
     type.__setattr__(_options, "__setattr__", refuse_change)
