@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
-__version__ = "0.1.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "LLM",

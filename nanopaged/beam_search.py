@@ -15,7 +15,10 @@ Candidates come from `sampler.py`.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from nanopaged.block_manager import BlockManager
+from nanopaged.config import BeamSearchParams
 from nanopaged.sequence import Request, Sample, Sequence
 
 
@@ -46,11 +49,11 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     The request gets its new sequences in the last line: if the step fails before it, `start_over` finds the
     old beams with their tokens.
     """
-    beams, width, stop_token_ids = request.live, request.params.beam_width, request.stop_rules.token_ids
+    beams, width, stop_token_ids = request.live, request.num_sequences, request.stop_rules.token_ids
     candidates: list[tuple[float, Sequence, Sample]] = []
     for beam in beams:
         so_far = beam.cumulative_logprob
-        candidates += [(so_far + sample.logprob, beam, sample) for sample in beam.candidates]
+        candidates += [(so_far + sample.logprob, beam, sample) for sample in beam.candidates or ()]
     candidates.sort(key=lambda candidate: candidate[0], reverse=True)
     at_limit = beams[0].num_tokens + 1 >= request.stop_rules.max_length
 
@@ -58,7 +61,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     for _, beam, sample in candidates[:width]:  # as in transformers, a candidate below these is no hypothesis
         if at_limit or sample.token_id in stop_token_ids:
             hypotheses.append(_finish(beam, sample))
-    hypotheses = sorted(hypotheses, key=lambda hypothesis: hypothesis.score, reverse=True)[:width]
+    hypotheses = sorted(hypotheses, key=attrgetter("score"), reverse=True)[:width]
 
     going_on = [candidate for candidate in candidates if candidate[2].token_id not in stop_token_ids][:width]
     next_beams: list[Sequence] = []
@@ -82,6 +85,7 @@ def _finish(beam: Sequence, sample: Sample) -> Sequence:
 
 
 def _score(request: Request, cumulative_logprob: float, num_tokens: int) -> float:
+    assert isinstance(request.params, BeamSearchParams)
     return cumulative_logprob / num_tokens**request.params.length_penalty
 
 
@@ -97,6 +101,7 @@ def _is_over(request: Request, hypotheses: list[Sequence], best: float) -> bool:
         best: the cumulative log-probability of the best next beam.
     """
     params = request.params
+    assert isinstance(params, BeamSearchParams)
     if len(hypotheses) < params.beam_width:
         return False
     if params.early_stopping is True or params.beam_width == 1:  # a width of 1 is greedy decoding
@@ -104,4 +109,4 @@ def _is_over(request: Request, hypotheses: list[Sequence], best: float) -> bool:
     length = request.live[0].num_output_tokens + 1
     if params.early_stopping == "never" and params.length_penalty > 0:
         length = request.stop_rules.max_length - request.num_prompt_tokens
-    return _score(request, best, length) <= hypotheses[-1].score
+    return _score(request, best, length) <= min(map(attrgetter("score"), hypotheses))

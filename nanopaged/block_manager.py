@@ -101,6 +101,7 @@ class BlockManager:
             block = self.blocks[self.free_ids.pop()]
         else:
             _, block = self.cached.popitem(last=False)
+            assert block.key is not None
             del self.index[block.key]
             block.key = None
         block.ref_count = 1
@@ -300,6 +301,7 @@ class BlockManager:
     def reset_prefix_cache(self) -> None:
         """Make all cached blocks free. Blocks in use can still be found."""
         for block in self.cached.values():
+            assert block.key is not None
             del self.index[block.key]
             block.key = None
         self.free_ids += reversed(self.cached)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ NO_TOP_K = 1 << 24  # more than any vocabulary, and exact in float32
 OR_NONE, TO_THE_LIMIT = " (None chooses it for you)", " (None is as many as max_model_len allows)"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EngineConfig(Options):
     """The options of an engine.
 
@@ -73,7 +73,8 @@ class EngineConfig(Options):
         FileNotFoundError: the folder of `trace` is missing.
     """
 
-    model: str | Path | None = option(None, rules.model, kw_only=False)
+    model: str | Path | None = option(None, rules.model)
+    _: KW_ONLY
     dtype: str = option("auto", one_of(DTYPES, {"half": "float16", "float": "float32"}))
     device: str = option("auto", rules.device)
     block_size: int = option(16, whole(1))
@@ -217,4 +218,5 @@ class BeamSearchParams(Options):
 
 
 for _options in (EngineConfig, SamplingParams, BeamSearchParams):
-    _options.__setattr__ = refuse_change  # dataclass has set another one, which does not say what to do
+    # dataclass's own does not say what to do
+    type.__setattr__(_options, "__setattr__", refuse_change)

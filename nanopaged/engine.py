@@ -35,6 +35,8 @@ class Runner(Protocol):
 
     num_blocks: int
     num_host_blocks: int
+    dtype: object
+    device: object
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Move blocks, compute the scheduled tokens, sample."""

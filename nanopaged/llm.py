@@ -6,7 +6,7 @@ use `LLMEngine` directly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,7 +101,7 @@ class LLM(ForeignAttributes):
         return self.generate(prompts, params, use_tqdm)
 
     @with_hints(SamplingParams)
-    def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Generator[RequestOutput]:
         """Generate for one prompt, yielding its state after every step that gave it a token.
 
         A character spread over several tokens appears when it is complete. Leaving the loop early aborts the

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanopaged.attention import make_attention
 from nanopaged.attention.metadata import AttentionMetadata, StepInputs, slots_of
-from nanopaged.config import EngineConfig
+from nanopaged.checks.lengths import ResolvedConfig
 from nanopaged.kernels.devices import pick_device
 from nanopaged.kv_cache import KVCache, KVShape, take_rows, to_device
 from nanopaged.model.checkpoint import load_model
@@ -38,7 +38,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         model_config: ModelConfig,
         folder: Path,
         ranks: Ranks | None = None,

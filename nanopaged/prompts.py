@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+from nanopaged.checks.lengths import ResolvedConfig
 from nanopaged.checks.requests import (
     Params,
     Prompt,
@@ -18,7 +19,7 @@ from nanopaged.checks.requests import (
     check_types,
     read_prompt,
 )
-from nanopaged.config import EngineConfig, SamplingParams
+from nanopaged.config import SamplingParams
 from nanopaged.sequence import Request
 from nanopaged.text.detokenizer import Detokenizer
 from nanopaged.text.stopping import StopRules
@@ -37,7 +38,7 @@ class PromptProcessor:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         tokenizer: PreTrainedTokenizerBase | None,
         vocab_size: int,
         num_blocks: int,

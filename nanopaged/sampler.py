@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from nanopaged.checks.failures import NonFiniteLogits, NoTokenAllowed
-from nanopaged.config import SamplingParams
+from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.kv_cache import take_rows, to_device
 from nanopaged.sampling.logprobs import add_most_likely
 from nanopaged.sampling.penalties import penalize, send_banned, send_penalties, token_counts
@@ -103,7 +103,7 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
             continue
         request, params = seq.request, seq.request.params
         position, banned = seq.num_tokens, seq.banned_token_ids
-        if request.is_beam_search:  # the most likely token, with the next ones in likelihood
+        if isinstance(params, BeamSearchParams):  # the most likely token, with the next ones in likelihood
             num = min(request.num_candidates + len(banned), logits.shape[-1])
             draws.append(Draw(GREEDY, 0, 0, position, banned, num_candidates=num))
         else:  # n outputs at the end of a prompt, else the next token of one
@@ -137,7 +137,7 @@ def candidates(beam: Sequence, token: Sample) -> list[Sample]:
     banned = beam.banned_token_ids
     allowed = [
         Sample(token_id, logprob.logprob)
-        for token_id, logprob in token.logprobs.items()
+        for token_id, logprob in (token.logprobs or {}).items()
         if token_id not in banned and logprob.logprob != -math.inf
     ]
     return allowed[: beam.request.num_candidates]
@@ -259,7 +259,7 @@ def gather_logprobs(
     if allowed is not None:
         chosen = chosen.masked_fill(allowed.gather(1, token_ids) == -math.inf, -math.inf)
     columns = [token_ids, chosen.double()]
-    most = max(set(num_logprobs) - {None}, default=None)
+    most = max((num for num in num_logprobs if num is not None), default=None)
     if most is not None:
         ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
         columns += [ranks, *logprobs.topk(most)]

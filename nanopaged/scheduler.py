@@ -171,7 +171,9 @@ class Scheduler:
             if moves is None:
                 return False
             batch.swap_in += moves
-            batch.copies += self.block_manager.append_slots(request.live)  # `swap_in` counted them
+            copies = self.block_manager.append_slots(request.live)
+            assert copies is not None  # `swap_in` counted them
+            batch.copies += copies
         else:
             # A token found in the cache is not computed, so a prompt that is to be scored is not looked up.
             look_up = not request.wants_prompt_logprobs
@@ -198,6 +200,7 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
         """Append the sampled tokens, fork, finish and free. Returns the requests that `step` reports."""
         for request, logprobs in result.prompt_logprobs.items():
+            assert request.prompt_logprobs is not None
             request.prompt_logprobs.extend(logprobs)
         advanced = dict.fromkeys(self.unreported)  # used as an ordered set
         ended: list[Sequence] = []

@@ -404,7 +404,8 @@ def test_beam_search_as_in_figure_9_of_the_paper() -> None:
     tables = [[0, 1, 3, 5], [0, 1, 3, 6], [0, 1, 3, 7], [0, 2, 4, 8]]
     beams = [sequence(*table) for table in tables]  # (each token is the id of its block)
     request = beams[0].request
-    request.params, request.sequences, request.live = BeamSearchParams(beam_width=4), beams, beams
+    request.params, request.num_sequences = BeamSearchParams(beam_width=4), 4
+    request.sequences = request.live = beams
     for index, (beam, table) in enumerate(zip(beams, tables, strict=True)):
         beam.request, beam.index, beam.block_table = request, index, list(table)
         beam.num_computed_tokens = 4

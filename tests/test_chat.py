@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import nanopaged
 from nanopaged import LLM, SamplingParams
-from nanopaged.terminal.chat import chat
+from nanopaged.terminal.chat import chat, main
 
 TINY = Path(__file__).parents[1] / "nanopaged" / "tiny"
 COMMAND = [sys.executable, "-m", "nanopaged"]
@@ -184,3 +185,12 @@ def test_a_mistake_is_told_in_one_line(arguments: list[str], complaint: str) -> 
     (line,) = done.stderr.splitlines()
     assert line.startswith("python -m nanopaged: error: ")
     assert complaint in line
+
+
+def test_streams_of_another_program(llm: LLM, talk: Talk) -> None:
+    """A program that runs the chat may have streams of its own, which have no encoding to change."""
+    talk.monkeypatch.setattr(nanopaged, "LLM", lambda **_: llm)
+    talk.monkeypatch.setattr(sys, "argv", ["nanopaged", "--temperature", "0", "--max-tokens", "60"])
+    talk.monkeypatch.setattr(sys, "stdin", io.StringIO("What news?\n"))
+    main()
+    assert talk.capsys.readouterr().out == f"{answers_of(llm, 'What news?')[0]}\n"

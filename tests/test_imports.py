@@ -35,8 +35,8 @@ MAY_IMPORT = {
     "attention": {"kernels", "kv_cache"},
     "sampling": {"sequence", "kv_cache", "text"},
     "sampler": {"sampling", "sequence", "kv_cache", "text", "checks"},
-    "model": {"kernels", "kv_cache", "attention", "sampler", "sequence", "text"},
-    "model_runner": {"model", "attention", "kernels", "kv_cache", "sampler", "sequence"},
+    "model": {"kernels", "kv_cache", "attention", "sampler", "sequence", "text", "checks"},
+    "model_runner": {"model", "attention", "kernels", "kv_cache", "sampler", "sequence", "checks"},
     # where the two meet
     "engine": {
         *("prompts", "scheduler", "block_manager", "sequence", "model_runner", "model", "text", "views"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ MIN_SAVED_KEYS = 64  # keys whose reading must be saved for a run of their own (
 class CppAttention(TorchAttention):
     """In each layer one kernel stores the new K/V of the batch, and one computes its decodes."""
 
-    fused: ClassVar[dict[str, Callable[..., Tensor]]] = {
+    fused: dict[str, Callable[..., Tensor]] = {
         "rms_norm": cpp.fused_rms_norm,
         "norm_rotate": cpp.fused_norm_rotate,
         "silu_mul": cpp.fused_silu_mul,

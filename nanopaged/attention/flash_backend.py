@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Callable
 from functools import cache as cached
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,14 +101,16 @@ def load_varlen() -> Callable[..., Tensor]:
 
 def load_torch_varlen() -> Callable[..., Tensor]:
     """`torch.nn.attention.varlen`. Some versions need K and V repeated for each query head."""
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen
 
+    varlen_attn: Any = varlen.varlen_attn  # its options differ from version to version
     known = inspect.signature(varlen_attn).parameters
     if "window_size" not in known or "scale" not in known:
         raise ImportError(f"varlen attention of torch {torch.__version__} lacks window_size or scale")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *lengths: Tensor | int, softmax_scale: float) -> Tensor:
-        options = {"scale": softmax_scale, "window_size": (-1, 0)}  # all keys before, none after: causal
+        causal = -1, 0  # all keys before, none after
+        options: dict[str, Any] = {"scale": softmax_scale, "window_size": causal}
         if "enable_gqa" in known:
             options["enable_gqa"] = True
         else:

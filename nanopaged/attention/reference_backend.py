@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -78,7 +77,7 @@ class ReferenceAttention:
     """The loop above, for every query of the batch. `nanopaged.attention` describes the methods."""
 
     supports_cuda_graphs = False
-    fused: ClassVar[dict[str, Callable[..., Tensor]]] = {}
+    fused: dict[str, Callable[..., Tensor]] = {}
 
     def __init__(self, cache: KVCache, scale: float, score_mod: ScoreMod | None = None) -> None:
         self.cache = cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -43,7 +42,7 @@ class TorchAttention:
     """
 
     supports_cuda_graphs = False
-    fused: ClassVar[dict[str, Callable[..., Tensor]]] = {}  # small operations of a layer, see `Operations`
+    fused: dict[str, Callable[..., Tensor]] = {}  # small operations of a layer, see `Operations`
 
     def __init__(self, cache: KVCache, scale: float, score_mod: ScoreMod | None = None) -> None:
         self.cache = cache

@@ -13,7 +13,11 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import TYPE_CHECKING, NoReturn, ParamSpec, TypeVar
 
-P, R = ParamSpec("P"), TypeVar("R")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance  # a type checker's own module
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 LORA = "merge the adapter into the model first (peft: merge_and_unload), or apply docs/forks/lora"
 NO_STRUCTURE = "structured output is not supported: ask for it in the prompt, and check the text"
@@ -164,7 +168,7 @@ def explain(unknown: Iterable[str], known: Collection[str], theirs: dict[str, st
     return "; ".join(parts)
 
 
-def with_hints(params: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def with_hints(params: type[DataclassInstance]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a method, so that its error for an unknown keyword says what to write.
 
     Args:
@@ -172,18 +176,19 @@ def with_hints(params: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        called = getattr(method, "__name__", "")
         known = [name for name in inspect.signature(method).parameters if name != "self"]
         theirs = options_of(params)
         for name in {*theirs, *params.__dataclass_fields__} - set(known):
             ours = theirs.get(name, name)
             if ours in params.__dataclass_fields__:
-                theirs[name] = f"put it into the params: {method.__name__}(…, {params.__name__}({ours}=…))"
+                theirs[name] = f"put it into the params: {called}(…, {params.__name__}({ours}=…))"
 
         @wraps(method)
         def call(*args: P.args, **options: P.kwargs) -> R:
             unknown = [name for name in options if name not in known]
             if unknown:
-                raise TypeError(f"{method.__name__} has no option {explain(unknown, known, theirs)}")
+                raise TypeError(f"{called} has no option {explain(unknown, known, theirs)}")
             return method(*args, **options)
 
         return call

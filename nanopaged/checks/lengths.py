@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 from nanopaged.config import EngineConfig
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
 
-def resolve_lengths(config: EngineConfig, longest: int) -> EngineConfig:
+class ResolvedConfig(EngineConfig):
+    """The options of an engine, with its lengths chosen: they are never None."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+
+
+def resolve_lengths(config: EngineConfig, longest: int) -> ResolvedConfig:
     """The options with `max_model_len` and `max_num_batched_tokens` chosen.
 
     Args:
@@ -34,4 +41,6 @@ def resolve_lengths(config: EngineConfig, longest: int) -> EngineConfig:
                 "max_num_batched_tokens, lower max_model_len, or set enable_chunked_prefill=True"
             )
     budget = budget or DEFAULT_MAX_NUM_BATCHED_TOKENS
-    return replace(config, max_model_len=max_model_len, max_num_batched_tokens=budget)
+    options: dict[str, Any] = vars(config)
+    options = options | {"max_model_len": max_model_len, "max_num_batched_tokens": budget}
+    return ResolvedConfig(**options)

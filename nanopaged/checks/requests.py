@@ -12,22 +12,20 @@ from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
-from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
+from nanopaged.checks.lengths import ResolvedConfig
+from nanopaged.config import BeamSearchParams, SamplingParams
 
 Params = SamplingParams | BeamSearchParams
 
 
-Prompt = str | SequenceOf[int] | dict[str, Any]
+Prompt = str | SequenceOf[int] | Mapping[str, Any]
 """A text, token ids, or a dict of {"prompt": text, "prompt_token_ids": ids} with one of them or both. Prompts
 with different values of "cache_salt" in it share no K/V."""
 
 
 def token_rows(encoding: Mapping[str, Any]) -> list[list[int]]:
     """The token ids in the output of a transformers tokenizer: a row for each text, without padding."""
-    ids, mask = (
-        value.tolist() if hasattr(value, "tolist") else value
-        for value in (encoding["input_ids"], encoding.get("attention_mask"))
-    )
+    ids, mask = (_as_plain(encoding.get(name)) for name in ("input_ids", "attention_mask"))
     if not ids or not isinstance(ids[0], list):
         ids, mask = [ids], mask and [mask]
     if mask is None:
@@ -38,31 +36,35 @@ def token_rows(encoding: Mapping[str, Any]) -> list[list[int]]:
     ]
 
 
+def _as_plain(values: Any) -> Any:
+    """An array or a tensor as a list; anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
 def pair_up(
     prompts: Prompt | SequenceOf[Prompt], params: Params | SequenceOf[Params] | None
 ) -> list[tuple[Prompt, Params | None]]:
     """Each prompt with its params. A single prompt is a list of one; single params are for all prompts."""
     prompts = _as_list(prompts)
-    if params is None or isinstance(params, Params):
-        params = [params] * len(prompts)
-    if isinstance(params, dict) or not isinstance(params, Iterable):
+    each: Any = [params] * len(prompts) if params is None or isinstance(params, Params) else params
+    if isinstance(each, dict) or not isinstance(each, Iterable):
         raise TypeError(
             "sampling_params are SamplingParams, or a list with one for each prompt, got "
             f"{params!r}{write_params(params)}"
         )
-    params = list(params)
-    if len(params) != len(prompts):
+    each = list(each)
+    if len(each) != len(prompts):
         raise ValueError(
-            f"there are {len(prompts)} prompts, but {len(params)} sampling_params: give one for all, "
+            f"there are {len(prompts)} prompts, but {len(each)} sampling_params: give one for all, "
             "or one each"
         )
-    return list(zip(prompts, params, strict=True))
+    return list(zip(prompts, each, strict=True))
 
 
-def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Any) -> list[Prompt]:
     """The prompts as a list; a single prompt (a text, or token ids) becomes a list of one."""
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
-        return token_rows(prompts)
+        return list(token_rows(prompts))
     if isinstance(prompts, str | Mapping) or (hasattr(prompts, "tolist") and prompts.ndim < 2):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
@@ -167,7 +169,7 @@ def check_fits(
     num_prompt_tokens: int,
     params: Params,
     max_length: int,
-    config: EngineConfig,
+    config: ResolvedConfig,
     num_blocks: int,
 ) -> None:
     """Raise ValueError if the request could never be served.

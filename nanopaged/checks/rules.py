@@ -8,12 +8,15 @@ names the value, the limit and the way out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, Field, field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from nanopaged.checks.foreign_names import explain, options_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance  # a type checker's own module
 
 Rule = Callable[[str, Any], Any]
 
@@ -32,7 +35,7 @@ def option(
     return field(default=default, metadata={"rule": rule, "check": check}, **options)
 
 
-def check_options(options: object) -> None:
+def check_options(options: DataclassInstance) -> None:
     """Apply the rule of every field, then the checks."""
     for each in fields(options):
         value = each.metadata["rule"](each.name, getattr(options, each.name))
@@ -47,6 +50,8 @@ _T = TypeVar("_T", bound="Options")
 
 class Options:
     """The base of the classes of options: the error for an unknown keyword says what may have been meant."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # every class of options is a dataclass
 
     def __new__(cls: type[_T], *args: Any, **options: Any) -> _T:  # with Any, editors would show no options
         known = [option.name for option in fields(cls)]

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nanopaged.config import EngineConfig
+from nanopaged.checks.lengths import ResolvedConfig
 from nanopaged.model.decoder import Model
 from nanopaged.model.layers import allocate
 from nanopaged.model.model_config import ModelConfig, read_json
@@ -58,7 +58,7 @@ def find_model(model: str | Path | None, with_weights: bool = True) -> Path:
 
 
 def load_model(
-    config: EngineConfig,
+    config: ResolvedConfig,
     model_config: ModelConfig,
     folder: Path,
     dtype: torch.dtype,
@@ -224,13 +224,14 @@ def _share(name: str, slot: Tensor, shape: list[int], ranks: Ranks | None) -> tu
 
     k_proj with 2 heads of 8 rows, on 4 ranks: ranks 0 and 1 take rows 0-7, ranks 2 and 3 rows 8-15
     """
+    rank, size = (ranks.rank, ranks.size) if ranks is not None else (0, 1)
     parts = []
     for total, mine in zip(shape, slot.shape, strict=True):
         first = 0
         if total > mine and name.startswith(("lm_head", "model.embed_tokens")):
-            first = ranks.rank * mine  # the last share may be smaller
+            first = rank * mine  # the last share may be smaller
         elif total > mine:
-            first = ranks.rank * total // ranks.size // mine * mine
+            first = rank * total // size // mine * mine
         parts.append(slice(first, first + mine))
     return tuple(parts)
 
@@ -238,9 +239,8 @@ def _share(name: str, slot: Tensor, shape: list[int], ranks: Ranks | None) -> tu
 def _name_some(what: str, names: set[str], most: int = 8) -> str:
     if not names:
         return ""
-    names = sorted(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"; {what}: {', '.join(names[:most])}{more}"
+    return f"; {what}: {', '.join(sorted(names)[:most])}{more}"
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
@@ -255,7 +255,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers and the parser in Rust raise many types
         raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
-    if not tokenizer.is_fast:
+    if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"{folder} has only a slow tokenizer: save it again with a tokenizer.json")
     return tokenizer
 

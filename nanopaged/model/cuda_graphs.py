@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from nanopaged.attention.metadata import AttentionMetadata
+from nanopaged.attention.reference_backend import ReferenceAttention
+from nanopaged.attention.torch_backend import TorchAttention
 from nanopaged.attention.triton_backend import TritonAttention
 from nanopaged.kv_cache import to_device
 from nanopaged.model.decoder import Model
@@ -59,11 +61,12 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Model,
-        attention: TritonAttention,
+        attention: TorchAttention | ReferenceAttention,
         max_num_seqs: int,
         max_context_len: int,
         capture: Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]] | None = None,
     ) -> None:
+        assert isinstance(attention, TritonAttention)  # only it has `supports_cuda_graphs`
         self.model, self.attention = model, attention
         self.max_context_len = max_context_len
         self.capture = capture or Capture()

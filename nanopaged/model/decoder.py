@@ -46,7 +46,9 @@ class SelfAttention(nn.Module):
         num_heads, num_kv_heads = self.heads
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
-        weights = (self.q_norm.weight, self.k_norm.weight) if self.q_norm is not None else None
+        weights = None
+        if self.q_norm is not None and self.k_norm is not None:
+            weights = self.q_norm.weight, self.k_norm.weight
         qk = self.operations.norm_rotate(qk, num_heads, weights, self.eps, cos, sin)
         q, k = qk.split(self.heads, dim=1)  # each [num_tokens, its heads, head_dim]
         return self.o_proj(attention(self.layer, q, k, v).flatten(1))
@@ -115,7 +117,7 @@ class Model(nn.Module):
     def use(self, operations: Operations) -> None:
         """Compute the small operations of all layers with these functions."""
         for part in self.modules():
-            if hasattr(part, "operations"):
+            if isinstance(part, SelfAttention | RMSNorm | MLP):
                 part.operations = operations
 
     def reorder_weights(self) -> None:

@@ -48,12 +48,13 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: bool, ranks: Ranks | None = None) -> None:
         super().__init__()
         self.ranks = ranks
-        self.weight = empty_weight(out_features, in_features)
+        self.weight: nn.Parameter | None = empty_weight(out_features, in_features)
         self.bias = empty_weight(out_features) if bias else None
         self._reordered: Tensor | None = None
 
     def reorder_weight(self) -> str | None:
         """Reorder W for oneDNN; see `onednn.reorder`. Returns why that cannot be done, None if it is."""
+        assert self.weight is not None
         self._reordered, reason = onednn.reorder(self.weight, self.bias)
         if self._reordered is not None:
             self.weight = None  # only the reordered copy is needed from here on
@@ -64,6 +65,7 @@ class Linear(nn.Module):
         if self._reordered is not None:
             out = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
         else:
+            assert self.weight is not None
             out = F.linear(x, self.weight, self.bias)
         return out if self.ranks is None else self.ranks.all_reduce(out)
 

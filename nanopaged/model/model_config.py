@@ -233,14 +233,15 @@ def _read_rope(raw: dict[str, Any], file: Path) -> tuple[float, Llama3Scaling | 
     and the rest under `rope_scaling`, whose `rope_type` was once called `type`. If a file has both, then
     `rope_scaling` counts and `rope_parameters`, with its theta, does not (as in transformers).
     """
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(f"{file} has rope settings {rope!r}, but needs one JSON object, for all layers")
-    rope = {
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise ValueError(f"{file} has rope settings {given!r}, but needs one JSON object, for all layers")
+    rope: dict[str, Any] = {
         "rope_theta": raw.get("rope_theta", 10000.0),
-        "rope_type": rope.get("type", "default"),
+        "rope_type": given.get("type", "default"),
         "original_max_position_embeddings": raw.get("max_position_embeddings"),
-    } | rope
+        **given,
+    }
     llama3 = [field.name for field in fields(Llama3Scaling)] if rope["rope_type"] == "llama3" else []
     names = ("rope_type", "rope_theta", "partial_rotary_factor", *llama3)
     _check_settings({name: rope.get(name) for name in names}, file)

@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
+from multiprocessing.process import BaseProcess
 from os.path import commonprefix
 from typing import Any, Protocol
 
@@ -99,7 +100,7 @@ class Ranks:
         size: int,
         store: dist.Store,
         device: torch.device,
-        processes: list[multiprocessing.Process],
+        processes: list[BaseProcess],
     ) -> None:
         self.rank, self.size, self.store, self.device = rank, size, store, device
         self.processes = processes
@@ -107,7 +108,7 @@ class Ranks:
         self.in_step = False  # whether the other ranks may be in a step
         self.meeting = -1
         self.message_bytes = 0  # of the last message
-        self.group: dist.ProcessGroup | None = None
+        self.group: Any = None  # Gloo's or NCCL's; torch's types lack the methods that both have
         if rank == 0:
             self.finalizer = weakref.finalize(self, end_workers, store, processes)  # or as the program ends
             if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
@@ -123,7 +124,7 @@ class Ranks:
         forked = f"this engine belongs to process {os.getppid()}, from which this one was forked"
         self.lost = self.lost or f"{forked}: make another here"
         self.finalizer.detach()
-        multiprocessing.process._children.difference_update(self.processes)
+        multiprocessing.process._children.difference_update(self.processes)  # ty: ignore[missing-attribute]
         for connection in (self.store, self.group):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))  # one more, so that it never becomes 0
 
@@ -137,7 +138,7 @@ class Ranks:
     def smallest(self, number: int) -> int:
         """The smallest of the numbers that the ranks have."""
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         numbers = torch.tensor([number], device=self.device)
         self._group().allreduce([numbers], options).wait()
         return int(numbers)
@@ -150,7 +151,7 @@ class Ranks:
         self._group().gather([parts] if parts else [], [x.contiguous()], options).wait()
         return torch.cat(parts, dim=-1) if parts else x
 
-    def _group(self) -> dist.ProcessGroup:
+    def _group(self) -> Any:
         if self.group is None:
             raise RuntimeError("the ranks do not compute together now")
         return self.group
@@ -231,7 +232,7 @@ class Ranks:
         elif under_torchrun():  # perhaps on several machines
             self.group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
         else:
-            options = dist.ProcessGroupGloo._Options()
+            options = dist.ProcessGroupGloo._Options()  # ty: ignore[missing-attribute]
             options._timeout = timeout
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
             self.group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
@@ -364,7 +365,7 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
             torch.set_num_threads(min(torch.get_num_threads(), max(1, NUM_THREADS // size)))
         workers = _make_workers(size, store.port, device, make_runner)
         device = rank_device(device, 0)
-    processes: list[multiprocessing.Process] = []
+    processes: list[BaseProcess] = []
     try:
         for process in workers:
             process.start()
@@ -412,7 +413,7 @@ def rank_device(device: torch.device, local_rank: int) -> torch.device:
 
 def _make_workers(
     size: int, port: int, device: torch.device, make_runner: Callable[..., Any]
-) -> list[multiprocessing.Process]:
+) -> list[BaseProcess]:
     Process, num_threads = multiprocessing.get_context("spawn").Process, torch.get_num_threads()
     return [
         Process(
@@ -452,7 +453,7 @@ def report_failure(store: dist.Store, rank: int, meeting: int) -> None:
 
 
 def why_failed(
-    error: BaseException | None, store: dist.Store, meeting: int, processes: list[multiprocessing.Process]
+    error: BaseException | None, store: dist.Store, meeting: int, processes: list[BaseProcess]
 ) -> str | None:
     """What the first worker that failed since the `meeting` has reported, or which one died; None if none.
 
@@ -484,7 +485,7 @@ def send(store: dist.Store, message: Any) -> int:
     return len(data)
 
 
-def end_workers(store: dist.Store, processes: list[multiprocessing.Process]) -> None:
+def end_workers(store: dist.Store, processes: list[BaseProcess]) -> None:
     """Kill the workers that were started here, and tell those of a launcher to end."""
     if not processes:
         send(store, None)

@@ -39,7 +39,7 @@ def prompt_tiles(seq: Sequence, row: int) -> list[PromptTile]:
         row: of the first token that the step computes, in the flat batch.
     """
     start, tiles = seq.num_computed_tokens, []
-    first = max(start, len(seq.request.prompt_logprobs) - 1)
+    first = max(start, len(seq.request.prompt_logprobs or ()) - 1)
     end = min(start + seq.num_scheduled_tokens, seq.request.num_prompt_tokens - 1)
     for lo in range(first, end, LOGITS_TILE):
         hi = min(lo + LOGITS_TILE, end)
@@ -59,5 +59,5 @@ def score_prompts(tiles: list[PromptTile], hidden: Tensor, model: Model) -> dict
         logprobs = model.logits(take_rows(hidden, tile.rows)).log_softmax(-1)
         actual, request = to_device(np.array(tile.scored), logprobs.device), tile.seq.request
         tokens = gather_logprobs(logprobs, actual, [request.params.prompt_logprobs] * len(tile.rows))
-        scores.setdefault(request, []).extend(token.logprobs for token in tokens)
+        scores.setdefault(request, []).extend(token.logprobs or {} for token in tokens)
     return scores

@@ -16,7 +16,8 @@ import torch
 
 from nanopaged.attention import make_attention
 from nanopaged.attention.metadata import GATHER_KEYS, AttentionMetadata
-from nanopaged.config import EngineConfig, SamplingParams
+from nanopaged.checks.lengths import ResolvedConfig
+from nanopaged.config import SamplingParams
 from nanopaged.kernels.devices import is_ampere
 from nanopaged.kv_cache import KVCache, KVShape, to_device
 from nanopaged.model.decoder import Model
@@ -45,7 +46,9 @@ def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def count_blocks(config: EngineConfig, model: Model, shape: KVShape, ranks: Ranks | None) -> tuple[int, int]:
+def count_blocks(
+    config: ResolvedConfig, model: Model, shape: KVShape, ranks: Ranks | None
+) -> tuple[int, int]:
     """Blocks of the KV cache and in host memory: those of `config`, or measured."""
     num_blocks, num_host_blocks = config.num_blocks, config.num_host_blocks
     if num_blocks is None:
@@ -61,7 +64,7 @@ def count_blocks(config: EngineConfig, model: Model, shape: KVShape, ranks: Rank
     return num_blocks, num_host_blocks
 
 
-def measure_num_blocks(config: EngineConfig, model: Model, shape: KVShape) -> int:
+def measure_num_blocks(config: ResolvedConfig, model: Model, shape: KVShape) -> int:
     """Blocks for the KV cache: as many as fit in memory with the largest step, and no more than can be used.
 
     On a GPU the largest step is run, and its peak memory beyond the weights is set aside:
@@ -72,9 +75,6 @@ def measure_num_blocks(config: EngineConfig, model: Model, shape: KVShape) -> in
 
     On a CPU, where other programs need the memory too, they take at most `HOST_BYTES`, unless a share is
     configured or a single sequence needs more. All ranks share this memory.
-
-    Args:
-        config: with `max_model_len` and `max_num_batched_tokens` chosen.
 
     Raises:
         ValueError: not even one sequence of `max_model_len` tokens fits.
@@ -112,7 +112,7 @@ def peak_memory(work: Callable[[], None], device: torch.device) -> int:
 
 
 @torch.inference_mode()
-def largest_step(config: EngineConfig, model: Model, shape: KVShape) -> None:
+def largest_step(config: ResolvedConfig, model: Model, shape: KVShape) -> None:
     """Run a step that needs the most memory: the whole budget, the longest contexts, the most samples.
 
     Each prefill is the end of a context of `max_model_len` tokens, and there are enough prefills for flash
@@ -142,8 +142,8 @@ def largest_step(config: EngineConfig, model: Model, shape: KVShape) -> None:
             seq_ids=list(range(num_seqs)),
         )
     )
-    positions = to_device(positions, device)
-    hidden = model(positions * 0, positions, lambda layer, q, k, v: attention(0, q, k, v))
+    ids = to_device(positions, device)
+    hidden = model(ids * 0, ids, lambda layer, q, k, v: attention(0, q, k, v))
     # Top-p sorts all probabilities. Penalties make a copy of the logits, and so do banned tokens and
     # forks (`clone`).
     params = (

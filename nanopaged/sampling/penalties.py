@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanopaged.config import SamplingParams
 from nanopaged.kv_cache import to_device
 from nanopaged.sequence import Sequence
 
@@ -25,8 +26,9 @@ def token_counts(seq: Sequence) -> dict[int, int]:
 
     Only a repetition penalty changes tokens of the prompt that were never generated; their count is 0.
     """
-    end = seq.request.num_prompt_tokens
-    prompt = seq.token_ids[:end] if seq.request.params.repetition_penalty != 1 else ()
+    end, params = seq.request.num_prompt_tokens, seq.request.params
+    assert isinstance(params, SamplingParams)  # beams have no penalties
+    prompt = seq.token_ids[:end] if params.repetition_penalty != 1 else ()
     return dict.fromkeys(prompt, 0) | Counter(seq.token_ids[end:])
 
 

@@ -19,6 +19,7 @@ import sys
 from argparse import SUPPRESS, ArgumentParser, RawTextHelpFormatter
 from contextlib import closing, suppress
 from dataclasses import asdict
+from io import TextIOWrapper
 from itertools import cycle
 from typing import Any
 
@@ -88,7 +89,8 @@ def main() -> None:
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     for stream in (sys.stdin, sys.stdout):
-        stream.reconfigure(errors="replace")  # a character that a terminal cannot show stops nothing
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a character that a terminal cannot show stops nothing
     if sys.stdin.isatty():
         with suppress(ImportError):  # on Windows
             import readline  # noqa: F401 (gives `input` arrow keys and a history)

@@ -11,9 +11,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 
-def as_conversations(
-    messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
-) -> SequenceOf[SequenceOf[Message]]:
+def as_conversations(messages: Any) -> SequenceOf[SequenceOf[Message]]:
     """One conversation or several, as several."""
     several = isinstance(messages, SequenceOf) and len(messages) > 0 and isinstance(messages[0], list | tuple)
     return messages if several else [messages]
@@ -36,10 +34,9 @@ def render_chat(
         raise ValueError("the conversation is empty: it needs at least one message")
     if tokenizer is None or tokenizer.chat_template is None:
         raise ValueError("this model has no chat template: use generate")
-    return tokenizer.apply_chat_template(
-        [{**message, "content": text_of(message)} for message in messages],
-        **{"add_generation_prompt": True, **(options or {}), "tokenize": False},
-    )
+    arguments: dict[str, Any] = {"add_generation_prompt": True, **(options or {}), "tokenize": False}
+    texts = [{**message, "content": text_of(message)} for message in messages]
+    return str(tokenizer.apply_chat_template(texts, **arguments))
 
 
 def text_of(message: Message) -> str:

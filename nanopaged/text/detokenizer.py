@@ -16,6 +16,7 @@ how many of them it has decoded. It knows no sequences and no requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -35,13 +36,14 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
 @lru_cache(maxsize=4)
 def byte_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """The byte tokens <0x00> to <0xFF>, in which SentencePiece spells what is not in its vocabulary."""
-    return frozenset(tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    ids = {tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+    return frozenset(token_id for token_id in ids if token_id is not None)
 
 
 class Detokenizer:
     """The text of one sequence's output, without special tokens. Copies share no state."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: SequenceOf[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.stop = stop
         self._special_ids, self._byte_ids = special_ids(tokenizer), byte_ids(tokenizer)

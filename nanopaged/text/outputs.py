@@ -13,6 +13,8 @@ class Logprob(float):
     The token's text is `llm.get_tokenizer().decode([token_id])`.
     """
 
+    rank: int
+
     def __new__(cls, logprob: float, rank: int = 0) -> Logprob:
         self = super().__new__(cls, logprob)
         self.rank = rank

@@ -7,7 +7,7 @@ that ends early, by an error, Ctrl-C or a loop that is left, has its unfinished 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from threading import Lock
@@ -86,7 +86,7 @@ class Turns:
                 self.engine.requests[error.request_id] = request
                 self.engine.scheduler.unreported.append(request)
 
-    def stream(self, request: Request) -> Iterator[RequestOutput]:
+    def stream(self, request: Request) -> Generator[RequestOutput]:
         """Queue a request and yield its state after every step that gave it a token. (Takes the lock.)"""
         with self.serving([request]):
             with self.lock:

@@ -34,14 +34,13 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -167,7 +166,7 @@ def build_model() -> Qwen3ForCausalLM:
         head_dim=32,
         intermediate_size=640,
         tie_word_embeddings=True,
-        rope_theta=1e4,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         max_position_embeddings=2048,
         bos_token_id=None,
         eos_token_id=SPECIALS.index(IM_END),
@@ -183,7 +182,7 @@ def prepare_for_training(model: Qwen3ForCausalLM) -> None:
         return F.dropout(output, DROPOUT, module.training)
 
     model.model.embed_tokens.register_forward_hook(drop)
-    layers = model.model.layers
+    layers: Any = model.model.layers
     for layer in layers:
         for branch_out in (layer.self_attn.o_proj, layer.mlp.down_proj):
             branch_out.weight.data /= math.sqrt(2 * len(layers))
@@ -332,7 +331,7 @@ def main() -> None:
     held_out = HeldOut(val_tokens, len(val_text))
     train(build_model(), tokenizer, text, held_out, args.out, args.minutes)
 
-    saved = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32)
+    saved = Qwen3ForCausalLM.from_pretrained(args.out, dtype=torch.float32)
     print(f"as saved: {held_out.describe(evaluate(saved, held_out.tokens))}")
 
 

@@ -58,8 +58,9 @@ class RecordedBlockManager(BlockManager):
 
     def append_slots(self, sequences: list[Sequence]) -> list[tuple[int, int]] | None:
         copies = super().append_slots(sequences)
-        for i, (src, dst) in enumerate(copies or []):
-            later = [its_dst for its_src, its_dst in copies[i + 1 :] if its_src == src]  # they still use it
+        made = copies or []
+        for i, (src, dst) in enumerate(made):
+            later = [its_dst for its_src, its_dst in made[i + 1 :] if its_src == src]  # they still use it
             others = [seq for seq in sequences if {src, *later}.intersection(seq.block_table)]
             writer = next(seq for seq in sequences if dst in seq.block_table)
             self.copies.append((writer, others, src, dst))

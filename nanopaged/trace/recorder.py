@@ -20,7 +20,7 @@ import logging
 import time
 import weakref
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from io import FileIO
 from operator import attrgetter
@@ -93,10 +93,12 @@ class Recorder:
     """
 
     def __init__(self, engine: LLMEngine) -> None:
+        assert engine.config.trace is not None
         self.path = Path(engine.config.trace)
         self.engine, self.scheduler, self.tokenizer = engine, engine.scheduler, engine.tokenizer
-        engine.block_manager.__class__ = RecordedBlockManager  # the same pool, which now notes what it does
-        self.manager: RecordedBlockManager = engine.block_manager
+        manager: Any = engine.block_manager
+        manager.__class__ = RecordedBlockManager  # the same pool, which now notes what it does
+        self.manager: RecordedBlockManager = manager
         self.manager.forget()
         scheduler = engine.scheduler
         self.start = time.monotonic()
@@ -242,7 +244,7 @@ class Recorder:
             if request.num_sequences > 1 or request.is_beam_search:
                 # Its sequences may be new ones: forks of those before.
                 before = {i: seen.pop((number, i), None) for i in range(request.num_sequences)}
-                seen |= {(number, seq.index): before[seq.index] for seq in request.live if before[seq.index]}
+                seen |= {(number, seq.index): old for seq in request.live if (old := before[seq.index])}
                 left = {seq.index for seq in request.live}
                 gone += [[number, i] for i in before if before[i] is not None and i not in left]
             for seq in request.live:
@@ -281,7 +283,7 @@ class Recorder:
         self.seen[key] = Seen(seq, num_tokens, computed, list(table), host_table)
         return [*key, parent, num_kept, token_ids[num_kept:], computed, same, table[same:], host_table]
 
-    def _parent(self, seq: Sequence, before: dict[int, Seen | None]) -> tuple[int, Seen | None]:
+    def _parent(self, seq: Sequence, before: Mapping[int, Seen | None]) -> tuple[int, Seen | None]:
         """The sequence of `before` from which this one was forked, and its index; -1 for none."""
         for index, seen in before.items():
             if seen is not None and seq.token_ids[: seen.num_tokens] == seen.seq.token_ids[: seen.num_tokens]:
@@ -347,7 +349,7 @@ class Recorder:
         new = {token_id for change in changes for token_id in (change[4] if len(change) > 3 else change[2:])}
         new -= self.known_tokens
         self.known_tokens |= new
-        return {token_id: self.tokenizer.decode([token_id]) for token_id in sorted(new)}
+        return {token_id: str(self.tokenizer.decode([token_id])) for token_id in sorted(new)}
 
     # ── what happened ─────────────────────────────────────────────────────────────────────────────
 

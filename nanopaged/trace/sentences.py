@@ -145,7 +145,7 @@ def next_beams(parents: dict[str, list[str]], childless: list[str]) -> Sentence:
     return "beams", f"The next beams: {forks}{dropped}.", UPDATED
 
 
-def finished(name: str, reason: str, cached: list[int], freed: list[int]) -> Sentence:
+def finished(name: str, reason: str | None, cached: list[int], freed: list[int]) -> Sentence:
     """cached, freed: blocks that are in no table any more."""
     return "finish", f"{name} is finished ({reason}){_left(cached, freed)}.", UPDATED
 

@@ -45,6 +45,7 @@ class Watch:
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw the state after a step."""
+        assert self.live is not None  # within `shown`
         self.live.update(self.draw(snapshot), refresh=True)
         time.sleep(self.pause)
 

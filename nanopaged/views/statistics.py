@@ -30,7 +30,7 @@ class Counters:
             self.num_prompt_tokens += request.num_prompt_tokens
             if enable_prefix_caching and request.prompt_logprobs is None:  # or it was not looked up
                 self.prefix_cache_queries += request.num_prompt_tokens
-                self.prefix_cache_hits += request.num_cached_tokens
+                self.prefix_cache_hits += request.num_cached_tokens or 0
         num_swapped = sum(way == "swap" for _, way in batch.preempted)
         self.num_preemptions_swap += num_swapped
         self.num_preemptions_recompute += len(batch.preempted) - num_swapped
