@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention.key_rows import find_shared_blocks
+from nanopaged.attention.key_rows import share_blocks
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.torch_backend import LOG2_E, TorchAttention
 from nanopaged.kernels import cpp
@@ -58,14 +58,9 @@ class CppAttention(TorchAttention):
         """
         cache, size, num_seqs = self.cache, self.cache.block_size, metadata.num_decodes
         context_lens, tables = metadata.context_lens[:num_seqs].tolist(), metadata.block_tables[:num_seqs]
-        # The last block of a sequence is its own: its newest token is written there.
-        shared = find_shared_blocks(tables, [(n - 1) // size for n in context_lens], MIN_SAVED_KEYS // size)
-        own = [0] * num_seqs  # the first key of each sequence that it alone reads
-        for seqs, _, end in shared:
-            for seq in seqs:
-                own[seq] = max(own[seq], end * size)
+        shared, num_shared = share_blocks(metadata, size, MIN_SAVED_KEYS // size)
         wholes = [(seqs, first * size, end * size) for seqs, first, end in shared]
-        wholes += [([seq], own[seq], context_len) for seq, context_len in enumerate(context_lens)]
+        wholes += [([seq], int(num_shared[seq]) * size, context_lens[seq]) for seq in range(num_seqs)]
         step = max(1, RUN_KEYS // size) * size
         runs = [
             (seqs, first, min(first + step, end))

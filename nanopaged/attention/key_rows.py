@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.kv_cache import KVCache, to_device
 
 KV_TILE = 4 << 20  # bytes of K (or of V) that are gathered at once: what the CPU's cache holds
@@ -62,6 +63,22 @@ def find_shared_blocks(tables: list[list[int]], limits: list[int], min_saved: in
                 found.append(SharedBlocks(group, first, end))
             groups.append((group, end, end if is_worth_it else first))
     return found
+
+
+def share_blocks(
+    metadata: AttentionMetadata, block_size: int, min_saved: int
+) -> tuple[list[SharedBlocks], np.ndarray]:
+    """What the decodes of a batch share, and how many blocks of each are read with others, [num_decodes].
+
+    The last block of a sequence is its own: its newest token is written there.
+    """
+    context_lens = metadata.context_lens[: metadata.num_decodes]
+    tables = metadata.block_tables[: metadata.num_decodes]
+    found = find_shared_blocks(tables, ((context_lens - 1) // block_size).tolist(), min_saved)
+    num_shared = np.zeros(len(tables), dtype=np.int64)
+    for seqs, _, end in found:
+        num_shared[seqs] = np.maximum(num_shared[seqs], end)
+    return found, num_shared
 
 
 class KeyRows:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention.key_rows import KeyRows, find_shared_blocks
+from nanopaged.attention.key_rows import KeyRows, share_blocks
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.reference_backend import ScoreMod
 from nanopaged.kv_cache import KVCache, to_device
@@ -109,16 +109,12 @@ class TorchAttention:
             keys       64      64      6        20       32
 
         The blocks with which several tables begin are one long row, read once for all of these sequences, if
-        that is worth it (`find_shared_blocks`).
+        that is worth it (`share_blocks`).
         """
         size, num_seqs = self.cache.block_size, self.num_decodes
         context_lens, tables = metadata.context_lens[:num_seqs], metadata.block_tables[:num_seqs]
-        # The last block of a sequence is its own: its newest token is written there.
         min_saved = MIN_SAVED // (2 * self.cache.head_blocks(0)[: self.cache.shape.num_kv_heads].nbytes)
-        shared = find_shared_blocks(tables, ((context_lens - 1) // size).tolist(), min_saved)
-        num_shared = np.zeros(num_seqs, dtype=np.int64)  # blocks of each sequence that others have, too
-        for seqs, _, end in shared:
-            num_shared[seqs] = np.maximum(num_shared[seqs], end)
+        shared, num_shared = share_blocks(metadata, size, min_saved)
 
         width = max(1, ROW_KEYS // size)  # blocks in a row
         row_keys = width * size
