@@ -9,7 +9,6 @@ from nanopaged.kernels import cpp
 
 if __name__ == "__main__":
     try:
-        cpp.build()
         cpp.load()
     except ValueError as error:
         sys.exit(str(error))

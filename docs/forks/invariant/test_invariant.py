@@ -1,4 +1,4 @@
-"""The same bits whatever the batch. Every comparison is exact, but for that with transformers."""
+"""The same bits in any batch. Every comparison is exact, but for that with transformers."""
 
 from __future__ import annotations
 

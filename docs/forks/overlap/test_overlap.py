@@ -105,7 +105,7 @@ MY_MIXED = [*MIXED_EVENTS, "ended while preempted ahead", "ended while swapped a
 def test_random_workloads(
     make_workload: Callable[[int], Workload], pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each request says what it says alone in a plain engine, whatever fails."""
+    """Each request says what it says alone in a plain engine, also when steps fail."""
     engine = OverlappedEngine
     mine = {
         "schedule": (engine.schedule_ahead, engine.launch, publish_known),
@@ -362,7 +362,7 @@ def test_listeners_hear_of_every_batch() -> None:
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
-def test_a_failure_of_a_request_that_was_aborted_is_nobodys(is_aborted: bool) -> None:
+def test_a_failure_of_a_request_that_was_aborted_is_not_raised(is_aborted: bool) -> None:
     """The step ahead fails because of request a. If a was aborted meanwhile, b gets its token."""
     engine, aborted, num_calls = make(), Event(), 0
     execute = engine.runner.execute
