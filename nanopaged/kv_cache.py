@@ -81,7 +81,7 @@ class KVCache:
         # Not initialised: a slot without a token is not read, or is zero (`TorchAttention.clear`).
         self.data = allocate_blocks(num_blocks, sizes, shape.dtype, device)
         host, self.no_wait = torch.device("cpu"), copies_async(device)
-        self.host = allocate_blocks(num_host_blocks, sizes, shape.dtype, host, pin_memory=self.no_wait)
+        self.host = allocate_blocks(num_host_blocks, sizes, shape.dtype, host, self.no_wait)
         self.copy_kernel = copy_kernel(device)  # None: blocks are copied one by one
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
