@@ -159,7 +159,7 @@ def largest_step(config: EngineConfig, model: Model, shape: KVShape) -> None:
 def available_memory() -> int:
     """Bytes of this computer's memory that are free now."""
     try:
-        with open("/proc/meminfo") as meminfo:  # Linux: includes the memory of file caches
+        with open("/proc/meminfo", encoding="utf-8") as meminfo:  # Linux: includes the memory of file caches
             fields = dict(line.split(":", 1) for line in meminfo)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except OSError:
