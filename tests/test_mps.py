@@ -1,4 +1,4 @@
-"""Apple's GPU without one: runs on the fake device of `fake_mps.py`, which refuses what MPS cannot do."""
+"""Apple's GPU, on a Mac; elsewhere the fake device of `fake_mps.py`, which refuses what MPS cannot do."""
 
 from __future__ import annotations
 
@@ -17,13 +17,23 @@ from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model.layers import Linear, empty_weight
 from nanopaged.text.outputs import RequestOutput
 
-pytestmark = pytest.mark.skipif(torch.backends.mps.is_available(), reason="there is a real Apple GPU")
+REAL = torch.backends.mps.is_available()
 
 
 @pytest.fixture
 def mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMps]:
+    """The fake device."""
+    if REAL:
+        pytest.skip("there is a real Apple GPU")
     with pretend(monkeypatch) as mps:
         yield mps
+
+
+@pytest.fixture
+def apple(request: pytest.FixtureRequest) -> None:
+    """Apple's GPU where there is one, else the fake device."""
+    if not REAL:
+        request.getfixturevalue("mps")
 
 
 # ── the fake itself ───────────────────────────────────────────────────────────────────────────────
@@ -90,7 +100,7 @@ def said(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("name", list(SAMPLING))
-def test_every_kind_of_sampling_gives_the_tokens_of_the_cpu(qwen3: Oracle, mps: FakeMps, name: str) -> None:
+def test_every_kind_of_sampling_gives_the_tokens_of_the_cpu(qwen3: Oracle, apple: None, name: str) -> None:
     """A seed draws what it draws on the CPU: only the logits are computed on the other device."""
     params = dataclasses.replace(SAMPLING[name], max_tokens=4)
     there, here = (engine(qwen3, d).generate(PROMPTS, params, use_tqdm=False) for d in ("mps", "cpu"))
@@ -114,7 +124,7 @@ def test_every_kind_of_sampling_gives_the_tokens_of_the_cpu(qwen3: Oracle, mps: 
     ],
 )
 def test_preemption_copies_and_chunks(
-    qwen3: Oracle, mps: FakeMps, options: dict[str, object], seen: Callable[[object], int]
+    qwen3: Oracle, apple: None, options: dict[str, object], seen: Callable[[object], int]
 ) -> None:
     """Too few blocks for three samples each, prompts in chunks, common prefixes, blocks copied on write."""
     options = {"num_blocks": 14, "max_num_batched_tokens": 16, "watermark": 0.0, **options}
@@ -139,7 +149,7 @@ def test_preemption_copies_and_chunks(
         {"dtype": "float16"},
     ],
 )
-def test_backends_and_dtypes(qwen3: Oracle, mps: FakeMps, options: dict[str, object]) -> None:
+def test_backends_and_dtypes(qwen3: Oracle, apple: None, options: dict[str, object]) -> None:
     llm = engine(qwen3, "mps", **options)
     (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 3
@@ -157,7 +167,7 @@ def test_random_weights_are_drawn_on_the_device(
     assert asked == [MPS]
 
 
-def test_the_number_of_blocks(qwen3: Oracle, mps: FakeMps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_blocks(qwen3: Oracle, apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Apple's GPU shares the memory of the CPU, so the rule is the CPU's: no step is run to measure."""
     monkeypatch.setattr("nanopaged.model.sizing.HOST_BYTES", 1 << 20)
     here, there = (engine(qwen3, device, num_blocks=None, max_num_seqs=10**6) for device in ("cpu", "mps"))
@@ -209,13 +219,13 @@ def test_a_run_without_these_rules_is_caught(
     ],
 )
 def test_what_needs_another_device_says_so(
-    qwen3: Oracle, mps: FakeMps, options: dict[str, object], message: str
+    qwen3: Oracle, apple: None, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         engine(qwen3, "mps", **options)
 
 
-def test_triton_needs_another_device(mps: FakeMps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_needs_another_device(apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr("nanopaged.kernels.paged_attention.INTERPRETED", False)
     cache = KVCache(KVShape(1, 1, 8, torch.float32), 2, 4, MPS)
@@ -223,11 +233,12 @@ def test_triton_needs_another_device(mps: FakeMps, monkeypatch: pytest.MonkeyPat
         make_attention("triton", cache, 1.0)
 
 
+@pytest.mark.skipif(REAL, reason="there is a real Apple GPU")
 def test_a_machine_without_it_says_so() -> None:
     with pytest.raises(ValueError, match="device 'mps' cannot be used here: PyTorch finds no Apple GPU"):
         LLM(device="mps")
 
 
-def test_weights_can_be_on_it(mps: FakeMps) -> None:
+def test_weights_can_be_on_it(apple: None) -> None:
     weight = empty_weight(2, VOCAB_SIZE, dtype=torch.bfloat16, device=MPS)
     assert weight.device == weight.data.device == MPS
