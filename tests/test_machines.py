@@ -116,7 +116,7 @@ def without_encoding(source: str) -> Iterator[int]:
         is_binary = any(isinstance(value, str) and len(value) < 4 and "b" in value for value in constants)
         if (
             (name == "read_text" and not call.args)  # ray's has one, the path, and takes it as UTF-8
-            or name == "write_text"
+            or (name == "write_text" and len(call.args) < 2)
             or (name == "open" and isinstance(call.func, ast.Name) and not is_binary)
             or (name == "open" and isinstance(call.func, ast.Attribute) and modes)
         ):

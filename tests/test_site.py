@@ -51,7 +51,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     chapter = build.Page(site / "03-blocks.html")
     assert ("a", "source/nanopaged/block_manager.py.html") in chapter.links
     assert "append_slots" in (site / "source" / "nanopaged" / "block_manager.py.html").read_text(
-        "utf-8", encoding="utf-8"
+        encoding="utf-8"
     )
     assert ("a", "index.html") in build.Page(site / "tour.html").links
     for style in site.rglob("*.css"):
@@ -63,7 +63,7 @@ def test_a_dead_link_fails_the_build(tmp_path: Path) -> None:
     copy = copy_repository(tmp_path)
     page = copy / "docs" / "zh" / "glossary.md"
     links = "[nothing](nowhere.py) [no heading](../07-sharing.md#no-such)"
-    page.write_text(f"{page.read_text('utf-8', encoding='utf-8')}\n{links}\n", encoding="utf-8")
+    page.write_text(f"{page.read_text(encoding='utf-8')}\n{links}\n", encoding="utf-8")
     done = build_site(copy, tmp_path / "site")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
