@@ -174,7 +174,7 @@ class Model:
     """A Qwen3. `kv` is the memory that the blocks divide: [layer, K or V, slot, head, head_dim]."""
 
     def __init__(self, folder: Path, num_blocks: int) -> None:
-        self.config = c = json.loads((folder / "config.json").read_text())
+        self.config = c = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self.weights = {name: w.float() for name, w in load_file(folder / "model.safetensors").items()}
         self.eps, self.heads = c["rms_norm_eps"], c["num_attention_heads"]
         self.kv_heads = c["num_key_value_heads"]
@@ -248,7 +248,7 @@ def generate(
     model, scheduler, requests = Model(folder, num_blocks), Scheduler(num_blocks), []
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     longest = model.config["max_position_embeddings"]
-    end_ids = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    end_ids = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
     for prompt in prompts:
         tokens = tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
         max_length = min(len(tokens) + max_tokens, longest)

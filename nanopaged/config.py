@@ -33,7 +33,7 @@ class EngineConfig(Options):
             tiny model in the box.
         dtype: of weights, activations and K/V: "float32", "bfloat16" or "float16", or torch's own. "auto"
             takes the checkpoint's.
-        device: "auto" (CUDA if there is one), or a device of torch or its name: "cpu", "cuda", "cuda:1".
+        device: "auto" (CUDA if there is one), or a device of torch or its name: "cpu", "cuda:1", "mps".
         block_size: token slots in a block; 16 is the paper's default (§7.2).
         num_blocks: blocks of the KV cache. None measures the free memory and uses what `memory_utilization`
             allows, but no more than `max_num_seqs` sequences of full length could fill.

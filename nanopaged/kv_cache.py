@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.kernels.devices import allocate_blocks, copy_kernel
+from nanopaged.kernels.devices import allocate_blocks, copies_async, copy_kernel
 
 
 def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None) -> Tensor:
@@ -27,10 +27,10 @@ def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None
     A GPU copies from pinned memory asynchronously. `torch.tensor(list, device="cuda")` would wait for all
     kernels launched before it.
     """
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
+    tensor, no_wait = torch.from_numpy(array), copies_async(device)
+    if no_wait:
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True) if out is None else out.copy_(tensor, non_blocking=True)
+    return tensor.to(device, non_blocking=no_wait) if out is None else out.copy_(tensor, non_blocking=no_wait)
 
 
 def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:
@@ -80,8 +80,8 @@ class KVCache:
         sizes = shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim
         # Not initialised: a slot without a token is not read, or is zero (`TorchAttention.clear`).
         self.data = allocate_blocks(num_blocks, sizes, shape.dtype, device)
-        host, pin_memory = torch.device("cpu"), device.type == "cuda"
-        self.host = allocate_blocks(num_host_blocks, sizes, shape.dtype, host, pin_memory)
+        host, self.no_wait = torch.device("cpu"), copies_async(device)
+        self.host = allocate_blocks(num_host_blocks, sizes, shape.dtype, host, self.no_wait)
         self.copy_kernel = copy_kernel(device)  # None: blocks are copied one by one
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -132,9 +132,9 @@ class KVCache:
         Args: pairs of blocks, see `ScheduledBatch`.
         """
         for device_block, host_block in swap_out:
-            self.host[host_block].copy_(self.data[device_block], non_blocking=True)
+            self.host[host_block].copy_(self.data[device_block], non_blocking=self.no_wait)
         for host_block, device_block in swap_in:
-            self.data[device_block].copy_(self.host[host_block], non_blocking=True)
+            self.data[device_block].copy_(self.host[host_block], non_blocking=self.no_wait)
         if copies and self.copy_kernel is not None:
             self.copy_kernel(self.data, to_device(np.array(copies), self.data.device))
         else:

@@ -139,7 +139,7 @@ def run_python(page: Path, copy: Path) -> None:
     exchange.write_text(json.dumps([[block.line, block.text] for block in code]), encoding="utf-8")
     done = execute(["-c", RUN_BLOCKS, str(exchange), page.name], copy, page)
     assert done.returncode == 0, done.stderr
-    printed = dict(zip(map(id, code), json.loads(exchange.read_text("utf-8")), strict=True))
+    printed = dict(zip(map(id, code), json.loads(exchange.read_text(encoding="utf-8")), strict=True))
     for block, after in zip(blocks, blocks[1:], strict=False):
         if id(block) in printed and after.kind == "output":
             check_output(after.text, printed[id(block)], f"{page.name}:{after.line}")

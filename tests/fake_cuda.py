@@ -318,7 +318,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(cuda_graphs, "Capture", lambda: fake_capture(cuda))
     monkeypatch.setattr("nanopaged.model.checkpoint._read_weights", lambda model, folder: None)
     driver = {
-        "synchronize": lambda _: cuda.note("wait"),
+        "synchronize": lambda: cuda.note("wait"),
         "get_device_properties": lambda _: SimpleNamespace(multi_processor_count=132),
         "get_device_capability": lambda _: (9, 0),
         "mem_get_info": lambda _: (60 << 30, 80 << 30),

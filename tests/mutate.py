@@ -109,7 +109,7 @@ def places(tree: ast.AST, inside: bool = False) -> Iterator[tuple[ast.AST, str, 
 
 def mutants(file: str) -> Iterator[Mutant]:
     """All mutants of a file."""
-    tree = ast.parse((ROOT / file).read_text())
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     for parent, field, i in list(places(tree)):
         siblings = getattr(parent, field)
         node = siblings if i is None else siblings[i]
@@ -129,16 +129,16 @@ class LastTest:
         self.file = file
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.file.write_text(nodeid.removeprefix("tests/"))
+        self.file.write_text(nodeid.removeprefix("tests/"), encoding="utf-8")
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
 
 
 def failing_test(folder: Path, mutant: Mutant | None, tests: list[str]) -> str | None:
     """The test that fails for the mutant, in this copy of the repository; None if all pass."""
     if mutant is not None:
-        (folder / mutant.file).write_text(mutant.source)
+        (folder / mutant.file).write_text(mutant.source, encoding="utf-8")
     last_test = folder / "last_test"
-    last_test.write_text("none: the tests cannot be imported")
+    last_test.write_text("none: the tests cannot be imported", encoding="utf-8")
     child = os.fork()  # with torch and transformers' models, which take seconds to import
     if child == 0:
         os.chdir(folder)
@@ -152,7 +152,7 @@ def failing_test(folder: Path, mutant: Mutant | None, tests: list[str]) -> str |
     _, status = os.waitpid(child, 0)
     if mutant is not None:
         shutil.copy(ROOT / mutant.file, folder / mutant.file)
-    return last_test.read_text() if status else None
+    return last_test.read_text(encoding="utf-8") if status else None
 
 
 def of_stage(number: int) -> tuple[list[Mutant], list[str]]:
@@ -162,7 +162,7 @@ def of_stage(number: int) -> tuple[list[Mutant], list[str]]:
 
     stage, found = rebuild.STAGES[number], []
     for file in dict.fromkeys(file for file, _ in stage.functions):
-        source = (ROOT / file).read_text()
+        source = (ROOT / file).read_text(encoding="utf-8")
         bodies = [
             rebuild.body_lines(rebuild.find_function(source, name))
             for each, name in stage.functions

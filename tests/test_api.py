@@ -274,7 +274,7 @@ def test_all_tokens_stop_but_none_may(llm: LLM) -> None:
 
 def test_an_end_of_sequence_outside_the_vocabulary_is_never_drawn(qwen3: Oracle, tmp_path: Path) -> None:
     shutil.copytree(qwen3.folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [500]}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [500]}', encoding="utf-8")
     params = SamplingParams(min_tokens=5, max_tokens=5)
     (output,) = LLM(tmp_path, num_blocks=8).generate([1, 2], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 5

@@ -250,7 +250,7 @@ def test_how_flash_attention_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KVCache(KVShape(1, 1, 8, torch.float32), 2, 4, CPU)
-    reason = "(flash attention needs a GPU, not cpu|Triton cannot be imported)"
+    reason = "(flash attention needs a CUDA GPU, not cpu|Triton cannot be imported)"
     with pytest.raises(ValueError, match=f"attention_backend='flash' cannot run here: {reason}"):
         make_attention("flash", cache, 1.0)
     with pytest.raises(ValueError, match="attention_backend is 'magic', but must be one of .*'triton'"):
@@ -261,7 +261,7 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch: pytes
     assert type(make_attention("auto", cache, 1.0, softcap)) is TorchAttention
     if importlib.util.find_spec("triton"):
         monkeypatch.setattr("nanopaged.kernels.paged_attention.INTERPRETED", False)
-        with pytest.raises(ValueError, match="'triton' cannot run here: .*need a GPU.*TRITON_INTERPRET=1"):
+        with pytest.raises(ValueError, match="'triton' cannot run here: .*a CUDA GPU.*TRITON_INTERPRET=1"):
             make_attention("triton", cache, 1.0)
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "nanopaged.kernels.paged_attention", raising=False)

@@ -253,7 +253,7 @@ def nothing_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 def fake_compiler(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler of our own: a script that gets the arguments."""
     path = folder / "c++"
-    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
 
@@ -317,7 +317,10 @@ def test_a_library_with_wrong_results_is_not_used(
     """As of a compiler with a bug: here one that is told to compute sigmoid(-x)."""
     wrong = tmp_path / "fused.cpp"
     text = (cpp.FOLDER / "fused.cpp").read_text(encoding="utf-8")
-    wrong.write_text(text.replace("-1.44269504f", "1.44269504f").replace('"vectors.h"', f'"{cpp.HEADER}"'))
+    wrong.write_text(
+        text.replace("-1.44269504f", "1.44269504f").replace('"vectors.h"', f'"{cpp.HEADER}"'),
+        encoding="utf-8",
+    )
     monkeypatch.setattr(cpp, "SOURCES", [cpp.SOURCES[0], wrong])
     with pytest.raises(ValueError, match="computes wrong results: delete it"):
         backend_of(qwen3, "cpp")

@@ -189,7 +189,7 @@ def test_an_interrupted_run_leaves_a_report(
     from light.report import Result
 
     report, seen = tmp_path / "report.md", []
-    report.write_text("# Yesterday's")
+    report.write_text("# Yesterday's", encoding="utf-8")
 
     def run_part(part: object, size: str, seconds: float, notes: Path) -> tuple[object, dict[str, str]]:
         seen.append(report.read_text(encoding="utf-8"))
@@ -281,7 +281,7 @@ def test_the_tests_are_counted(
     checks = importlib.import_module("light.checks")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     file = tmp_path / "test_some.py"
-    file.write_text(TESTS)
+    file.write_text(TESTS, encoding="utf-8")
     notes = Notes(seconds=60)
     assert checks.run_tests(notes, [str(file)]) == "1 passed, 2 failed, 1 skipped of 4 tests"
     counts = {str(line[0]).rpartition("::")[2]: line[1:4] for line in notes.lines if isinstance(line, tuple)}
@@ -299,7 +299,7 @@ def test_the_tests_are_counted(
 
     for wrong, expected in (("import no_package", "cannot be imported"), ("x = 1", "no test has passed")):
         file = tmp_path / f"test_{len(wrong)}.py"
-        file.write_text(wrong)
+        file.write_text(wrong, encoding="utf-8")
         notes = Notes(seconds=60)
         checks.run_tests(notes, [str(file)])
         assert expected in notes.wrongs[0]
@@ -355,7 +355,7 @@ def run_on(cuda: FakeCuda, part: str, notes: Path) -> tuple[str, dict[str, list[
     module, function = part.split(".")
     sentence = getattr(importlib.import_module(f"light.{module}"), function)(given)
     found: dict[str, list[str]] = {}
-    for line in notes.read_text().splitlines():
+    for line in notes.read_text(encoding="utf-8").splitlines():
         note = json.loads(line)
         found.setdefault(note["kind"], []).append(note["value"])
     return sentence, found
@@ -503,9 +503,9 @@ def test_a_fault_is_a_line_of_the_report(name: str, tmp_path: Path) -> None:
     """With the part before it fine, and the part after it run."""
     file, line, planted, part, expected = FAULTS[name]
     shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged", ignore=shutil.ignore_patterns("__pycache__"))
-    source = (tmp_path / "nanopaged" / file).read_text()
+    source = (tmp_path / "nanopaged" / file).read_text(encoding="utf-8")
     assert line in source
-    (tmp_path / "nanopaged" / file).write_text(source.replace(line, planted))
+    (tmp_path / "nanopaged" / file).write_text(source.replace(line, planted), encoding="utf-8")
     status, found, text = rehearse(tmp_path, "--parts", "machine", part, "peers", first=tmp_path)
     assert status == 1
     assert list(found) == ["machine", part, "peers"]
@@ -520,7 +520,7 @@ def test_a_fault_is_a_line_of_the_report(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_triton(tmp_path: Path) -> None:
     """What needs it is not run; nothing fails, since it does not exist for every platform."""
-    (tmp_path / "triton.py").write_text("raise ImportError('no Triton here')")
+    (tmp_path / "triton.py").write_text("raise ImportError('no Triton here')", encoding="utf-8")
     parts = ["tokens", "kernels", "prefill", "kernel-tests"]
     status, found, text = rehearse(tmp_path, "--parts", *parts, first=tmp_path)
     assert status == 0
@@ -547,8 +547,8 @@ class LLM:
 @pytest.mark.slow
 def test_beside_other_engines(tmp_path: Path) -> None:
     """Modules of their names take their places: one works, one fails, and nanopaged has a row."""
-    (tmp_path / "vllm.py").write_text("raise RuntimeError('no GPU')")
-    (tmp_path / "nanovllm.py").write_text(FAKE_NANO_VLLM)
+    (tmp_path / "vllm.py").write_text("raise RuntimeError('no GPU')", encoding="utf-8")
+    (tmp_path / "nanovllm.py").write_text(FAKE_NANO_VLLM, encoding="utf-8")
     status, found, text = rehearse(tmp_path, "--parts", "peers", first=tmp_path)
     assert status == 1
     state, sentence = found["peers"]
@@ -565,7 +565,7 @@ def test_the_notebook(first_light: ModuleType, tmp_path: Path, monkeypatch: pyte
     git = "git init -q && git add . && git -c user.name=me -c user.email=me@example.org commit -q -m one"
     assert run_process(git, folder, environment()).returncode == 0
     programs.mkdir()
-    (programs / "pip").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/pip.txt\n')
+    (programs / "pip").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/pip.txt\n', encoding="utf-8")
     (programs / "pip").chmod(0o755)
     env = environment(PYTHONPATH="")
     env["PATH"] = f"{programs}{os.pathsep}{env['PATH']}"
@@ -577,7 +577,7 @@ def test_the_notebook(first_light: ModuleType, tmp_path: Path, monkeypatch: pyte
     names: dict[str, object] = {"ADDRESS": str(folder)}
     shown = run_notebook(ROOT / "docs" / "first_light.ipynb", names, env)
 
-    assert (tmp_path / "pip.txt").read_text() == "install --quiet -e .\n"
+    assert (tmp_path / "pip.txt").read_text(encoding="utf-8") == "install --quiet -e .\n"
     report, page = (each.data for each in shown)
     found = states(report)
     assert report.startswith("# A rehearsal of first light: nothing here ran on a GPU")
@@ -585,7 +585,7 @@ def test_the_notebook(first_light: ModuleType, tmp_path: Path, monkeypatch: pyte
     assert list(found) == [part.name for part in first_light.PARTS]
     assert {name for name, (state, _) in found.items() if state != "ok"} <= {"kernels", "peers"}
     with open_browser() as browser:
-        (tmp_path / "page.html").write_text(page)
+        (tmp_path / "page.html").write_text(page, encoding="utf-8")
         browser.open(tmp_path / "page.html")
         browser.driver.switch_to.frame(0)
         browser.run("document.getElementById('last').click()")

@@ -139,10 +139,10 @@ class Saboteur(ModelRunner):
         """Would do nothing."""
 
     def obey(self, when: str) -> None:
-        order = self.orders.read_text() if self.orders.exists() else ""
+        order = self.orders.read_text(encoding="utf-8") if self.orders.exists() else ""
         if not order.startswith(when) or os.getpid() == int(os.environ["TEST_PID"]):
             return
-        self.orders.write_text("")
+        self.orders.write_text("", encoding="utf-8")
         if "raise" in order:
             raise ValueError("sabotage")
         if "die" in order:
@@ -203,14 +203,16 @@ def no_orphans() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_orphans")
 def test_a_step_that_fails_on_any_rank_is_tried_again(qwen3: Oracle, orders: Path) -> None:
-    orders.write_text("start slow")  # loading may take a rank longer than the others wait in a step
+    orders.write_text(
+        "start slow", encoding="utf-8"
+    )  # loading may take a rank longer than the others wait in a step
     engine = sabotaged(qwen3, orders)
     expected = qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
     assert run(engine) == expected
     for when in ("before", "after"):
         engine.add_request("b", [1, 2, 3], GREEDY)
         engine.step()
-        orders.write_text(f"{when} raise")
+        orders.write_text(f"{when} raise", encoding="utf-8")
         with pytest.raises(RuntimeError, match=r"rank 1:\nTraceback[^$]*ValueError: sabotage"):
             drain(engine)
         engine.check_invariants()
@@ -265,7 +267,7 @@ def test_a_lost_worker_ends_the_engine(qwen3: Oracle, orders: Path, order: str, 
     processes = workers(engine)
     engine.add_request("a", [1, 2, 3], GREEDY)
     engine.step()
-    orders.write_text(order)
+    orders.write_text(order, encoding="utf-8")
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=message):
         engine.step()
@@ -284,7 +286,7 @@ def test_a_lost_worker_ends_the_engine(qwen3: Oracle, orders: Path, order: str, 
     [("start raise", r"cannot start: rank 1:\n[^$]*ValueError: sabotage"), ("start die", "rank 1 died")],
 )
 def test_a_worker_that_cannot_start(qwen3: Oracle, orders: Path, order: str, message: str) -> None:
-    orders.write_text(order)
+    orders.write_text(order, encoding="utf-8")
     with pytest.raises(RuntimeError, match=message):
         sabotaged(qwen3, orders)
 
@@ -383,7 +385,7 @@ def test_children_of_the_engines_process(qwen3: Oracle, tmp_path: Path) -> None:
     """A forked process cannot use its parent's engine, and its end does not end the parent's workers. A
     daemonic process cannot have workers."""
     script = tmp_path / "script.py"
-    script.write_text(FORKS)
+    script.write_text(FORKS, encoding="utf-8")
     done = subprocess.run([sys.executable, script, qwen3.folder], capture_output=True, text=True, timeout=300)
     assert "AssertionError" not in done.stderr  # of multiprocessing
     daemonic, *forked, last = done.stdout.splitlines()
@@ -416,7 +418,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_workers_end_when_their_engine_is_killed(qwen3: Oracle, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT, encoding="utf-8")
     command = [sys.executable, script, qwen3.folder, "wait"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         _, pids, _ = process.stdout.readline().split(maxsplit=2)
@@ -431,7 +433,7 @@ def test_workers_end_when_their_engine_is_killed(qwen3: Oracle, tmp_path: Path) 
 @pytest.mark.slow
 def test_under_torchrun(qwen3: Oracle, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT, encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run([*torchrun, script, qwen3.folder], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

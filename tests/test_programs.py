@@ -120,7 +120,7 @@ open("pids", "w").write(f"{os.getpid()} {child.pid}")
 time.sleep(60)"""
     with pytest.raises(subprocess.TimeoutExpired, match=re.escape(sys.executable)):
         run_program(["-c", code], tmp_path, environment(), timeout=2)
-    pids = map(int, (tmp_path / "pids").read_text().split())
+    pids = map(int, (tmp_path / "pids").read_text(encoding="utf-8").split())
     left = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
     assert not left
     assert run_program(["-c", "print(1)"], tmp_path, environment()).stdout == "1\n"

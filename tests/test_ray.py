@@ -73,7 +73,7 @@ def tag_of(process: psutil.Process) -> str | None:
 
 def read(results: Path) -> list[Result]:
     """Sorted, since results are in no order."""
-    lines = [line for file in results.iterdir() for line in file.read_text("utf-8").splitlines()]
+    lines = [line for file in results.iterdir() for line in file.read_text(encoding="utf-8").splitlines()]
     return sorted((row["prompt"], row["output"]) for row in map(json.loads, lines))
 
 
@@ -89,11 +89,11 @@ def test_every_prompt_once(tmp_path: Path) -> None:
     files.mkdir()
     for i in range(3):
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows[i::3])
-        (files / f"{i}.jsonl").write_text(lines, "utf-8")
+        (files / f"{i}.jsonl").write_text(lines, encoding="utf-8")
     ray_batch([str(EXPERIMENTS / "ray_batch.py")], files, results, "--temperature", "0.8")
     params = [SamplingParams(temperature=0.8, seed=row["seed"], max_tokens=12) for row in rows]
     assert read(results) == expected([row["prompt"] for row in rows], params)
-    assert sum(file.read_text("utf-8").count('"id":"row ') for file in results.iterdir()) == 20
+    assert sum(file.read_text(encoding="utf-8").count('"id":"row ') for file in results.iterdir()) == 20
 
 
 def test_nothing_is_lost_or_doubled_when_an_engine_is_killed(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_nothing_is_lost_or_doubled_when_an_engine_is_killed(tmp_path: Path) -> 
     files, results, marker = tmp_path / "prompts", tmp_path / "results", tmp_path / "killed"
     files.mkdir()
     for i in range(2):
-        (files / f"{i}.txt").write_text("\n".join(prompts[i::2]) + "\n\n", "utf-8")
+        (files / f"{i}.txt").write_text("\n".join(prompts[i::2]) + "\n\n", encoding="utf-8")
     ray_batch(["-c", KILLED], files, results, "--text", MARKER=str(marker))
     assert marker.exists()
     assert read(results) == expected(prompts, [SamplingParams(temperature=0, max_tokens=12)] * 20)

@@ -28,7 +28,7 @@ TINY = ROOT / "nanopaged" / "tiny"
 MEASUREMENTS = ["bench.py"] + [
     f"docs/experiments/{file.name}"
     for file in sorted((ROOT / "docs" / "experiments").glob("*.py"))
-    if "def main()" in file.read_text()
+    if "def main()" in file.read_text(encoding="utf-8")
 ]
 LENGTHS = ["--min-input", "4", "--max-input", "20", "--min-output", "2", "--max-output", "9"]
 
@@ -194,7 +194,7 @@ def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **options: None)
     speeches = [f"ROMEO:\nHow now, my lord number {i}?\n\nJULIET:\nGood morrow!\n\n" for i in range(40)]
     play, out = tmp_path / "play.txt", tmp_path / "model"
-    play.write_text("".join(speeches))
+    play.write_text("".join(speeches), encoding="utf-8")
     files = ["--train", str(play), "--val", str(play), "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["train.py", *files, "--minutes", "0.0001", "--threads", "1"])
     train.main()
@@ -249,7 +249,7 @@ class LLM:
 def test_bench_beside_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM itself is not installed here: a module of its name takes its place, and sleeps half a second."""
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM, encoding="utf-8")
     small = ["--shape", "test", "--requests", "3", *LENGTHS, "--baseline", "vllm", "--threads", "1", "--json"]
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     line = json.loads(run("bench.py", *small, PYTHONPATH=path).splitlines()[-1])
@@ -258,7 +258,7 @@ def test_bench_beside_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 < rate < num_output / 0.5
     (cpu_seconds,) = line["cpu_seconds_of"]["vLLM"]
     assert 0 <= cpu_seconds < num_output / rate, "sleeping takes no CPU time"
-    (tmp_path / "vllm.py").write_text("raise ImportError")
+    (tmp_path / "vllm.py").write_text("raise ImportError", encoding="utf-8")
     assert "vLLM failed in" in run("bench.py", *small, status=1, PYTHONPATH=path)
 
 
@@ -266,13 +266,13 @@ def test_bench_beside_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_bench_beside_another_checkout(tmp_path: Path) -> None:
     """It runs the package that is there, on the same requests; neither is installed for it."""
     shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged", ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / "nanopaged" / "llm.py").open("a") as file:
+    with (tmp_path / "nanopaged" / "llm.py").open("a", encoding="utf-8") as file:
         file.write(ANOTHER_GENERATE)
     small = ["--shape", "test", "--requests", "3", *LENGTHS, "--baseline", str(tmp_path), "--threads", "1"]
     line = json.loads(run("bench.py", *small, "--json", IN_PATH=str(tmp_path / "seen")).splitlines()[-1])
     ours, theirs = line["rates"]
     assert (ours, theirs) == ("nanopaged", f"nanopaged in {tmp_path}")
-    seen = json.loads((tmp_path / "seen").read_text().splitlines()[-1])
+    seen = json.loads((tmp_path / "seen").read_text(encoding="utf-8").splitlines()[-1])
     assert len(seen) == 3
     assert sum(seen) == round(line["output_tokens_per_second"] * line["seconds"])
     assert line["rates"][theirs][0] > 0
@@ -315,13 +315,13 @@ def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
     common = load_file(ROOT / "docs" / "experiments" / "common.py")
     assert common.commit_of(tmp_path) is None
     file = tmp_path / "file"
-    file.write_text("one")
+    file.write_text("one", encoding="utf-8")
     me = ["-c", "user.name=me", "-c", "user.email=me@example.org"]
     for command in (["init", "-q"], ["add", "file"], [*me, "commit", "-q", "-m", "one"], ["tag", "v1"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout
     assert common.commit_of(tmp_path) == head.strip()
-    file.write_text("two")
+    file.write_text("two", encoding="utf-8")
     assert common.commit_of(tmp_path) == f"{head.strip()}-dirty"
 
 
@@ -376,7 +376,7 @@ def test_labels_of_a_logarithmic_axis(tmp_path: Path, monkeypatch: pytest.Monkey
     common = importlib.import_module("common")
     picture = tmp_path / "picture.svg"
     common.save_lines(picture, [1, 2], {"a line": [0.02, 2.5e6]}, "x", "y", log_y=True)
-    texts = set(re.findall(r">([^<>]+)</text>", picture.read_text()))
+    texts = set(re.findall(r">([^<>]+)</text>", picture.read_text(encoding="utf-8")))
     assert texts >= {"0.03", "0.1", "0.3", "1", "3", "10", "300", "1,000", "1,000,000"}
     assert "0" not in texts
 
@@ -435,7 +435,7 @@ def test_one_file_beside_the_engine() -> None:
 def test_sharing_saves_more_with_more_sequences(tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
     printed = experiment("sharing", "--requests", "30", "--plot", str(picture))
-    assert "<svg" in picture.read_text()
+    assert "<svg" in picture.read_text(encoding="utf-8")
     rows = re.findall(r"-like +(parallel|cache alone|beam) +([\d.]+)% +([\d.]+)% +([\d.]+)%", printed)
     assert [row[0] for row in rows] == ["parallel", "cache alone", "beam"] * 2
     for _, *shares in rows:
@@ -460,13 +460,13 @@ def test_preemption(tmp_path: Path) -> None:
     assert [int(row[0]) for row in rows] == [0, 1, 2, 3, 5, 10]
     assert float(rows[0][1]) > float(rows[4][1]) >= 1, "fewer tokens are computed again"
     assert int(rows[0][2]) > int(rows[4][2]), "fewer requests are preempted"
-    assert "<svg" in picture.read_text()
+    assert "<svg" in picture.read_text(encoding="utf-8")
 
 
 def test_overhead(tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
     printed = experiment("overhead", "--steps", "5", "--sequences", "1", "40", "--plot", str(picture))
-    assert "<svg" in picture.read_text()
+    assert "<svg" in picture.read_text(encoding="utf-8")
     assert len(re.findall(r"^1,000,000 +\d+ +[\d.]+ +[\d.]+$", printed, flags=re.MULTILINE)) == 2
     rows = len(re.findall(r"^ +(?:1|40)(?: +[\d.]+){5}$", printed, flags=re.MULTILINE))
     assert rows == (2 if importlib.util.find_spec("triton") else 0)
@@ -502,7 +502,7 @@ def test_memory_keeps_the_papers_order(tmp_path: Path) -> None:
         for column in (1, 2):
             values = [float(row[column]) for row in trace]
             assert values == sorted(values)
-    assert "<svg" in picture.read_text()
+    assert "<svg" in picture.read_text(encoding="utf-8")
 
 
 def test_memory_splits_the_waste() -> None:
@@ -527,7 +527,7 @@ def test_memory_says_where_no_request_waits(tmp_path: Path) -> None:
     printed = experiment("memory", "--requests", "20", "--plot", str(picture))
     assert re.search(r"^Alpaca-like +paging +all requests fit at once", printed, flags=re.MULTILINE)
     assert re.search(r"^Alpaca-like +max +[\d.]+% +7\.0 ", printed, flags=re.MULTILINE)
-    texts = re.findall(r">([^<>]+)</text>", picture.read_text())
+    texts = re.findall(r">([^<>]+)</text>", picture.read_text(encoding="utf-8"))
     assert texts.count("no request waits") == printed.count("all requests fit at once") == 6
     assert texts.count("paging") == 2, "its place is not left out"
 
@@ -543,7 +543,7 @@ def test_larger_blocks_waste_more(tmp_path: Path) -> None:
     assert found == sorted(found, reverse=True)
     assert wasted[0] == 0
     assert found[0] == 100
-    assert "<svg" in picture.read_text()
+    assert "<svg" in picture.read_text(encoding="utf-8")
 
 
 def test_prefix(tmp_path: Path) -> None:
@@ -552,7 +552,7 @@ def test_prefix(tmp_path: Path) -> None:
     printed = experiment("prefix", "--prefix", "0", "64", *small)
     found = re.findall(r"^ +\d+ +(?:on|off) +[\d.]+ +[\d.]+ +([\d.]+)%$", printed, flags=re.MULTILINE)
     assert [float(share) for share in found] == [0, 0, 50, 0], "three of four find 64 of 96 tokens"
-    assert "<svg" in picture.read_text()
+    assert "<svg" in picture.read_text(encoding="utf-8")
 
 
 def test_chunked(tmp_path: Path) -> None:
@@ -560,7 +560,7 @@ def test_chunked(tmp_path: Path) -> None:
     small = ["--shape", "test", "--prompt", "200", "--repeat", "2", "--plot", str(picture)]
     printed = experiment("chunked", "--budget", "32", "64", *small)
     assert len(re.findall(r"^ +(?:32|64|whole)(?: +[\d.]+){3}$", printed, flags=re.MULTILINE)) == 3
-    assert "<svg" in picture.read_text()
+    assert "<svg" in picture.read_text(encoding="utf-8")
 
 
 def test_endurance() -> None:

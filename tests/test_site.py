@@ -50,7 +50,9 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
     chapter = build.Page(site / "03-blocks.html")
     assert ("a", "source/nanopaged/block_manager.py.html") in chapter.links
-    assert "append_slots" in (site / "source" / "nanopaged" / "block_manager.py.html").read_text("utf-8")
+    assert "append_slots" in (site / "source" / "nanopaged" / "block_manager.py.html").read_text(
+        encoding="utf-8"
+    )
     assert ("a", "index.html") in build.Page(site / "tour.html").links
     for style in site.rglob("*.css"):
         assert not re.search(r"url\([\"']?(https?:)?//|@import", style.read_text(encoding="utf-8")), style
@@ -61,7 +63,7 @@ def test_a_dead_link_fails_the_build(tmp_path: Path) -> None:
     copy = copy_repository(tmp_path)
     page = copy / "docs" / "zh" / "glossary.md"
     links = "[nothing](nowhere.py) [no heading](../07-sharing.md#no-such)"
-    page.write_text(f"{page.read_text('utf-8')}\n{links}\n", encoding="utf-8")
+    page.write_text(f"{page.read_text(encoding='utf-8')}\n{links}\n", encoding="utf-8")
     done = build_site(copy, tmp_path / "site")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
@@ -98,9 +100,9 @@ def test_a_folder_with_other_files_is_kept(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_found(tmp_path: Path, html: str, fault: str | None) -> None:
-    (tmp_path / "a.html").write_text(html)
-    (tmp_path / "b.html").write_text('<h2 id="there">')
-    (tmp_path / "tour.html").write_text("")
+    (tmp_path / "a.html").write_text(html, encoding="utf-8")
+    (tmp_path / "b.html").write_text('<h2 id="there">', encoding="utf-8")
+    (tmp_path / "tour.html").write_text("", encoding="utf-8")
     assert list(build.find_faults(tmp_path)) == ([fault] if fault else [])
 
 
@@ -150,7 +152,7 @@ def test_the_playground_finds_its_sources(tmp_path: Path, monkeypatch: pytest.Mo
     playground, site = tmp_path / "playground", tmp_path / "site"
     (playground / "pyodide").mkdir(parents=True)
     (playground / "pyodide" / "python.wasm").touch()
-    (playground / "index.html").write_text(metas.format("../../", "../*.md"))
+    (playground / "index.html").write_text(metas.format("../../", "../*.md"), encoding="utf-8")
     monkeypatch.setattr(build, "PLAYGROUND", playground)
     build.copy_playground(site)
     text = (site / "playground" / "index.html").read_text(encoding="utf-8")
@@ -260,9 +262,11 @@ def test_the_search_finds(browser: Browser, address: str, word: str, page: str) 
 @pytest.mark.slow
 def test_the_playground_in_a_chapter_loads_when_it_is_opened(browser: Browser, tmp_path: Path) -> None:
     (tmp_path / "playground").mkdir()
-    (tmp_path / "playground" / "index.html").write_text("<!doctype html><link rel='icon' href='data:,'>")
+    (tmp_path / "playground" / "index.html").write_text(
+        "<!doctype html><link rel='icon' href='data:,'>", encoding="utf-8"
+    )
     frame = build.rewrite(f"\n\n[Play it]({PRESET})\n", "docs/06-prefix-cache.md", True, set())
-    (tmp_path / "chapter.html").write_text(f"<!doctype html>{frame}")
+    (tmp_path / "chapter.html").write_text(f"<!doctype html>{frame}", encoding="utf-8")
     with serve(tmp_path) as address:
         browser.driver.get(f"{address}chapter.html")
         sleep(0.5)

@@ -248,7 +248,7 @@ def test_the_page_is_complete_after_every_step(tmp_path: Path) -> None:
 
 
 def test_an_older_page_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "run.html").write_text("old")
+    (tmp_path / "run.html").write_text("old", encoding="utf-8")
     make_engine(tmp_path / "run.html")
     assert (tmp_path / "run.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 

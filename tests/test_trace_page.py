@@ -726,7 +726,9 @@ def test_two_runs_side_by_side(browser: Browser, small_page: Path, tmp_path: Pat
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[str]:
     """The address of a page on a web server: a blob made by a file may not be read by it."""
-    (tmp_path / "around.html").write_text("<!doctype html><title>around</title><link rel=icon href='data:,'>")
+    (tmp_path / "around.html").write_text(
+        "<!doctype html><title>around</title><link rel=icon href='data:,'>", encoding="utf-8"
+    )
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *args: object) -> None: ...

@@ -51,9 +51,9 @@ def qwen3_folder(tmp_path: Path, qwen3: Oracle) -> Path:
 
 def edit_config(folder: Path, edit: Callable[[dict], object], name: str = "config.json") -> None:
     path = folder / name
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     edit(config)
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(config), encoding="utf-8")
 
 
 def greedy(folder: Path | str, prompt: list[int], **config: object) -> list[int]:
@@ -213,6 +213,16 @@ def test_weights_that_cannot_be_packed(
     with caplog.at_level(logging.INFO, "nanopaged"):
         assert greedy(oracle.folder, [1, 2, 3]) == oracle.greedy([1, 2, 3], 10)
     assert f"{WITHOUT_PACKING}: this CPU lacks an instruction\n" in caplog.text
+
+
+def test_a_pytorch_without_onednn(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PyTorch for Apple's chips is built without it: the operators do not exist."""
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    with caplog.at_level(logging.INFO, "nanopaged"):
+        assert greedy(oracle.folder, [1, 2, 3]) == oracle.greedy([1, 2, 3], 10)
+    assert caplog.text.count(f"{WITHOUT_PACKING}: ") == 1
 
 
 def test_auto_dtype_is_the_checkpoints(qwen3: Oracle, tmp_path: Path) -> None:
@@ -378,13 +388,15 @@ def test_what_is_not_supported_is_refused_by_name(qwen3_folder: Path, edit: dict
 @pytest.mark.parametrize("name", LIMITS)
 def test_numbers_out_of_range_are_named(qwen3_folder: Path, name: str) -> None:
     """Every number that is read, with its value and its limit; never an error from inside torch."""
-    original = json.loads((qwen3_folder / "config.json").read_text()) | {"rope_parameters": LLAMA3_ROPE}
+    original = json.loads((qwen3_folder / "config.json").read_text(encoding="utf-8")) | {
+        "rope_parameters": LLAMA3_ROPE
+    }
     for value in (0, -1, 10**31, 10**400, math.nan, math.inf, True, None, "1", [1]):
         if value is None and name in MAY_BE_NULL:
             continue
         config = copy.deepcopy(original)
         (config["rope_parameters"] if name in LLAMA3_ROPE else config)[name] = value
-        (qwen3_folder / "config.json").write_text(json.dumps(config))
+        (qwen3_folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         message = f"config.json has {name} {value!r}, but needs a "
         with pytest.raises(ValueError, match=re.escape(message) + ".*number above 0, at most"):
             read_model_config(qwen3_folder)
@@ -393,14 +405,14 @@ def test_numbers_out_of_range_are_named(qwen3_folder: Path, name: str) -> None:
 def test_no_field_ends_in_a_traceback(qwen3_folder: Path) -> None:
     """Each field that config.json has or may have, with each hostile value: it is read, or a ValueError."""
     path = qwen3_folder / "config.json"
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     names = {*config, "rope_scaling", "rope_theta", "quantization_config", "sliding_window", "num_labels"}
     num_read = num_refused = 0
     for value in (None, True, 0, -1, 0.5, 10**30, math.nan, "", "x", [], ["x"], [[]], {}, {"a": {}}):
         spoilt = [config | {name: value} for name in names]
         spoilt += [config | {"rope_scaling": LLAMA3_ROPE | {name: value}} for name in LLAMA3_ROPE]
         for contents in spoilt:
-            path.write_text(json.dumps(contents))
+            path.write_text(json.dumps(contents), encoding="utf-8")
             try:
                 read_model_config(qwen3_folder)
                 num_read += 1
@@ -540,7 +552,7 @@ def test_the_index_says_which_shard_holds_a_weight(oracle: Oracle, tmp_path: Pat
     """A stale copy in another shard is not read, be that shard earlier or later."""
     oracle.model.save_pretrained(tmp_path, max_shard_size="20KB")
     name = "model.norm.weight"
-    home = json.loads((tmp_path / INDEX).read_text())["weight_map"][name]
+    home = json.loads((tmp_path / INDEX).read_text(encoding="utf-8"))["weight_map"][name]
     shards = sorted(tmp_path.glob("*.safetensors"))
     for shard in (shards[0], shards[-1]):
         if shard.name != home:
@@ -552,7 +564,7 @@ def test_the_index_says_which_shard_holds_a_weight(oracle: Oracle, tmp_path: Pat
 def test_the_index_names_a_shard_without_the_weight(oracle: Oracle, tmp_path: Path) -> None:
     oracle.model.save_pretrained(tmp_path, max_shard_size="20KB")
     name = "model.norm.weight"
-    other = min(set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values()))
+    other = min(set(json.loads((tmp_path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
     edit_config(tmp_path, lambda c: c["weight_map"].update({name: other}), INDEX)
     with pytest.raises(ValueError, match=rf"{other} .*model\.norm\.weight"):
         LLM(tmp_path, num_blocks=8)
@@ -574,7 +586,9 @@ def test_the_index_names_a_file_outside(qwen3_folder: Path, absolute: bool) -> N
     tensors = load_file(qwen3_folder / "model.safetensors")
     (qwen3_folder / "model.safetensors").rename(outside)
     name = str(outside) if absolute else "../outside.safetensors"
-    (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+    (qwen3_folder / INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(tensors, name)}), encoding="utf-8"
+    )
     with pytest.raises(ValueError, match=r"outside\.safetensors', but weights must lie in the folder itself"):
         LLM(qwen3_folder, num_blocks=8)
 
@@ -586,13 +600,17 @@ def test_links_to_elsewhere_as_in_the_hubs_cache(qwen3: Oracle, qwen3_folder: Pa
         file.symlink_to(Path("..", "blobs", file.name))
     assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
     names = load_file(qwen3_folder / "model.safetensors")
-    (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    (qwen3_folder / INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}), encoding="utf-8"
+    )
     assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
 
 
 @pytest.mark.parametrize("name", ["", "..", "no\0name", "x" * 5000])
 def test_the_index_names_what_cannot_be_a_file(qwen3_folder: Path, name: str) -> None:
-    (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    (qwen3_folder / INDEX).write_text(
+        json.dumps({"weight_map": {"model.norm.weight": name}}), encoding="utf-8"
+    )
     with pytest.raises(
         FileNotFoundError, match=r"is missing, though model\.safetensors\.index\.json names it"
     ):
@@ -601,7 +619,7 @@ def test_the_index_names_what_cannot_be_a_file(qwen3_folder: Path, name: str) ->
 
 @pytest.mark.parametrize("weight_map", [None, 1, [], {"model.norm.weight": 1}, {"a": None}, {"a": ["b"]}])
 def test_an_index_that_maps_no_names(qwen3_folder: Path, weight_map: object) -> None:
-    (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"index\.json needs a weight_map"):
         LLM(qwen3_folder, num_blocks=8)
 
@@ -634,7 +652,7 @@ def test_missing_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         LLM(tmp_path)
     with pytest.raises(FileNotFoundError, match="no-such-folder"):
         LLM(tmp_path / "no-such-folder")
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(FileNotFoundError, match="is a file"):
         LLM(tmp_path / "file")
     for name in ("x" * 5000, "no\0name"):
@@ -673,16 +691,16 @@ def test_a_hub_id_is_downloaded(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_broken_json(qwen3_folder: Path) -> None:
-    (qwen3_folder / "config.json").write_text("{")
+    (qwen3_folder / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
         LLM(qwen3_folder, num_blocks=8)
-    (qwen3_folder / "config.json").write_text("[" * 100_000)
+    (qwen3_folder / "config.json").write_text("[" * 100_000, encoding="utf-8")
     with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
         LLM(qwen3_folder, num_blocks=8)
-    (qwen3_folder / "config.json").write_text("[1]")
+    (qwen3_folder / "config.json").write_text("[1]", encoding="utf-8")
     with pytest.raises(ValueError, match=r"config\.json holds a list"):
         LLM(qwen3_folder, num_blocks=8)
-    (qwen3_folder / "config.json").write_text("{}")
+    (qwen3_folder / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match="model_type None, which is not supported"):
         LLM(qwen3_folder, num_blocks=8)
 
@@ -702,7 +720,7 @@ def test_a_broken_tokenizer(tmp_path: Path, text: str | None) -> None:
     if text is None:
         (folder / "tokenizer.json").mkdir()
     else:
-        (folder / "tokenizer.json").write_text(text)
+        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match="the tokenizer in .* cannot be read: "):
         LLM(folder, num_blocks=8)
 

@@ -126,7 +126,7 @@ def make_llm(args: argparse.Namespace, **config: Any) -> LLM:
     if args.model is not None:
         return LLM(args.model, dtype=args.dtype, **config)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(SHAPES[args.shape]))
+        Path(folder, "config.json").write_text(json.dumps(SHAPES[args.shape]), encoding="utf-8")
         return LLM(folder, dtype=args.dtype, load_format="dummy", seed=args.seed, **config)
 
 
@@ -163,7 +163,7 @@ def device_name() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     with suppress(OSError):  # Linux has this file; on a processor that is not x86 it may have no such line
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

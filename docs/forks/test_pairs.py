@@ -216,10 +216,10 @@ def test_the_overlapped_engine_with_each_fork(
 def tiny_mixture(folder: Path) -> Path:
     """The tiny model's tokenizer and sizes, with experts."""
     shutil.copytree(TINY_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
     config |= {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 160}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 

@@ -125,7 +125,7 @@ def why_no_flash(cache: KVCache) -> str | None:
     """Why flash attention cannot run on this cache; None if it can."""
     device = cache.data.device
     if not cache.data.is_cuda:
-        return f"flash attention needs a GPU, not {device}"
+        return f"flash attention needs a CUDA GPU, not {device}"
     if not is_ampere(device):
         major, minor = torch.cuda.get_device_capability(device)
         return f"flash attention needs compute capability 8.0 or more, and {device} has {major}.{minor}"

@@ -52,7 +52,7 @@ def flags() -> list[str]:
 def library_path() -> Path:
     """Where the library of these sources and this processor is, or would be."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     parts = [path.read_bytes() for path in (*SOURCES, HEADER)]
     parts += [" ".join(flags()).encode(), platform.machine().encode(), features.encode()]

@@ -15,18 +15,40 @@ FUSED_KERNELS = os.environ.get("NANOPAGED_FUSED") == "1"
 def pick_device(name: str) -> torch.device:
     """The torch device of that name, with its number; "auto" is CUDA if there is a GPU, else the CPU.
 
+    Apple's GPU, "mps", is taken only by its name, until it has been tested (docs/using.md).
+
     Raises:
-        ValueError: there is no such device on this machine, or it is neither a CPU nor a CUDA device.
+        ValueError: there is no such device on this machine, or it is of another kind than these three.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.empty(0, device=name).device  # "cuda" becomes "cuda:0": some functions need the number
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used here: {error}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {name!r} cannot be used here: only 'cpu' and 'cuda' are supported")
+        # PyTorch's own words for "mps" are a page about its dispatcher.
+        reason = "PyTorch finds no Apple GPU" if name.startswith("mps") else error
+        raise ValueError(f"device {name!r} cannot be used here: {reason}") from error
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"device {name!r} cannot be used here: only 'cpu', 'cuda' and 'mps' are supported")
     return device
+
+
+def copies_async(device: torch.device) -> bool:
+    """Whether the host can go on while blocks and inputs are copied, which takes pinned memory.
+
+    To and from Apple's GPU it must wait: PyTorch copies from host memory that may have been freed by then
+    (its issues 139550 and 189690).
+    """
+    return device.type == "cuda"
+
+
+def sampling_device(device: torch.device) -> torch.device:
+    """Where tokens are drawn from the logits that `device` computes: on the CPU, if it has no float64.
+
+    Draws add up probabilities in float64, which Apple's GPU has not. So its logits are fetched, and a seed
+    draws what it draws on a CPU from these logits.
+    """
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 def is_ampere(device: torch.device) -> bool:
@@ -46,7 +68,7 @@ def why_no_triton(device: torch.device) -> str | None:
     import triton
 
     if device.type != "cuda":
-        return f"its kernels need a GPU, not {device}, or TRITON_INTERPRET=1 for a slow trial"
+        return f"its kernels need a CUDA GPU, not {device}, or TRITON_INTERPRET=1 for a slow trial"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (7, 5):
         return f"its kernels need a GPU of compute capability 7.5 or more, and {device} has {major}.{minor}"

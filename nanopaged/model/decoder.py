@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from nanopaged.kernels.devices import sampling_device
 from nanopaged.model.layers import MLP, Linear, Operations, RMSNorm, Rotary, empty_weight
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.model.parallel import Ranks
@@ -110,9 +111,14 @@ class Model(nn.Module):
         return ranks.all_reduce(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden_size] → float32 scores [n, vocab_size]; of ranks above 0, only their columns."""
+        """hidden [n, hidden_size] → float32 scores [n, vocab_size]; of ranks above 0, only their columns.
+
+        They are on the device where tokens are drawn, see `sampling_device`.
+        """
         scores = self.lm_head(hidden).float()
-        return scores if self.ranks is None else self.ranks.gather(scores)[:, : self.config.vocab_size]
+        if self.ranks is not None:
+            return self.ranks.gather(scores)[:, : self.config.vocab_size]
+        return scores.to(sampling_device(scores.device))
 
     def use(self, operations: Operations) -> None:
         """Compute the small operations of all layers with these functions."""

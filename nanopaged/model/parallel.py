@@ -402,8 +402,10 @@ def make_store() -> dist.TCPStore:
 
 def rank_device(device: torch.device, local_rank: int) -> torch.device:
     """The device of a rank: each has a GPU of its own, or all share the CPU."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return device
+    if device.type != "cuda":
+        raise ValueError(f"tensor_parallel_size needs a CUDA GPU a rank, or device='cpu', not {device}")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"tensor_parallel_size needs a GPU for each rank; this machine has {torch.cuda.device_count()}"

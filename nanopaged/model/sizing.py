@@ -74,7 +74,7 @@ def measure_num_blocks(config: ResolvedConfig, model: Model, shape: KVShape) -> 
     CUDA graphs, captured later, use the memory left over: 10 % of the GPU's by default.
 
     On a CPU, where other programs need the memory too, they take at most `HOST_BYTES`, unless a share is
-    configured or a single sequence needs more. All ranks share this memory.
+    configured or a single sequence needs more. All ranks share this memory, and so does Apple's GPU.
 
     Raises:
         ValueError: not even one sequence of `max_model_len` tokens fits.
@@ -96,7 +96,7 @@ def measure_num_blocks(config: ResolvedConfig, model: Model, shape: KVShape) -> 
             "or block_size, raise memory_utilization, or set num_blocks yourself"
         )
     useful = needed * config.max_num_seqs
-    if device.type == "cpu" and config.memory_utilization is None:
+    if device.type != "cuda" and config.memory_utilization is None:
         useful = min(useful, max(needed, HOST_BYTES // config.tensor_parallel_size // block_bytes))
     return min(fit, useful)
 
@@ -159,7 +159,7 @@ def largest_step(config: ResolvedConfig, model: Model, shape: KVShape) -> None:
 def available_memory() -> int:
     """Bytes of this computer's memory that are free now."""
     try:
-        with open("/proc/meminfo") as meminfo:  # Linux: includes the memory of file caches
+        with open("/proc/meminfo", encoding="utf-8") as meminfo:  # Linux: includes the memory of file caches
             fields = dict(line.split(":", 1) for line in meminfo)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except OSError:
@@ -203,7 +203,6 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     for _ in range(3):
         began = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        torch.get_device_module(device).synchronize()  # a GPU may still compute; for a CPU this does nothing
         times.append(time.perf_counter() - began)
     return min(times)

@@ -252,7 +252,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -325,7 +325,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
 
-    text, val_text = args.train.read_text(), args.val.read_text()
+    text, val_text = args.train.read_text(encoding="utf-8"), args.val.read_text(encoding="utf-8")
     tokenizer = train_tokenizer(text)
     val_tokens = torch.tensor(tokenizer(val_text, verbose=False)["input_ids"])
     held_out = HeldOut(val_tokens, len(val_text))

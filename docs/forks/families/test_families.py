@@ -88,9 +88,9 @@ def moe_folder(tmp_path: Path) -> Path:
 
 
 def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     edit(config)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def check_outputs(folder: Path, oracle: Expected, which: range = range(5), **options: Any) -> LLM:
@@ -272,7 +272,7 @@ def test_the_published_format(tmp_path: Path) -> None:
     """A weight for each expert, in several files, and a config.json in the words of transformers 4."""
     oracle = expected("moe")
     oracle.model.save_pretrained(tmp_path, max_shard_size="40KB")
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))
     assert "model.layers.1.mlp.experts.4.up_proj.weight" in index["weight_map"]
     assert len(set(index["weight_map"].values())) > 2
 

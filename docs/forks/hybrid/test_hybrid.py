@@ -393,10 +393,10 @@ class HybridRunner(FakeRunner):
 def fake_hybrid(kinds: str, window: int) -> Path:
     folder = Path(SCRATCH.name) / f"{kinds}-{window}"
     folder.mkdir()
-    config = json.loads((fake_model() / "config.json").read_text())
+    config = json.loads((fake_model() / "config.json").read_text(encoding="utf-8"))
     layers = [S if kind == "S" else F for kind in kinds]
     config |= {"num_hidden_layers": len(kinds), "layer_types": layers, "sliding_window": window}
-    (folder / "config.json").write_text(json.dumps(config | {"use_sliding_window": True}))
+    (folder / "config.json").write_text(json.dumps(config | {"use_sliding_window": True}), encoding="utf-8")
     return folder
 
 
@@ -459,11 +459,11 @@ def test_gemma_as_published(gemma3: Oracle, tmp_path: Path) -> None:
     """The config of gemma-3-1b-it has the names of transformers 4, which this reads as well."""
     for file in gemma3.folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     del config["rope_parameters"], config["layer_types"]
     config |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": None}
     config |= {"sliding_window_pattern": 3}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     read = read_model_config(tmp_path)
     assert (read.rope_theta, read.local_rope_theta) == (1e6, 1e4)
     assert read.groups == LayerGroups.of((True, True, False, True, True), WINDOW)

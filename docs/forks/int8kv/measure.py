@@ -25,7 +25,7 @@ full = llms["float32", "auto"]
 def token_ids() -> list[list[int]]:
     """The text in windows, or a sample of 400 tokens for each speaker."""
     if len(sys.argv) > 1:
-        ids = full.get_tokenizer().encode(Path(sys.argv[1]).read_text())
+        ids = full.get_tokenizer().encode(Path(sys.argv[1]).read_text(encoding="utf-8"))
         return [ids[i : i + 512] for i in range(0, len(ids), 512)]
     params = SamplingParams(max_tokens=400, seed=1, ignore_eos=True)
     outputs = full.generate([f"{PROMPT}{speaker}:\n" for speaker in SPEAKERS], params, use_tqdm=False)

@@ -192,7 +192,7 @@ def differences(dtype: torch.dtype) -> dict[str, tuple[Found, Found]]:
 def make_llm(dtype: str, invariant: bool) -> LLM:
     """Random weights of the shape 28m."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(SHAPES["28m"]))
+        Path(folder, "config.json").write_text(json.dumps(SHAPES["28m"]), encoding="utf-8")
         return LLM(folder, dtype=dtype, load_format="dummy", num_blocks=1000, batch_invariant=invariant)
 
 

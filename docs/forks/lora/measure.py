@@ -42,7 +42,7 @@ def random_adapter(folder: Path, seed: int, r: int = 8) -> Path:
         "lora_alpha": 2 * r,
         "target_modules": "all-linear",
     }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 

@@ -52,7 +52,7 @@ def make_adapter(folder: Path, model: PreTrainedModel, seed: int = 0, **fields: 
     config = {"peft_type": "LORA", "bias": "none", "r": 4, "lora_alpha": 8, "target_modules": ["v_proj"]}
     config["auto_mapping"] = {"base_model_class": "Qwen3ForCausalLM", "parent_library": "transformers"}
     config |= fields
-    (folder / CONFIG).write_text(json.dumps(config))
+    (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
     generator, weights = torch.Generator().manual_seed(seed), {}
     for name, linear in model.named_modules():
         if name.rpartition(".")[2] in config["target_modules"]:
@@ -68,7 +68,7 @@ def make_adapter(folder: Path, model: PreTrainedModel, seed: int = 0, **fields: 
 
 def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """A model that needs no adapter."""
-    config, weights = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
+    config, weights = json.loads((folder / CONFIG).read_text(encoding="utf-8")), load_file(folder / WEIGHTS)
     r = config["r"]
     scaling = config["lora_alpha"] / (math.sqrt(r) if config.get("use_rslora") else r)
     merged = copy.deepcopy(model)
@@ -397,8 +397,8 @@ def test_options(options: dict[str, Any], error: type[Exception], message: str) 
 )
 def test_unsupported_configs(qwen3: Oracle, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     folder = make_adapter(tmp_path / "a", qwen3.model)
-    config = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(config | fields))
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    (folder / CONFIG).write_text(json.dumps(config | fields), encoding="utf-8")
     with pytest.raises(ValueError, match=f"adapter 'poet' cannot be used: .*{message}"):
         LLM(qwen3.folder, num_blocks=8, adapters={"poet": folder})
 
@@ -437,7 +437,7 @@ def test_weights_that_do_not_fit(
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 def test_a_missing_or_broken_file(qwen3: Oracle, tmp_path: Path, name: str) -> None:
     folder = make_adapter(tmp_path / "a", qwen3.model)
-    (folder / name).write_text("{")
+    (folder / name).write_text("{", encoding="utf-8")
     with pytest.raises(
         ValueError, match=f"adapter 'poet' cannot be used: .*{name} (is broken|cannot be read)"
     ):

@@ -67,7 +67,7 @@ def make_engine(kind: type[LLMEngine], runner: str, seconds: float) -> LLMEngine
         config = EngineConfig(model=TINY_MODEL, **options)
         return kind(config, Sleeper(seconds) if runner == "sleep" else None)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(SHAPES[runner]))
+        Path(folder, "config.json").write_text(json.dumps(SHAPES[runner]), encoding="utf-8")
         return kind(EngineConfig(model=folder, load_format="dummy", **options))
 
 

@@ -406,6 +406,6 @@ def test_a_trace_tells_accepted_drafts_from_a_chunk_of_a_prompt(tmp_path: Path) 
     engine = tiny_engine(num_speculative_tokens=4, trace=tmp_path / "run.html")
     serve(engine, [(LINES, SamplingParams(temperature=0, max_tokens=20))])
     assert engine.stats().num_accepted_tokens > 0
-    lines = (tmp_path / "run.html").read_text()
+    lines = (tmp_path / "run.html").read_text(encoding="utf-8")
     assert "computes 3 tokens, the last of its" in lines
     assert "left for later steps" not in lines

@@ -89,7 +89,7 @@ def main() -> None:
     print("| tier | turn | tokens computed | blocks loaded | seconds | mean time to the first token |")
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        (folder / "config.json").write_text(json.dumps(SHAPE))
+        (folder / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
         texts = []
         kinds = {
             "none": {},

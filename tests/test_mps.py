@@ -1,0 +1,244 @@
+"""Apple's GPU, on a Mac; elsewhere the fake device of `fake_mps.py`, which refuses what MPS cannot do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from conftest import MAX_MODEL_LEN, VOCAB_SIZE, Oracle, random_prompts, tokens
+from fake_mps import MPS, FakeMps, pretend
+from torch import Tensor
+
+from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.attention import make_attention
+from nanopaged.kv_cache import KVCache, KVShape
+from nanopaged.model.layers import Linear, empty_weight
+from nanopaged.text.outputs import RequestOutput
+
+REAL = torch.backends.mps.is_available()
+
+
+@pytest.fixture
+def mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMps]:
+    """The fake device."""
+    if REAL:
+        pytest.skip("there is a real Apple GPU")
+    with pretend(monkeypatch) as mps:
+        yield mps
+
+
+@pytest.fixture
+def apple(request: pytest.FixtureRequest) -> None:
+    """Apple's GPU where there is one, else the fake device."""
+    if not REAL:
+        request.getfixturevalue("mps")
+
+
+# ── the fake itself ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda x, host: x.double(), "float64"),
+        (lambda x, host: x.sum(dtype=torch.float64), "float64"),
+        (lambda x, host: host.double().to(MPS), "float64"),
+        (lambda x, host: torch.zeros(2, dtype=torch.float64, device=MPS), "float64"),
+        (lambda x, host: torch.linalg.eig(x), "no kernel for MPS"),
+        (lambda x, host: torch.ops.mkldnn._linear_pointwise(x, x, None, "none", [], ""), "no kernel for MPS"),
+        (lambda x, host: torch.ops.mkldnn._reorder_linear_weight(x), "no kernel for MPS"),
+        (lambda x, host: x + host, "mixes"),
+        (lambda x, host: x[host.long()], "an index of the host"),
+        (lambda x, host: x.__setitem__(0, host), "a value of the host"),
+        (lambda x, host: host.to(MPS, non_blocking=True), "does not wait"),
+        (lambda x, host: x.to("cpu", non_blocking=True), "does not wait"),
+        (lambda x, host: host.copy_(x, non_blocking=True), "does not wait"),
+        (lambda x, host: torch.empty(3, pin_memory=True), "pinned"),
+    ],
+)
+def test_the_fake_refuses(mps: FakeMps, wrong: Callable[[Tensor, Tensor], object], reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        wrong(torch.zeros(3, 3).to(MPS), torch.zeros(3, 3))
+
+
+def test_the_fake_computes(mps: FakeMps) -> None:
+    """Views share memory, and what works in place gives the tensor itself."""
+    x = torch.arange(6, device=MPS).view(2, 3)
+    assert x.device == MPS
+    assert x[1].add_(x[0]).tolist() == [3, 5, 7]
+    x[:, 0] = x[:, 2] * 2
+    assert x.cpu().tolist() == [[4, 1, 2], [14, 5, 7]]
+    assert x.mul_(0) is x
+
+
+# ── whole runs ────────────────────────────────────────────────────────────────────────────────────
+
+PROMPTS = random_prompts(2, seed=3, longest=12)
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0),
+    "log-probabilities": SamplingParams(temperature=0, logprobs=2, prompt_logprobs=2),
+    "temperature": SamplingParams(temperature=0.7, seed=1),
+    "top-k": SamplingParams(top_k=5, seed=2),
+    "top-p": SamplingParams(top_p=0.9, seed=3),
+    "all filters": SamplingParams(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, seed=4),
+    "penalties": SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=1, seed=5),
+    "banned tokens": SamplingParams(min_tokens=3, stop_token_ids=[3, 4], seed=6),
+    "several": SamplingParams(n=2, seed=7),
+    "beams": BeamSearchParams(beam_width=3),
+}
+
+
+def engine(oracle: Oracle, device: str, **options: object) -> LLM:
+    defaults = {"block_size": 4, "num_blocks": 40, "attention_backend": "torch", "preemption": "swap"}
+    return LLM(oracle.folder, device=device, **defaults | options)
+
+
+def said(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize("name", list(SAMPLING))
+def test_every_kind_of_sampling_gives_the_tokens_of_the_cpu(qwen3: Oracle, apple: None, name: str) -> None:
+    """A seed draws what it draws on the CPU: only the logits are computed on the other device."""
+    params = dataclasses.replace(SAMPLING[name], max_tokens=4)
+    there, here = (engine(qwen3, d).generate(PROMPTS, params, use_tqdm=False) for d in ("mps", "cpu"))
+    assert said(there) == said(here)
+    if name == "log-probabilities":
+        for a, b in zip(there, here, strict=True):
+            found, wanted = ([*o.prompt_logprobs[1:], *o.outputs[0].logprobs] for o in (a, b))
+            for at, wanted_at in zip(found, wanted, strict=True):
+                assert list(at) == list(wanted_at)
+                assert [x.logprob for x in at.values()] == pytest.approx(
+                    [x.logprob for x in wanted_at.values()], abs=1e-4
+                )
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({}, lambda stats: stats.num_preemptions_swap),
+        ({"preemption": "recompute"}, lambda stats: stats.num_preemptions_recompute),
+        ({"preemption": "auto"}, lambda stats: stats.num_preemptions_swap + stats.num_preemptions_recompute),
+    ],
+)
+def test_preemption_copies_and_chunks(
+    qwen3: Oracle, apple: None, options: dict[str, object], seen: Callable[[object], int]
+) -> None:
+    """Too few blocks for three samples each, prompts in chunks, common prefixes, blocks copied on write."""
+    options = {"num_blocks": 14, "max_num_batched_tokens": 16, "watermark": 0.0, **options}
+    prompts = [tokens(5, 9), tokens(5, 9) + [1, 2], tokens(5, 7)]
+    params = SamplingParams(n=3, temperature=0.8, seed=1, max_tokens=6, ignore_eos=True)
+    runs = []
+    for device in ("mps", "cpu"):
+        llm = engine(qwen3, device, **options)
+        runs.append(said(llm.generate(prompts, params, use_tqdm=False)))
+        stats = llm.engine.stats()
+        assert seen(stats) > 0
+        assert stats.num_blocks_copied > 0
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_backend": "reference"},
+        {"attention_backend": "auto"},
+        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+    ],
+)
+def test_backends_and_dtypes(qwen3: Oracle, apple: None, options: dict[str, object]) -> None:
+    llm = engine(qwen3, "mps", **options)
+    (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3
+    assert llm.engine.runner.kv_cache.data.device == MPS
+
+
+def test_random_weights_are_drawn_on_the_device(
+    qwen3: Oracle, mps: FakeMps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a generator of that device, which PyTorch has for MPS, and which is not here."""
+    asked = []
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device: asked.append(device) or generator())
+    engine(qwen3, "mps", load_format="dummy")
+    assert asked == [MPS]
+
+
+def test_the_number_of_blocks(qwen3: Oracle, apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apple's GPU shares the memory of the CPU, so the rule is the CPU's: no step is run to measure."""
+    monkeypatch.setattr("nanopaged.model.sizing.HOST_BYTES", 1 << 20)
+    here, there = (engine(qwen3, device, num_blocks=None, max_num_seqs=10**6) for device in ("cpu", "mps"))
+    assert there.engine.stats().num_blocks == here.engine.stats().num_blocks < 10**6 * MAX_MODEL_LEN // 4
+
+
+def test_seconds_are_measured_until_the_device_is_done(qwen3: Oracle, mps: FakeMps) -> None:
+    engine(qwen3, "mps")
+    assert "synchronize" not in mps.asked
+    engine(qwen3, "mps", preemption="auto")
+    assert "synchronize" in mps.asked
+
+
+# ── the rules are held ────────────────────────────────────────────────────────────────────────────
+
+
+def reorder_always(linear: Linear) -> None:
+    linear._reordered = torch.ops.mkldnn._reorder_linear_weight(linear.weight.data)
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "reason"),
+    [
+        ("nanopaged.model.decoder.sampling_device", lambda device: device, "float64"),
+        ("nanopaged.kv_cache.copies_async", lambda device: True, "MPS|pinned|wait"),
+        ("nanopaged.model.layers.Linear.reorder_weight", reorder_always, "mkldnn.* has no kernel for MPS"),
+    ],
+)
+def test_a_run_without_these_rules_is_caught(
+    qwen3: Oracle, mps: FakeMps, monkeypatch: pytest.MonkeyPatch, where: str, what: object, reason: str
+) -> None:
+    monkeypatch.setattr(where, what)
+    with pytest.raises((AssertionError, RuntimeError), match=reason):
+        engine(qwen3, "mps").generate([PROMPTS[0]], SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+# ── what it does not take ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"attention_backend": "flash"},
+            "'flash' cannot run here: .*(a CUDA GPU, not mps:0|cannot be imported)",
+        ),
+        ({"attention_backend": "cpp"}, "'cpp' cannot run here: its kernels run on a CPU, not on mps:0"),
+        ({"tensor_parallel_size": 2}, "needs a CUDA GPU a rank, or device='cpu', not mps:0"),
+    ],
+)
+def test_what_needs_another_device_says_so(
+    qwen3: Oracle, apple: None, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine(qwen3, "mps", **options)
+
+
+def test_triton_needs_another_device(apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("nanopaged.kernels.paged_attention.INTERPRETED", False)
+    cache = KVCache(KVShape(1, 1, 8, torch.float32), 2, 4, MPS)
+    with pytest.raises(ValueError, match="'triton' cannot run here: its kernels need a CUDA GPU, not mps:0"):
+        make_attention("triton", cache, 1.0)
+
+
+@pytest.mark.skipif(REAL, reason="there is a real Apple GPU")
+def test_a_machine_without_it_says_so() -> None:
+    with pytest.raises(ValueError, match="device 'mps' cannot be used here: PyTorch finds no Apple GPU"):
+        LLM(device="mps")
+
+
+def test_weights_can_be_on_it(apple: None) -> None:
+    weight = empty_weight(2, VOCAB_SIZE, dtype=torch.bfloat16, device=MPS)
+    assert weight.device == weight.data.device == MPS
