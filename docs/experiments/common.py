@@ -151,9 +151,11 @@ def machine() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what the figures depend on most."""
+    """Of what the figures depend on most. (torch's own number names the build, such as +cpu.)"""
+    import torch
+
     python = platform.python_version()
-    return {"torch": version("torch"), "transformers": version("transformers"), "Python": python}
+    return {"torch": str(torch.__version__), "transformers": version("transformers"), "Python": python}
 
 
 def device_name() -> str:

@@ -391,7 +391,7 @@ def make_store() -> dist.TCPStore:
     """A store on a free port.
 
     torch would open the port on all addresses of this machine, so the socket is made here. (With libuv, torch
-    2.6 takes no socket; every version, on every system, has the backend without libuv.)
+    2.7 takes no socket; every version, on every system, has the backend without libuv.)
     """
     listener = socket.create_server((LOOPBACK, 0))
     port, fd = listener.getsockname()[1], listener.detach()  # the store closes it
