@@ -46,7 +46,8 @@ def test_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "@pytest.mark.skip\ndef test_e(): pass\n",
         encoding="utf-8",
     )
-    (tmp_path / "test_not_a_file_of_tests.py").write_text("import a_module_that_is_not_there", encoding="utf-8")
+    broken = "import a_module_that_is_not_there"
+    (tmp_path / "test_not_a_file_of_tests.py").write_text(broken, encoding="utf-8")
     monkeypatch.setattr(versions, "ROOT", tmp_path)
     monkeypatch.setattr(versions, "SELECTIONS", [["test_some.py"], ["test_not_a_file_of_tests.py"]])
     assert versions.run_tests(sys.executable, tmp_path) == {"passed": 2, "failed": 3, "skipped": 1}
