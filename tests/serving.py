@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from nanopaged.views.outputs import request_output
 
 Params = SamplingParams | BeamSearchParams
 
 
-def serve(llm: LLM, prompts: list[list[int]], params: Params | list[Params]) -> list[RequestOutput]:
-    """As `generate`, with the invariants checked after every step; at the end every block is free."""
+def serve(
+    llm: LLM,
+    prompts: list[list[int]],
+    params: Params | list[Params],
+    check: Callable[[LLM], None] | None = None,
+) -> list[RequestOutput]:
+    """As `generate`, with the invariants checked after every step; at the end every block is free.
+
+    Args:
+        check: what else holds after every step.
+    """
     engine = llm.engine
     params = params if isinstance(params, list) else [params] * len(prompts)
     requests = [
@@ -21,6 +32,8 @@ def serve(llm: LLM, prompts: list[list[int]], params: Params | list[Params]) -> 
     while engine.has_unfinished_requests():
         engine.step()
         engine.check_invariants()
+        if check is not None:
+            check(llm)
     stats = engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.num_used_blocks == 0

@@ -17,6 +17,7 @@ import transformers
 from conftest import EOS, FAMILIES, SHAPE, Oracle, make_checkpoint, tokens
 from fake_runner import GARBAGE, FakeRunner
 from random_workloads import LONGEST, Workload, forked, mixed
+from serving import serve
 from test_random_runs import SCRATCH, Run, fake_model, fake_tokenizer
 from test_sharing import check_beams, transformers_beams
 
@@ -86,26 +87,16 @@ def check_views(engine: LLMEngine) -> None:
             assert "/".join(cells) in str(snapshot)
 
 
-def serve(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams | BeamSearchParams
-) -> list[RequestOutput]:
-    """Serve the prompts together. After each step, check the invariants and what is behind the window."""
+def check_window(llm: LLM) -> None:
+    """The views are right, and no sequence holds blocks far behind the window."""
     engine = llm.engine
     groups = engine.block_manager.groups
-    outputs: dict[str, RequestOutput] = {}
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step()}
-        engine.check_invariants()
-        check_views(engine)
-        for request in engine.scheduler.running:
-            for seq in request.live:
-                held = [block_id != NO_BLOCK for block_id in seq.block_table]
-                rows = (groups.window + engine.config.max_num_batched_tokens - 3 + BLOCK) // BLOCK + 1
-                assert all(sum(held[g :: groups.num]) <= rows for g in range(groups.num_full, groups.num))
-    assert engine.stats().num_free_blocks == engine.stats().num_blocks
-    return [outputs[str(i)] for i in range(len(prompts))]
+    check_views(engine)
+    for request in engine.scheduler.running:
+        for seq in request.live:
+            held = [block_id != NO_BLOCK for block_id in seq.block_table]
+            rows = (groups.window + engine.config.max_num_batched_tokens - 3 + BLOCK) // BLOCK + 1
+            assert all(sum(held[g :: groups.num]) <= rows for g in range(groups.num_full, groups.num))
 
 
 def check_scored(oracle: Oracle, prompt: list[int], output: RequestOutput) -> None:
@@ -146,7 +137,7 @@ def test_texts_that_cross_the_window(mixture: Oracle, budget: int, backend: str)
     """In one chunk, or in chunks of 7; the window is 12."""
     llm = make_llm(mixture, max_num_batched_tokens=budget, attention_backend=backend)
     params = replace(GREEDY, prompt_logprobs=0, max_tokens=30 if backend == "torch" else 5)
-    outputs = serve(llm, PROMPTS, params)
+    outputs = serve(llm, PROMPTS, params, check_window)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output.outputs[0].token_ids == mixture.greedy(prompt, 30, ignore_eos=True)[: params.max_tokens]
         check_scored(mixture, prompt, output)
@@ -154,7 +145,7 @@ def test_texts_that_cross_the_window(mixture: Oracle, budget: int, backend: str)
 
 def test_the_oracle_can_tell_the_window(gemma3: Oracle) -> None:
     """With another window transformers says something else."""
-    (right,) = serve(make_llm(gemma3), PROMPTS[:1], GREEDY)
+    (right,) = serve(make_llm(gemma3), PROMPTS[:1], GREEDY, check_window)
     for layer in gemma3.model.model.layers:
         assert layer.self_attn.sliding_window in (None, WINDOW)
     gemma3.model.config.sliding_window = WINDOW + 1
@@ -177,7 +168,7 @@ def test_preempted(mixture: Oracle, asked: str, way: str, caching: bool) -> None
     ]
     options = {"num_blocks": max(most), "num_host_blocks": 400, "preemption": way}
     llm = make_llm(mixture, max_num_batched_tokens=chunk, enable_prefix_caching=caching, **options)
-    outputs = serve(llm, PROMPTS, params)
+    outputs = serve(llm, PROMPTS, params, check_window)
     check_right(mixture, PROMPTS, outputs, asked)
     stats = llm.engine.stats()
     happened = {"swap": stats.num_preemptions_swap, "recompute": stats.num_preemptions_recompute}
@@ -190,9 +181,9 @@ def test_prompts_from_the_prefix_cache(mixture: Oracle, asked: str) -> None:
     """A second request finds 40 of its 44 tokens; its window was computed by the first one."""
     llm = make_llm(mixture, max_num_batched_tokens=16)
     first = tokens(3, 44)
-    serve(llm, [first], GREEDY)
+    serve(llm, [first], GREEDY, check_window)
     prompts = [first[:41] + [1, 2, 3], first[:20] + [4], [*first, 8]]
-    outputs = [serve(llm, [prompt], ASKED[asked])[0] for prompt in prompts]
+    outputs = [serve(llm, [prompt], ASKED[asked], check_window)[0] for prompt in prompts]
     assert [output.num_cached_tokens for output in outputs] == [40, 20, 44]
     check_right(mixture, prompts, outputs, asked)
 
@@ -201,20 +192,20 @@ def test_a_prompt_longer_than_a_pool_without_groups(gemma3: Oracle) -> None:
     """150 tokens are 38 rows: 114 blocks if nothing were given back. Chunks of 8 and the window need 60."""
     llm = make_llm(gemma3, num_blocks=38 + 2 * 6, max_num_batched_tokens=8)
     prompt = tokens(3, 120)
-    (output,) = serve(llm, [prompt], GREEDY)
+    (output,) = serve(llm, [prompt], GREEDY, check_window)
     check_right(gemma3, [prompt], [output], "greedy")
 
 
 def test_whole_prompts_only(gemma3: Oracle) -> None:
     llm = make_llm(gemma3, enable_chunked_prefill=False, max_num_batched_tokens=160, num_blocks=130)
-    outputs = serve(llm, PROMPTS, GREEDY)
+    outputs = serve(llm, PROMPTS, GREEDY, check_window)
     check_right(gemma3, PROMPTS, outputs, "greedy")
 
 
 def test_a_whole_prompt_waits_for_a_step_with_room(gemma3: Oracle) -> None:
     """20 of its 80 tokens are found, in 15 blocks. The other 60 do not fit beside 130 of 160."""
     llm = make_llm(gemma3, enable_chunked_prefill=False, max_num_batched_tokens=160)
-    serve(llm, [tokens(3, 21)], replace(GREEDY, max_tokens=1))
+    serve(llm, [tokens(3, 21)], replace(GREEDY, max_tokens=1), check_window)
     for prompt in (tokens(9, 130), tokens(3, 80)):
         llm.engine.add_request(str(len(prompt)), prompt, GREEDY)
     llm.engine.step()

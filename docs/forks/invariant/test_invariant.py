@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Oracle, make_checkpoint, random_prompts, tokens
+from serving import serve
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, RequestOutput, SamplingParams
 from nanopaged.attention import invariant_backend
@@ -50,15 +51,9 @@ def bits(output: RequestOutput) -> Bits:
     return [[each.token_ids, each.cumulative_logprob] for each in output.outputs] + scores
 
 
-def serve(llm: LLM, prompts: list[list[int]], params: list[Params]) -> list[Bits]:
-    """Together, with the invariants checked after each step."""
-    outputs: dict[str, RequestOutput] = {}
-    for i, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
-        llm.engine.add_request(str(i), prompt, its_params)
-    while llm.engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in llm.engine.step()}
-        llm.engine.check_invariants()
-    return [bits(outputs[str(i)]) for i in range(len(prompts))]
+def bits_of(llm: LLM, prompts: list[list[int]], params: list[Params]) -> list[Bits]:
+    """What the requests say together."""
+    return [bits(output) for output in serve(llm, prompts, params)]
 
 
 def draw(seed: int, num: int = 9) -> tuple[list[list[int]], list[Params]]:
@@ -98,7 +93,7 @@ def expected(folder: Path, dtype: str, block_size: int, seed: int) -> list[Bits]
     llm, found = make_llm(folder, dtype, block_size=block_size), []
     for prompt, params in zip(*draw(seed), strict=True):
         llm.reset_prefix_cache()
-        found += serve(llm, [prompt], [params])
+        found += bits_of(llm, [prompt], [params])
     return found
 
 
@@ -108,7 +103,7 @@ def test_a_request_has_the_bits_that_it_has_alone(
 ) -> None:
     llm = make_llm(folder, dtype, **options)
     for seed in range(2):
-        assert serve(llm, *draw(seed)) == expected(folder, dtype, options.get("block_size", 8), seed)
+        assert bits_of(llm, *draw(seed)) == expected(folder, dtype, options.get("block_size", 8), seed)
     if "preemption" in options:
         assert getattr(llm.engine.stats(), f"num_preemptions_{options['preemption']}") > 0
 
@@ -119,14 +114,14 @@ def test_without_the_switch_the_bits_differ(folder: Path, name: str) -> None:
     llm = make_llm(folder, "float32", batch_invariant=False, **OPTIONS[name])
     plain = make_llm(folder, "float32", batch_invariant=False)
     prompts, params = draw(0)
-    alone = [serve(plain, [prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)]
-    assert serve(llm, prompts, params) != alone
+    alone = [bits_of(plain, [prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)]
+    assert bits_of(llm, prompts, params) != alone
 
 
 def test_groups_change_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of keys in memory at once."""
     monkeypatch.setattr(invariant_backend, "GROUP_ROWS", 3)
-    assert serve(make_llm(folder, "float32"), *draw(0)) == expected(folder, "float32", 8, 0)
+    assert bits_of(make_llm(folder, "float32"), *draw(0)) == expected(folder, "float32", 8, 0)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import test_random_runs
 import torch
 from conftest import Oracle, random_prompts, tokens
 from random_workloads import LONGEST, tiny
+from serving import serve
 from test_random_runs import Run
 from torch import Tensor
 from transformers import AttentionInterface
@@ -50,19 +51,6 @@ def check_bounds(llm: LLM, batch: ScheduledBatch) -> None:
             low, high = attention.bounds(layer)[full].unbind(1)
             assert torch.equal(low, keys.amin(2))
             assert torch.equal(high, keys.amax(2))
-
-
-def serve(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams | BeamSearchParams
-) -> list[RequestOutput]:
-    """Serve the prompts together; check the invariants after each step."""
-    outputs: dict[str, RequestOutput] = {}
-    for i, prompt in enumerate(prompts):
-        llm.engine.add_request(str(i), prompt, params)
-    while llm.engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in llm.engine.step()}
-        llm.engine.check_invariants()
-    return [outputs[str(i)] for i in range(len(prompts))]
 
 
 def check_same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:

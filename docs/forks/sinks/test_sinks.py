@@ -14,6 +14,7 @@ import torch
 from conftest import Oracle, random_prompts, tokens
 from fake_runner import FakeRunner
 from random_workloads import LONGEST, Workload, forked, mixed
+from serving import serve
 from test_random_runs import Run, fake_model, fake_tokenizer
 
 from nanopaged import (
@@ -58,19 +59,10 @@ def make_llm(oracle: Oracle, **options: object) -> LLM:
     return llm
 
 
-def serve(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams | BeamSearchParams
-) -> list[RequestOutput]:
-    """Serve the prompts together; check the invariants, and the bound on blocks, after each step."""
-    outputs: dict[str, RequestOutput] = {}
-    for i, prompt in enumerate(prompts):
-        llm.engine.add_request(str(i), prompt, params)
-    while llm.engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in llm.engine.step()}
-        llm.engine.check_invariants()
-        for seq in llm.engine.scheduler.running_sequences:
-            assert len(seq.block_table) <= (SINKS + WINDOW) // BLOCK
-    return [outputs[str(i)] for i in range(len(prompts))]
+def check_num_blocks(llm: LLM) -> None:
+    """No sequence holds more blocks than sinks and window fill."""
+    for seq in llm.engine.scheduler.running_sequences:
+        assert len(seq.block_table) <= (SINKS + WINDOW) // BLOCK
 
 
 def check_same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
@@ -94,7 +86,7 @@ def test_a_sequence_longer_than_the_pool_says_what_transformers_says_with_a_mask
     """120 tokens, 90 of them a prompt, in a pool of 5 blocks of 8; in chunks of 29 and of 11 tokens."""
     llm = make_llm(oracle, num_blocks=5, max_num_batched_tokens=budget)
     prompt = tokens(5, 80)
-    (output,) = serve(llm, [prompt], GREEDY)
+    (output,) = serve(llm, [prompt], GREEDY, check_num_blocks)
     generated = output.outputs[0].token_ids
     right = oracle_logprobs(oracle, prompt + generated)
     assert right[len(prompt) - 1 : -1].argmax(-1).tolist() == generated
@@ -106,7 +98,7 @@ def test_a_sequence_longer_than_the_pool_says_what_transformers_says_with_a_mask
 def test_the_oracle_can_tell_the_window(qwen3: Oracle) -> None:
     """Without a window, and with one without sinks, the model says something else."""
     params = replace(GREEDY, max_tokens=10)
-    (right,) = serve(make_llm(qwen3), [tokens(5, 80)], params)
+    (right,) = serve(make_llm(qwen3), [tokens(5, 80)], params, check_num_blocks)
     for options in ({"window": None, "num_sink_tokens": 0}, {"window": SINKS + WINDOW, "num_sink_tokens": 0}):
         llm = make_llm(qwen3, **options)
         assert llm.generate(tokens(5, 80), params)[0].outputs[0].token_ids != right.outputs[0].token_ids
@@ -121,10 +113,12 @@ def test_a_window_longer_than_the_text_changes_nothing(qwen3: Oracle) -> None:
 def test_the_triton_kernel_decodes_with_a_window(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads a table in any order, so it needs no change: only the base class is another one."""
     kernels = pytest.importorskip("nanopaged.attention.triton_backend")
-    right = serve(make_llm(qwen3), [tokens(5, 40)], replace(GREEDY, max_tokens=2))
+    right = serve(make_llm(qwen3), [tokens(5, 40)], replace(GREEDY, max_tokens=2), check_num_blocks)
     triton = type("TritonSinks", (SinkAttention, kernels.TritonAttention), {})
     monkeypatch.setattr(model_runner, "SinkAttention", triton)
-    check_same(serve(make_llm(qwen3), [tokens(5, 40)], replace(GREEDY, max_tokens=2)), right)
+    check_same(
+        serve(make_llm(qwen3), [tokens(5, 40)], replace(GREEDY, max_tokens=2), check_num_blocks), right
+    )
 
 
 # ── alone, batched, preempted, forked ─────────────────────────────────────────────────────────────
@@ -141,13 +135,13 @@ def test_batched_and_preempted_is_as_alone(qwen3: Oracle, asked: str) -> None:
     params, prompts = ASKED[asked], [tokens(6, 9), tokens(5, 50), tokens(7, 30)]
     num_blocks = (SINKS + WINDOW) // BLOCK * params.num_sequences + 2  # two requests do not fit
     llm = make_llm(qwen3)
-    alone = [serve(llm, [prompt], params)[0] for prompt in prompts]
-    check_same(serve(llm, prompts, params), alone)
+    alone = [serve(llm, [prompt], params, check_num_blocks)[0] for prompt in prompts]
+    check_same(serve(llm, prompts, params, check_num_blocks), alone)
     for way in ("swap", "recompute"):
         small = make_llm(
             qwen3, num_blocks=num_blocks, num_host_blocks=40, preemption=way, max_num_batched_tokens=16
         )
-        check_same(serve(small, prompts, params), alone)
+        check_same(serve(small, prompts, params, check_num_blocks), alone)
         stats = small.engine.stats()
         assert stats.num_preemptions_swap + stats.num_preemptions_recompute > 0
         assert way == "swap" or stats.num_preemptions_swap == 0

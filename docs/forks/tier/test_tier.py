@@ -23,6 +23,7 @@ from conftest import Oracle, make_checkpoint, tokens
 from fake_runner import FakeRunner
 from lmdb.verify import verify
 from random_workloads import LONGEST, Workload, forked, mixed, tiny
+from serving import serve
 from test_random_runs import Run, fake_model, fake_tokenizer
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
@@ -66,19 +67,6 @@ class CountLoaded:
         """Nothing."""
 
 
-def serve(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams | BeamSearchParams = GREEDY
-) -> list[RequestOutput]:
-    """Serve the prompts together, and check the invariants after each step."""
-    outputs: dict[str, RequestOutput] = {}
-    for i, prompt in enumerate(prompts):
-        llm.engine.add_request(str(i), prompt, params)
-    while llm.engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in llm.engine.step()}
-        llm.engine.check_invariants()
-    return [outputs[str(i)] for i in range(len(prompts))]
-
-
 def check_right(oracle: Oracle, prompt: list[int], output: RequestOutput) -> None:
     """The tokens of transformers, and its log-probabilities to 1e-4."""
     (completion,) = output.outputs
@@ -103,7 +91,7 @@ def test_chats_that_come_back_say_what_transformers_says(oracle: Oracle, where: 
     chats = [tokens(first, 20) for first in (1, 2, 3)]
     for turn in range(3):
         for chat in chats:
-            (output,) = serve(llm, [chat])
+            (output,) = serve(llm, [chat], GREEDY)
             check_right(oracle, chat, output)
             if turn > 0:  # all full blocks of the last turn, but for the last token, which was not computed
                 assert output.metrics.num_cached_tokens == (len(chat) - 3 - 1) // 4 * 4
@@ -117,12 +105,12 @@ def test_after_a_restart_the_file_still_has_them(oracle: Oracle, budget: int, tm
     chats = [tokens(first, 30) for first in (1, 2, 3)]
     llm = make_llm(oracle, "file", tmp_path)
     for chat in chats:
-        serve(llm, [chat])
+        serve(llm, [chat], GREEDY)
     llm.engine.save_prefix_cache()
     del llm
     llm = make_llm(oracle, "file", tmp_path, max_num_batched_tokens=budget)
     for chat in chats:
-        (output,) = serve(llm, [chat])
+        (output,) = serve(llm, [chat], GREEDY)
         check_right(oracle, chat, output)
         assert output.metrics.num_cached_tokens == 28
     assert len(llm.loaded) == 3 * 7
@@ -169,17 +157,17 @@ def test_the_engine_with_a_tier_says_what_the_engine_without_says(
 def test_whole_prompts_only(qwen3: Oracle, where: str, tmp_path: Path) -> None:
     llm = make_llm(qwen3, where, tmp_path, enable_chunked_prefill=False)
     prompts = [tokens(first, 25) for first in (1, 2, 3, 1, 2, 3)]
-    for prompt, output in zip(prompts, serve(llm, prompts), strict=True):
+    for prompt, output in zip(prompts, serve(llm, prompts, GREEDY), strict=True):
         check_right(qwen3, prompt, output)
     for prompt in prompts[:3]:
-        check_right(qwen3, prompt, serve(llm, [prompt])[0])
+        check_right(qwen3, prompt, serve(llm, [prompt], GREEDY)[0])
     assert llm.loaded
 
 
 def test_a_prompt_that_is_scored_is_not_looked_up(qwen3: Oracle, tmp_path: Path) -> None:
     llm = make_llm(qwen3, "memory", tmp_path)
     prompts = [tokens(first, 30) for first in (1, 2, 3)]
-    serve(llm, prompts)
+    serve(llm, prompts, GREEDY)
     outputs = [serve(llm, [prompt], replace(GREEDY, prompt_logprobs=0))[0] for prompt in prompts]
     assert not llm.loaded
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -196,7 +184,7 @@ def test_salts_keep_requests_apart(qwen3: Oracle, where: str, tmp_path: Path) ->
         prompt = {"prompt_token_ids": tokens(1, 30), "cache_salt": salt}
         (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
         assert output.metrics.num_cached_tokens == num_cached
-        serve(llm, [tokens(2, 40)])  # evicts it
+        serve(llm, [tokens(2, 40)], GREEDY)  # evicts it
 
 
 def test_a_failed_step_leaves_nothing_wrong(
@@ -237,7 +225,7 @@ def fill(oracle: Oracle, folder: Path) -> list[list[int]]:
     """Leave a file with the K/V of three prompts behind."""
     prompts = [tokens(first, 30) for first in (1, 2, 3)]
     llm = make_llm(oracle, "file", folder)
-    serve(llm, prompts)
+    serve(llm, prompts, GREEDY)
     llm.engine.save_prefix_cache()
     assert len(llm.engine.tier.places) >= 21
     return prompts
@@ -275,7 +263,7 @@ def test_a_damaged_record_is_a_miss(qwen3: Oracle, part: str, tmp_path: Path) ->
     llm = make_llm(qwen3, "file", tmp_path)
     for turn in range(2):
         for prompt in prompts:
-            (output,) = serve(llm, [prompt])
+            (output,) = serve(llm, [prompt], GREEDY)
             check_right(qwen3, prompt, output)
             if turn == 0:
                 assert output.metrics.num_cached_tokens == 0
@@ -291,7 +279,7 @@ def test_a_record_under_another_name_is_a_miss(qwen3: Oracle, tmp_path: Path) ->
             txn.put(place, other)
     llm = make_llm(qwen3, "file", tmp_path)
     for prompt in prompts:
-        (output,) = serve(llm, [prompt])
+        (output,) = serve(llm, [prompt], GREEDY)
         check_right(qwen3, prompt, output)
         assert output.metrics.num_cached_tokens == 0
 
@@ -315,7 +303,7 @@ def test_a_file_with_random_damage_is_never_wrong(qwen3: Oracle, tmp_path: Path)
         file.write_bytes(damaged)
         llm = make_llm(qwen3, "file", tmp_path)
         for prompt in prompts:
-            check_right(qwen3, prompt, serve(llm, [prompt])[0])
+            check_right(qwen3, prompt, serve(llm, [prompt], GREEDY)[0])
         happened["used" if llm.engine.tier.file_errors and llm.engine.tier.capacity else "given up"] += 1
         happened["loaded"] += len(llm.loaded)
         del llm
@@ -329,7 +317,7 @@ def test_a_file_that_is_no_tier_is_left_as_it_is(
     (tmp_path / "tier.mdb").write_bytes(contents)
     llm = make_llm(qwen3, "file", tmp_path)
     for prompt in [tokens(first, 30) for first in (1, 2, 1)]:
-        check_right(qwen3, prompt, serve(llm, [prompt])[0])
+        check_right(qwen3, prompt, serve(llm, [prompt], GREEDY)[0])
     assert not llm.loaded
     assert "tier_file failed, delete it or name another" in caplog.text
     assert (tmp_path / "tier.mdb").read_bytes() == contents
@@ -355,7 +343,7 @@ def test_another_models_file_is_a_miss(
     else:
         options = {"dtype": {"dtype": "bfloat16"}, "block_size": {"block_size": 2, "num_blocks": 28}}[change]
     llm = make_llm(other, "file", tmp_path, **options)
-    outputs = [serve(llm, [prompt])[0] for prompt in prompts]
+    outputs = [serve(llm, [prompt], GREEDY)[0] for prompt in prompts]
     if change != "dtype":
         for prompt, output in zip(prompts, outputs, strict=True):
             check_right(other, prompt, output)
@@ -369,14 +357,14 @@ def test_a_file_that_fails_later_is_given_up(
 ) -> None:
     """As with a full disk: one warning, and the engine goes on without."""
     llm, prompts = make_llm(qwen3, "file", tmp_path), [tokens(first, 30) for first in (1, 2, 3)]
-    serve(llm, prompts)
+    serve(llm, prompts, GREEDY)
 
     def fail() -> None:
         raise lmdb.DiskError("no space left on device")
 
     monkeypatch.setattr(llm.engine.tier, "begin", fail)
     for prompt in prompts:
-        check_right(qwen3, prompt, serve(llm, [prompt])[0])
+        check_right(qwen3, prompt, serve(llm, [prompt], GREEDY)[0])
     assert not llm.loaded
     assert caplog.text.count("no space left on device") == 1
 
@@ -581,10 +569,10 @@ def test_reset_prefix_cache_forgets_the_tier_too(qwen3: Oracle, tmp_path: Path) 
     for where in WHERE:
         llm = make_llm(qwen3, where, tmp_path)
         prompts = [tokens(first, 30) for first in (1, 2, 3)]
-        serve(llm, prompts)
+        serve(llm, prompts, GREEDY)
         assert llm.engine.tier.places
         llm.reset_prefix_cache()
-        assert [output.metrics.num_cached_tokens for output in serve(llm, prompts)] == [0, 0, 0]
+        assert [output.metrics.num_cached_tokens for output in serve(llm, prompts, GREEDY)] == [0, 0, 0]
     with pytest.raises(ValueError, match="no second tier to save the prefix cache in: set tier_bytes"):
         make_llm(qwen3, "none", tmp_path).engine.save_prefix_cache()
 
