@@ -109,4 +109,6 @@ def _is_over(request: Request, hypotheses: list[Sequence], best: float) -> bool:
     length = request.live[0].num_output_tokens + 1
     if params.early_stopping == "never" and params.length_penalty > 0:
         length = request.stop_rules.max_length - request.num_prompt_tokens
-    return _score(request, best, length) <= min(map(attrgetter("score"), hypotheses))
+    worst = hypotheses[-1].score
+    assert worst is not None
+    return _score(request, best, length) <= worst
