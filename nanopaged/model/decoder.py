@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from nanopaged.kernels.devices import sampling_device
-from nanopaged.model.layers import MLP, Linear, Operations, RMSNorm, Rotary, empty_weight
+from nanopaged.model.layers import MLP, Linear, Operations, Part, RMSNorm, Rotary, empty_weight
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.model.parallel import Ranks
 
@@ -24,10 +24,8 @@ AttentionFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 num_kv_heads, head_dim]. A backend of `nanopaged.attention` is one."""
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Part):
     """q, k, v of the new tokens, attention over the KV cache, and the output projection."""
-
-    operations = Operations()
 
     def __init__(self, config: ModelConfig, layer: int, ranks: Ranks | None) -> None:
         super().__init__()
@@ -123,7 +121,7 @@ class Model(nn.Module):
     def use(self, operations: Operations) -> None:
         """Compute the small operations of all layers with these functions."""
         for part in self.modules():
-            if isinstance(part, SelfAttention | RMSNorm | MLP):
+            if isinstance(part, Part):
                 part.operations = operations
 
     def reorder_weights(self) -> None:

@@ -163,10 +163,14 @@ class Operations:
     silu_mul: Callable[[Tensor], Tensor] = silu_mul
 
 
-class RMSNorm(nn.Module):
-    """x / √(mean(x²) + ε) · w over the last dimension (Zhang and Sennrich, arXiv 1910.07467)."""
+class Part(nn.Module):
+    """A part of a layer that has small operations; `Model.use` replaces them."""
 
     operations = Operations()
+
+
+class RMSNorm(Part):
+    """x / √(mean(x²) + ε) · w over the last dimension (Zhang and Sennrich, arXiv 1910.07467)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -178,10 +182,8 @@ class RMSNorm(nn.Module):
         return self.operations.rms_norm(x, self.eps, self.weight)
 
 
-class MLP(nn.Module):
+class MLP(Part):
     """down(act(gate(x)) · up(x)), with gate and up in one matrix (Shazeer, arXiv 2002.05202)."""
-
-    operations = Operations()
 
     def __init__(self, config: ModelConfig, ranks: Ranks | None) -> None:
         super().__init__()
