@@ -4,9 +4,9 @@ A fork takes no memory: the child shares the parent's blocks. A sequence that wr
 a copy of it first (`BlockManager.append_slots`; PagedAttention, §4.4).
 
 Beam search keeps the `beam_width` most likely unfinished texts, the beams. In each step every beam proposes
-its most likely next tokens, its candidates. The best of all candidates become the next beams. Each is forked
-from the beam that proposed it, so one beam may have several children and another none. A candidate that ends
-a text becomes a hypothesis: a finished sequence, with the score that transformers gives it,
+its most likely next tokens, its candidates. The best of all become the next beams, each forked from the beam
+that proposed it. A candidate that ends a text becomes a hypothesis: a finished sequence, with the score that
+transformers gives it,
 
     score = sum of the log-probabilities of the generated tokens / (their number ** length_penalty)
 
@@ -25,8 +25,7 @@ from nanopaged.sequence import Request, Sample, Sequence
 def fork_samples(request: Request, samples: list[Sample], block_manager: BlockManager) -> list[Sequence]:
     """Fork the sequence that has computed the prompt, once for each of the `samples` drawn to follow it.
 
-    As in `advance_beams`, the request changes in one assignment at the end. So a failed step leaves no fork
-    without its token; such a fork would need a block that was never counted.
+    The request changes in one assignment at the end, so a failed step leaves no fork without its token.
 
     Returns:
         the sequences of the request, in order of index.
@@ -49,7 +48,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     The request gets its new sequences in the last line: if the step fails before it, `start_over` finds the
     old beams with their tokens.
     """
-    beams, width, stop_token_ids = request.live, request.num_sequences, request.stop_rules.token_ids
+    beams, width, stop_token_ids = request.live, request.width, request.stop_rules.token_ids
     candidates: list[tuple[float, Sequence, Sample]] = []
     for beam in beams:
         so_far = beam.cumulative_logprob
@@ -93,9 +92,8 @@ def _is_over(request: Request, hypotheses: list[Sequence], best: float) -> bool:
     """Whether there are `beam_width` hypotheses and, by the `early_stopping` rule, no beam can improve them.
 
     True: the search ends with the first `beam_width` hypotheses. False: it ends if the best beam, ended now,
-    would not beat the worst hypothesis. "never": it ends if the best beam can never beat it. The
-    log-probability of a beam only falls, but a positive length penalty favours long texts, so its best
-    possible score is the present log-probability at the maximum length.
+    would not beat the worst hypothesis. "never": it ends if the best beam can never beat it. A positive
+    length penalty favours long texts: its best score is the present log-probability at the maximum length.
 
     Args:
         best: the cumulative log-probability of the best next beam.

@@ -1,9 +1,9 @@
 """Block tables, reference counts, copy-on-write and the prefix cache.
 
 The block manager is the page table of the engine. It hands out physical blocks of the KV cache, lets
-sequences share them, replaces a shared block before it is written, and keeps full blocks so that a later
-prompt can find them (PagedAttention, §4.2 to §4.4; the prefix cache is not in the paper). It knows block ids
-only: the model runner copies the contents.
+sequences share them, replaces a shared block before it is written, and keeps full blocks for later prompts
+(PagedAttention, §4.2 to §4.4; the prefix cache is not in the paper). It knows block ids only: the model
+runner copies the contents.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_siz
     """Free blocks that a request's sequences need to store their newest tokens.
 
     These are new blocks after the end of a table, and copies of a block that several sequences are about to
-    write: each but the last writer needs one. A forked sequence has one token to write, its newest one.
+    write: each but the last writer needs one.
 
         block_size = 4, tables [7, 2] and [7, 2], 7 tokens each: one copy of block 2
         the same with 9 tokens each:                             two new blocks, and nothing to copy
 
-    `append_slots` makes these copies, and decides by reference counts. Both count the same, because other
-    requests share only full blocks: 3 tables with block 2 are 3 references, so 2 copies, and 1 is left.
+    `append_slots` decides by reference counts. Both count the same, because other requests share only full
+    blocks.
 
     Args:
         tables: for each sequence its block table, or its host table if it is swapped out.
@@ -142,8 +142,7 @@ class BlockManager:
             as free: 3 of `num_free_blocks` are needed.
 
         Several sequences, of a request that was preempted, also share the full blocks of their common
-        prefixes. Such a block counts as computed for all but the first of them, because no sibling runs in
-        an earlier step.
+        prefixes. Such a block counts as computed for all but the first of them.
 
             abcde  abcdf  abxyz      tables [0 1 2] [0 1 3] [0 4 5]: 3 keys and 3 last blocks
 
@@ -222,11 +221,7 @@ class BlockManager:
         return child
 
     def free(self, seq: Sequence) -> None:
-        """Give the sequence's blocks back. Published blocks can be found until they are evicted.
-
-        The last block goes first, so that the end of a prefix, which cannot be found without the beginning,
-        is evicted first.
-        """
+        """Give the sequence's blocks back, the last first, so that the end of a prefix is evicted first."""
         self.trim(seq, 0)
         seq.num_computed_tokens = 0
 
@@ -251,8 +246,8 @@ class BlockManager:
             with a salt                                  k0 = SHA-256(-1 salt)·(a b)
 
         Equal keys mean equal tokens, all the way back. A fast hash is not enough: two blocks with equal xxh3
-        are found in seconds, so a prompt could be crafted that is served with the K/V of another. A salt is
-        hashed after -1, which is no token, so that no salt looks like a block.
+        are found in seconds, and a prompt would be served with the K/V of another. A salt is hashed after -1,
+        which is no token, so that no salt looks like a block.
         """
         keys, size = seq.block_keys, self.block_size
         for i in range(len(keys), num_blocks):
@@ -280,9 +275,8 @@ class BlockManager:
     def publish(self, seq: Sequence) -> None:
         """Make the blocks that this step will fill findable, unless blocks with equal keys are.
 
-        No other function adds to the prefix index. Blocks can be found before they are computed, so requests
-        with the same prompt share them within one step. That is correct because every layer stores the K/V of
-        the whole batch before any sequence attends.
+        No other function adds to the prefix index. Requests with the same prompt share blocks within one
+        step: every layer stores the K/V of the whole batch before any sequence attends.
 
             block_size = 4, 6 tokens computed, 7 scheduled: tokens 6 to 12 fill blocks 1 and 2
         """

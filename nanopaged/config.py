@@ -1,27 +1,165 @@
 """Every option of the engine and of a request: its default, and the rule that its values keep.
 
-`EngineConfig` holds what is fixed for the life of an engine, `SamplingParams` and `BeamSearchParams` what may
-differ from request to request. The rules (`checks/rules.py`) are applied when one is made; limits that depend
-on the model are checked later. This module knows no tensors: `dtype` and `device` are names here.
+Rules are applied when options are made; limits that depend on the model are checked later. This module knows
+no tensors: `dtype` and `device` are names here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields
+from difflib import get_close_matches
+from functools import cached_property, partial
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ClassVar
-
-from nanopaged.checks import rules
-from nanopaged.checks.foreign_names import refuse_change
-from nanopaged.checks.rules import Options, boolean, number, one_of, option, optional, whole
+from typing import Any, ClassVar, TypeVar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "cpp", "torch", "reference")
 NO_TOP_K = 1 << 24  # more than any vocabulary, and exact in float32
+MAX_NUM_BATCHED_TOKENS = 2048  # the default
 OR_NONE, TO_THE_LIMIT = " (None chooses it for you)", " (None is as many as max_model_len allows)"
+
+# ── rules: a function of (name, value) that returns the value as it is kept, or raises ─────────────────
+
+Rule = Callable[[str, Any], Any]
+_T = TypeVar("_T", bound="Options")
+
+
+def option(default: Any = MISSING, rule: Rule | None = None) -> Any:
+    """A field of a dataclass with a rule. Without a default, it must be given."""
+    return field(default=default, metadata={"rule": rule})
+
+
+class Options:
+    """The base of the classes of options. The error for an unknown keyword says what may have been meant."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # every class of options is a dataclass
+
+    def __new__(cls: type[_T], *args: Any, **options: Any) -> _T:
+        known = cls.__dataclass_fields__
+        if not options.keys() <= known.keys():
+            theirs = foreign_names("options")
+            theirs |= foreign_names("beam_options") if cls is BeamSearchParams else {}
+            raise TypeError(f"{cls.__name__} has no option {explain(options, known, theirs)}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = each.metadata["rule"](each.name, getattr(self, each.name))
+            object.__setattr__(self, each.name, value)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def instance(kinds: type | tuple[type, ...], what: str) -> Rule:
+    """A value of one of these types."""
+
+    def rule(name: str, value: Any) -> Any:
+        if not isinstance(value, kinds):
+            raise TypeError(f"{name} must be {what}, got {value!r}")
+        return value
+
+    return rule
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is an int, or numpy's. (bool is a subclass of int.)"""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def whole(minimum: int, hint: str = "") -> Rule:
+    """A whole number of at least `minimum`; numpy's ints become Python's."""
+
+    def rule(name: str, value: Any) -> int:
+        if not is_whole(value):
+            raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
+        require(value >= minimum, f"{name} is {value}, but must be at least {minimum}{hint}")
+        return int(value)
+
+    return rule
+
+
+def number(low: float, high: float, hint: str = "", above: bool = False) -> Rule:
+    """A number from `low` (or above it) to `high`. NaN fails both comparisons."""
+
+    def rule(name: str, value: Any) -> float:
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+        limits = f"be above {low} and at most {high}" if above else f"lie in [{low}, {high}]"
+        inside = low <= value <= high and not (above and value == low)
+        require(inside, f"{name} is {value}, but must {limits}{hint}")
+        return value
+
+    return rule
+
+
+def one_of(*choices: str | bool) -> Rule:
+    """One of these. A dtype may be torch's own, or have one of its short names."""
+    short = {"half": "float16", "float": "float32"}
+
+    def rule(name: str, value: Any) -> Any:
+        value = value if isinstance(value, bool) else str(value).removeprefix("torch.")
+        value = short.get(value, value)
+        require(value in choices, f"{name} is {value!r}, but must be one of {', '.join(map(str, choices))}")
+        return value
+
+    return rule
+
+
+def optional(rule: Rule) -> Rule:
+    """None, or what the rule takes."""
+    return lambda name, value: None if value is None else rule(name, value)
+
+
+def device_name(name: str, value: Any) -> str:
+    """The name of a device, or torch's own, such as torch.device("cuda")."""
+    value = str(value) if type(value).__module__ == "torch" else value
+    return instance(str, "a name such as 'cpu' or 'cuda:0'")(name, value)
+
+
+def new_file(name: str, value: Any) -> str | Path:
+    """The name of a file in a folder that exists."""
+    folder = (
+        Path(instance((str, Path), "the name of a file such as 'run.html'")(name, value)).absolute().parent
+    )
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{name} is {str(value)!r}, but there is no folder {str(folder)!r}: make it first"
+        )
+    require(not Path(value).is_dir(), f"{name} is {str(value)!r}, which is a folder: name a file in it")
+    return value
+
+
+def several(rule: Rule) -> Rule:
+    """A list of what the rule takes; None is an empty one. Kept as a tuple, so that params are hashable."""
+
+    def rule_of_all(name: str, values: Any) -> tuple:
+        if isinstance(values, str) or not isinstance(values, Iterable | None):
+            raise TypeError(f"{name} must be a list, got {values!r} ({type(values).__name__})")
+        return tuple(map(partial(rule, name), () if values is None else values))
+
+    return rule_of_all
+
+
+def texts(name: str, value: Any) -> tuple[str, ...]:
+    """A text, or several; none of them empty."""
+    items = strings(name, [value] if isinstance(value, str) else value)
+    require("" not in items, f"{name} has an empty string in it, which would stop at once")
+    return items
+
+
+strings = several(instance(str, "a string or a list of strings"))
+boolean, token_ids = instance(bool, "True or False"), several(whole(0))
+folder_or_id = instance((str, Path), "a folder, a hub id or None")
+
+# ── the options ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -31,41 +169,39 @@ class EngineConfig(Options):
     Fields:
         model: a folder with config.json, safetensors and a tokenizer, or a Hugging Face hub id. None is the
             tiny model in the box.
-        dtype: of weights, activations and K/V: "float32", "bfloat16" or "float16", or torch's own. "auto"
-            takes the checkpoint's.
-        device: "auto" (CUDA if there is one), or a device of torch or its name: "cpu", "cuda:1", "mps".
+        dtype: of weights, activations and K/V: "float32", "bfloat16", "float16"; "auto" is the checkpoint's.
+        device: "auto" (CUDA if there is one), "cpu", "cuda:1", "mps".
         block_size: token slots in a block; 16 is the paper's default (§7.2).
-        num_blocks: blocks of the KV cache. None measures the free memory and uses what `memory_utilization`
-            allows, but no more than `max_num_seqs` sequences of full length could fill.
+        num_blocks: blocks of the KV cache. None measures the free memory, and takes no more than
+            `max_num_seqs` sequences of full length could fill.
         num_host_blocks: blocks in host memory for swapped requests. None is as many as the KV cache has, but
             at most 4 GiB; 0 disables swapping.
         memory_utilization: on a GPU, the share of its memory for weights, activations and KV cache together
-            (None: 0.9). On a CPU, the KV cache may take this share of the memory that is free at start; None
-            is a half, but at most 4 GiB unless a single sequence of full length needs more.
+            (None: 0.9). On a CPU, the share of the free memory for the KV cache; None is a half, but at most
+            4 GiB unless a single sequence of full length needs more.
         max_num_seqs: sequences running at once.
         max_num_batched_tokens: tokens computed in one step (the token budget). None is 2048, or
             `max_model_len` if that is more and chunked prefill is off.
         max_model_len: tokens of prompt and output together. None takes the model's own limit.
         enable_prefix_caching: let requests share full blocks of earlier prompts and outputs that begin alike.
-        enable_chunked_prefill: compute a long prompt in pieces over several steps, so that it does not hold
-            up the sequences that are already decoding.
+        enable_chunked_prefill: compute a long prompt in pieces over several steps, so that the sequences
+            that already decode need not wait.
         preemption: what happens to the K/V of a request that must give its blocks back. "swap" moves it to
-            host memory (and recomputes if that is full), "recompute" computes it again, "auto" takes the
-            cheaper one, measured once at start.
-        watermark: share of the blocks that must stay free when a request is admitted while others run, so
-            that these can grow. 0 admits while a block is left, and preempts more often.
-        attention_backend: "torch" runs everywhere. "triton" has our own kernels for storing and decoding, on
-            a GPU. "flash" has too, and prefills with flash-attn or PyTorch's flash attention. "cpp" has
-            kernels for a CPU, which a C++ compiler builds once. "reference" is the slow, obvious loop over
-            blocks. "auto" picks the fastest that runs here ("cpp" only if it was built before).
-        enforce_eager: launch every kernel one by one. Otherwise, on a GPU with "triton" or "flash",
-            decode-only steps are replayed from CUDA graphs, which are captured at start.
+            host memory (or recomputes if that is full), "recompute" computes it again, "auto" takes the
+            faster way, measured at start.
+        watermark: share of the blocks that stay free when a request is admitted while others run, so that
+            these can grow.
+        attention_backend: "torch" runs everywhere. "triton" has our kernels for storing and decoding, on a
+            GPU; "flash" also prefills with flash attention. "cpp" has kernels for a CPU, built once by a C++
+            compiler. "reference" is the slow, obvious loop over blocks. "auto" picks the fastest.
+        enforce_eager: launch every kernel one by one. Otherwise, on a GPU, small operations are compiled, and
+            decode-only steps are replayed from CUDA graphs.
         tensor_parallel_size: processes that share each layer, each with a GPU of its own (or all on the CPU).
             The engine starts them, or uses those of torchrun.
         load_format: "auto" reads the weights; "dummy" draws random ones (config.json is enough).
         seed: seeds the requests that have no seed of their own, and the dummy weights.
-        trace: a file for a page that shows each step in a browser, such as "run.html" (docs/trace.md). It is
-            written when the engine starts, over an older one, and grows with every step.
+        trace: a page that shows each step in a browser, such as "run.html" (docs/trace.md). An older one is
+            overwritten.
 
     Raises:
         TypeError: an unknown name, or a value of the wrong type.
@@ -73,10 +209,10 @@ class EngineConfig(Options):
         FileNotFoundError: the folder of `trace` is missing.
     """
 
-    model: str | Path | None = option(None, rules.model)
+    model: str | Path | None = option(None, optional(folder_or_id))
     _: KW_ONLY
-    dtype: str = option("auto", one_of(DTYPES, {"half": "float16", "float": "float32"}))
-    device: str = option("auto", rules.device)
+    dtype: str = option("auto", one_of(*DTYPES))
+    device: str = option("auto", device_name)
     block_size: int = option(16, whole(1))
     num_blocks: int | None = option(None, optional(whole(1, OR_NONE)))
     num_host_blocks: int | None = option(None, optional(whole(0)))
@@ -86,27 +222,66 @@ class EngineConfig(Options):
     max_model_len: int | None = option(None, optional(whole(1, OR_NONE)))
     enable_prefix_caching: bool = option(True, boolean)
     enable_chunked_prefill: bool = option(True, boolean)
-    preemption: str = option("auto", one_of(("auto", "swap", "recompute")))
+    preemption: str = option("auto", one_of("auto", "swap", "recompute"))
     watermark: float = option(0.05, number(0.0, 0.9))
-    attention_backend: str = option("auto", one_of(ATTENTION_BACKENDS))
+    attention_backend: str = option("auto", one_of(*ATTENTION_BACKENDS))
     enforce_eager: bool = option(False, boolean)
     tensor_parallel_size: int = option(1, whole(1))
-    load_format: str = option("auto", one_of(("auto", "dummy")))
+    load_format: str = option("auto", one_of("auto", "dummy"))
     seed: int = option(0, whole(0))
-    trace: str | Path | None = option(None, optional(rules.new_file))
+    trace: str | Path | None = option(None, optional(new_file))
 
-    # Called with each new engine: see `nanopaged/__init__.py`.
-    on_start: ClassVar[list[Callable[[Any], None]]] = []
+
+class ResolvedConfig(EngineConfig):
+    """The options of an engine, with its lengths chosen: they are never None."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+
+
+def resolve_lengths(config: EngineConfig, longest: int) -> ResolvedConfig:
+    """The options with `max_model_len` and `max_num_batched_tokens` chosen.
+
+    Args:
+        longest: tokens of the longest sequence that the model was made for.
+
+    Raises:
+        ValueError: `max_model_len` is more than that; or prompts may not be cut into chunks, and the longest
+            does not fit in one step.
+    """
+    max_model_len = config.max_model_len or longest
+    require(
+        max_model_len <= longest,
+        f"max_model_len is {max_model_len}, but the model was made for at most {longest} tokens",
+    )
+    least = 0 if config.enable_chunked_prefill else max_model_len
+    budget = config.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, least)
+    require(
+        budget >= least,
+        f"max_num_batched_tokens is {budget}, but without chunked prefill a prompt of up to max_model_len = "
+        f"{max_model_len} tokens must fit in one step: raise max_num_batched_tokens, lower max_model_len, or "
+        "set enable_chunked_prefill=True",
+    )
+    chosen: dict[str, Any] = {"max_model_len": max_model_len, "max_num_batched_tokens": budget}
+    return ResolvedConfig(**(vars(config) | chosen))
+
+
+class RequestOptions(Options):
+    """What both kinds of params check of their lengths."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        params: Any = self
+        least, most = params.min_tokens, params.max_tokens
+        require(most is None or least <= most, f"min_tokens is {least}, but max_tokens is only {most}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams(Options):
+class SamplingParams(RequestOptions):
     """How one request's tokens are chosen, and when it stops.
 
     The logits pass through penalties (vLLM's), temperature, top-k, top-p and min-p, in transformers' order,
-    then a token is drawn. Defaults are vLLM's. Left out, to stay small: logit_bias, bad_words, structured
-    output, skip_special_tokens (they are never in the text), detokenize (text is made when it is read).
-    `dataclasses.replace(params, n=2)` makes a changed copy.
+    then a token is drawn. Defaults are vLLM's. `dataclasses.replace(params, n=2)` makes a changed copy.
 
     Fields:
         n: outputs for the prompt (parallel sampling).
@@ -115,19 +290,17 @@ class SamplingParams(Options):
         top_p: keep the most likely tokens that together reach this probability (nucleus sampling).
         min_p: drop tokens less likely than `min_p` times the most likely one.
         repetition_penalty: divides the positive logits of all tokens of the prompt and the output, and
-            multiplies the negative ones. Above 1 discourages repetition (Keskar et al., CTRL, 2019).
+            multiplies the negative ones (Keskar et al., CTRL, 2019).
         frequency_penalty: subtracted from a token's logit once for each time that it was generated.
         presence_penalty: subtracted once from the logit of each token that was generated.
         seed: makes the request repeatable, independent of the rest of the batch. None draws one.
-        max_tokens: tokens to generate at most; None is as many as `max_model_len` allows. Blocks for all of
-            them must fit in the pool, or the request is refused.
-        min_tokens: until this many are generated, no end-of-sequence or stop token is drawn, and stop strings
-            do not end the output.
+        max_tokens: tokens to generate at most; None is as many as `max_model_len` allows.
+        min_tokens: until this many are generated, nothing but `max_tokens` ends the output.
         stop: a string, or several; the output ends before the first one that appears.
         stop_token_ids: token ids that end the output, in addition to the model's end-of-sequence ids.
         ignore_eos: do not end at end-of-sequence; `stop` and `stop_token_ids` still end it.
-        logprobs: at each generated position, return the log-probabilities of this many most likely tokens,
-            and of the chosen one: those of the model itself, before penalties and temperature.
+        logprobs: at each position, return the log-probabilities of this many most likely tokens, and of the
+            chosen one: the model's own, before penalties and temperature.
         prompt_logprobs: the same for the prompt's tokens.
 
     Raises:
@@ -144,22 +317,17 @@ class SamplingParams(Options):
     presence_penalty: float = option(0.0, number(-2.0, 2.0, ": 0 changes nothing"))
     seed: int | None = option(None, optional(whole(0)))
     max_tokens: int | None = option(16, optional(whole(1, TO_THE_LIMIT)))
-    min_tokens: int = option(0, whole(0), rules.min_at_most_max)
-    stop: str | SequenceOf[str] = option((), rules.texts)
-    stop_token_ids: SequenceOf[int] = option((), rules.token_ids)
+    min_tokens: int = option(0, whole(0))
+    stop: str | SequenceOf[str] = option((), texts)
+    stop_token_ids: SequenceOf[int] = option((), token_ids)
     ignore_eos: bool = option(False, boolean)
     logprobs: int | None = option(None, optional(whole(0)))
     prompt_logprobs: int | None = option(None, optional(whole(0)))
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is taken, without randomness."""
-        return self.temperature == 0
-
     @cached_property
     def filters(self) -> tuple[float, ...]:
         """(temperature, top-k, top-p, min-p); a filter that is not set has a value that filters nothing."""
-        if self.is_greedy:
+        if self.temperature == 0:
             return 1.0, NO_TOP_K, 1.0, 0.0
         top_k = min(self.top_k, NO_TOP_K) if self.top_k > 0 else NO_TOP_K
         return max(self.temperature, 1e-6), top_k, self.top_p, self.min_p
@@ -171,16 +339,16 @@ class SamplingParams(Options):
         return penalties if penalties != (1, 0, 0) else None
 
     @property
-    def num_sequences(self) -> int:
+    def width(self) -> int:
         """Sequences that the request will have."""
         return self.n
 
 
 @dataclass(frozen=True, kw_only=True)
-class BeamSearchParams(Options):
+class BeamSearchParams(RequestOptions):
     """Beam search for one request: the same hypotheses and scores as transformers' `generate(num_beams=…)`.
 
-    The outputs are the `beam_width` best texts, best first. A text's score is the sum of its tokens'
+    The outputs are the `beam_width` best texts, best first. A score is the sum of the tokens'
     log-probabilities over (number of tokens ** length_penalty), end-of-sequence included.
 
     Fields:
@@ -199,11 +367,11 @@ class BeamSearchParams(Options):
 
     beam_width: int = option(rule=whole(1))
     max_tokens: int | None = option(16, optional(whole(1, TO_THE_LIMIT)))
-    min_tokens: int = option(0, whole(0), rules.min_at_most_max)
+    min_tokens: int = option(0, whole(0))
     length_penalty: float = option(1.0, number(-50, 50))  # 10⁶ ** 50 is still a float
-    early_stopping: bool | str = option(False, rules.true_false_or("never"))
+    early_stopping: bool | str = option(False, one_of(True, False, "never"))
     ignore_eos: bool = option(False, boolean)
-    stop_token_ids: SequenceOf[int] = option((), rules.token_ids)
+    stop_token_ids: SequenceOf[int] = option((), token_ids)
 
     # The engine reads these fields of SamplingParams from any params. They are not options of a beam search.
     seed: ClassVar[None] = None
@@ -212,11 +380,39 @@ class BeamSearchParams(Options):
     prompt_logprobs: ClassVar[None] = None
 
     @property
-    def num_sequences(self) -> int:
+    def width(self) -> int:
         """Sequences that the request will have."""
         return self.beam_width
 
 
-for _options in (EngineConfig, SamplingParams, BeamSearchParams):
-    # dataclass's own does not say what to do
-    type.__setattr__(_options, "__setattr__", refuse_change)
+Params = SamplingParams | BeamSearchParams
+
+
+# ── names of other engines ─────────────────────────────────────────────────────────────────────────────
+
+
+def foreign_names(kind: str) -> dict[str, str]:
+    """What vLLM, SGLang, nano-vllm and transformers call a thing → our name for it, or a sentence.
+
+    They are read only when an error is raised.
+
+    Args:
+        kind: "options", "beam_options" (where they differ), "attributes" or "imports".
+    """
+    return json.loads(Path(__file__).with_name("foreign_names.json").read_text(encoding="utf-8"))[kind]
+
+
+def explain(given: Iterable[str], known: Collection[str], theirs: dict[str, str]) -> str:
+    """What to write instead of unknown keywords: 'x': did you mean 'y'?; 'z': its options are …"""
+    parts = []
+    for name in [name for name in given if name not in known]:
+        hint = theirs.get(name, "")
+        meant = [hint] if hint in known else get_close_matches(name, known, 1, 0.8)
+        if " " in hint:
+            parts.append(f"{name!r}: {hint.format(name=name)}")
+        else:
+            parts.append(
+                f"{name!r}: "
+                + (f"did you mean {meant[0]!r}?" if meant else f"its options are {', '.join(known)}")
+            )
+    return "; ".join(parts)

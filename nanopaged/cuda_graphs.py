@@ -1,16 +1,13 @@
 """Decode steps as CUDA graphs: a few hundred kernel launches are recorded once, then replayed with one call.
 
-A small decode step takes the GPU less time than Python needs to launch its kernels one by one. Replaying a
-graph has no such cost, but a graph is rigid: the same kernels, with the same sizes, on the same addresses. So
+A small decode step takes the GPU less time than Python needs to launch its kernels one by one. But a graph is
+rigid: the same kernels, with the same sizes, on the same addresses. So
 
     - a graph reads its inputs from its own buffers, which are filled before each replay;
     - there are graphs for some batch sizes, and a batch uses the next larger one. The other rows are padding:
       slot -1, so nothing is stored, and context length 0, so nothing is read;
     - the number of splits is fixed for each graph, for the longest context that is allowed;
     - the block tables must not move (`triton_backend.BlockTables`).
-
-All graphs share one memory pool, because only one runs at a time. This module knows no sequences, only batch
-sizes and `AttentionMetadata`.
 """
 
 from __future__ import annotations
@@ -18,15 +15,12 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanopaged.attention.metadata import AttentionMetadata
-from nanopaged.attention.reference_backend import ReferenceAttention
-from nanopaged.attention.torch_backend import TorchAttention
 from nanopaged.attention.triton_backend import TritonAttention
 from nanopaged.kv_cache import to_device
 from nanopaged.model.decoder import Model
@@ -40,41 +34,25 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_num_seqs)
 
 
-@dataclass
-class Graph:
-    """The graph of one batch size."""
-
-    inputs: Tensor  # int64 [5, size]: the rows of PADDING
-    hidden: Tensor  # [size, hidden_size], the output
-    replay: Callable[[], None]
-
-
 class DecodeGraphs:
     """The graphs of a model, captured when it is made. `run` computes a batch of decodes.
 
     Args:
-        max_num_seqs: the largest batch.
-        max_context_len: the longest context, in tokens.
         capture: records the kernels of a function; `Capture` by default. Tests without a GPU pass their own.
     """
 
     def __init__(
         self,
         model: Model,
-        attention: TorchAttention | ReferenceAttention,
+        attention: TritonAttention,
         max_num_seqs: int,
         max_context_len: int,
         capture: Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]] | None = None,
     ) -> None:
-        assert isinstance(attention, TritonAttention)  # only it has `supports_cuda_graphs`
-        self.model, self.attention = model, attention
-        self.max_context_len = max_context_len
-        self.capture = capture or Capture()
-        self.tables = attention.tables
-        max_blocks = -(-max_context_len // attention.cache.block_size)  # ceil division
-        self.tables.reserve(max_num_seqs, max_blocks)
-        self.captured_tables = self.tables.data
-        self.sizes = graph_sizes(max_num_seqs)
+        self.model, self.attention, self.tables = model, attention, attention.tables
+        self.max_context_len, self.capture = max_context_len, capture or Capture()
+        self.tables.reserve(max_num_seqs, -(-max_context_len // attention.cache.block_size))  # ceil division
+        self.captured_tables, self.sizes = self.tables.data, graph_sizes(max_num_seqs)
         # Garbage collection could free the CUDA memory of another engine during a capture, which is illegal.
         gc.collect()
         was_enabled = gc.isenabled()
@@ -87,36 +65,27 @@ class DecodeGraphs:
                 gc.enable()
 
     @torch.inference_mode()
-    def _capture_size(self, size: int) -> Graph:
+    def _capture_size(self, size: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
+        """Inputs (int64 [5, size], the rows of PADDING), output [size, hidden_size], and its computation."""
         inputs = to_device(np.repeat(PADDING, size, axis=1), self.captured_tables.device)
         input_ids, positions, slot_mapping, table_rows, context_lens = inputs
         attention = copy.copy(self.attention)  # the same cache and block tables, but this graph's buffers
         attention.num_decodes, attention.slot_mapping = size, slot_mapping
         attention.set_decodes(table_rows, context_lens, self.max_context_len)
-        return Graph(inputs, *self.capture(lambda: self.model(input_ids, positions, attention)))
-
-    def can_run(self, metadata: AttentionMetadata) -> bool:
-        """Whether the batch has only decodes. Ranks that met again have other connections than the graphs."""
-        ranks = self.model.ranks
-        return metadata.num_decodes == len(metadata.query_lens) and (ranks is None or ranks.meeting == 0)
+        return inputs, *self.capture(lambda: self.model(input_ids, positions, attention))
 
     def run(self, input_ids: np.ndarray, positions: np.ndarray, metadata: AttentionMetadata) -> Tensor:
-        """Compute a batch of decodes → hidden states [num_seqs, hidden_size], valid until the next run.
-
-        Args:
-            input_ids, positions: int64 [num_seqs].
-        """
+        """Compute decodes [num_seqs] → hidden states [num_seqs, hidden_size], valid until the next run."""
         n = len(input_ids)
-        graph = self.graphs[next(size for size in self.sizes if size >= n)]
-        inputs = np.repeat(PADDING, graph.inputs.shape[1], axis=1)
+        size = next(size for size in self.sizes if size >= n)
+        buffers, hidden, replay = self.graphs[size]
+        inputs = np.repeat(PADDING, size, axis=1)
         rows = self.tables.update(metadata.seq_ids, metadata.block_tables)
-        assert self.tables.data is self.captured_tables, (
-            "block tables moved, but the graphs read the old ones"
-        )
+        assert self.tables.data is self.captured_tables, "block tables moved: graphs read the old ones"
         inputs[:, :n] = input_ids, positions, metadata.slot_mapping, rows, metadata.context_lens
-        to_device(inputs, graph.inputs.device, out=graph.inputs)
-        graph.replay()
-        return graph.hidden[:n]
+        to_device(inputs, buffers.device, out=buffers)
+        replay()
+        return hidden[:n]
 
 
 class Capture:

@@ -1,7 +1,6 @@
 """The engine: the loop of continuous batching.
 
-`LLMEngine.step` is one turn of the loop, three calls long. The engine decides nothing: `Scheduler` chooses
-the batch, a `Runner` computes it, and `PromptProcessor` checks requests.
+`LLMEngine.step` is one turn of it, three calls long. `Scheduler` chooses the batch, a `Runner` computes it.
 """
 
 from __future__ import annotations
@@ -10,24 +9,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from nanopaged.block_manager import BlockManager
-from nanopaged.checks.foreign_names import with_hints
-from nanopaged.checks.lengths import resolve_lengths
-from nanopaged.config import EngineConfig, SamplingParams
+from nanopaged.config import EngineConfig, Params, SamplingParams, resolve_lengths
 from nanopaged.model.checkpoint import find_model, load_tokenizer, read_eos_token_ids
 from nanopaged.model.model_config import read_model_config
-from nanopaged.model.parallel import start
 from nanopaged.model_runner import ModelRunner
-from nanopaged.prompts import Params, Prompt, PromptProcessor
+from nanopaged.outputs import EngineStats, RequestOutput
+from nanopaged.parallel import start
+from nanopaged.prompts import Prompt, PromptProcessor, with_hints
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, ScheduledBatch, StepResult
-from nanopaged.text.outputs import EngineStats, RequestOutput
-from nanopaged.views.invariants import check_blocks, check_host_blocks
-from nanopaged.views.outputs import request_output
-from nanopaged.views.snapshot import Snapshot, take_snapshot
-from nanopaged.views.statistics import Counters, engine_stats
+from nanopaged.snapshot import Snapshot, check_blocks, check_host_blocks, engine_stats, take_snapshot
 
 
 class Runner(Protocol):
@@ -45,19 +40,6 @@ class Runner(Protocol):
         """The faster way to preempt, "swap" or "recompute"; called once for preemption="auto"."""
 
 
-class Listener(Protocol):
-    """What an engine tells of its steps, such as to a trace: see `LLMEngine.listeners`."""
-
-    def batch_scheduled(self, batch: ScheduledBatch) -> None:
-        """The scheduler has chosen the batch and its blocks; nothing is moved or computed yet."""
-
-    def step_ended(self, batch: ScheduledBatch) -> None:
-        """The batch is computed, and the sequences have its tokens."""
-
-    def step_failed(self, error: BaseException) -> None:
-        """A step failed, or adding or aborting a request: all requests wait again."""
-
-
 class LLMEngine:
     """Continuous batching over a paged KV cache.
 
@@ -66,7 +48,8 @@ class LLMEngine:
         runner: computes the batches; None makes a `ModelRunner` with the model of `config`.
 
     Attributes:
-        listeners: are called in every step.
+        listeners: such as a trace. They are told `batch_scheduled(batch)` before anything is computed,
+            `step_ended(batch)`, and `step_failed(error)` when all requests wait again.
 
     Raises:
         FileNotFoundError: the model or a file of it is missing.
@@ -102,43 +85,48 @@ class LLMEngine:
             config, self.tokenizer, self.vocab_size, runner.num_blocks, eos_token_ids
         )
         self.requests: dict[str, Request] = {}  # unfinished or not yet reported, in order of arrival
-        self.num_steps, self.counters = 0, Counters()
-        self.listeners: list[Listener] = []
-        for call in config.on_start:
-            call(self)
+        self.unreported: dict[str, Request] = {}  # the finished ones among them
+        self.num_steps = 0
+        self.listeners: list[Any] = []
+        if config.trace is not None:
+            from nanopaged.trace import Recorder
 
-    def step(self, with_outputs: bool = True, keep: bool = False) -> list[RequestOutput]:
-        """Compute one batch. Returns the requests that got a token or have ended.
+            self.listeners.append(
+                Recorder(Path(config.trace), self.scheduler, self.tokenizer, self.model_name)
+            )
+
+    def step(self, report: bool = True) -> list[RequestOutput]:
+        """Compute one batch. Returns the outputs of the requests that got a token or have ended.
 
         If a step fails, its exception is raised and no generated token is lost: every request waits again,
         and its K/V is computed again. The caller can call `step` again, or abort the request that caused the
         failure: a `NonFiniteLogits` has its `request_id`.
 
         Args:
-            with_outputs: False returns an empty list: building hundreds of `RequestOutput`s takes longer than
-                scheduling their requests.
-            keep: requests of `add_request` that finish now are reported by the next step. `LLM`, which does
-                not read what a step returns, steps so.
+            report: False returns no outputs; what has ended is reported by the next step. `LLM` steps so, and
+                looks at its own requests: building hundreds of outputs takes longer than scheduling.
         """
         if not self.requests:
             return []
         with self._or_start_over():
-            # The batch is empty if the last requests finished in a step that then failed.
             batch = self.scheduler.schedule()
             for listener in self.listeners:
                 listener.batch_scheduled(batch)
+            # The batch is empty if all requests have ended, and some are not reported yet.
             result = self.runner.execute(batch) if batch.sequences else StepResult([])
             advanced = self.scheduler.update(batch, result)
-            if batch.admitted or batch.preempted or batch.copies:
-                self.counters.count(batch, self.config.enable_prefix_caching)
             for listener in self.listeners:
                 listener.step_ended(batch)
-            outputs = [request_output(request) for request in advanced] if with_outputs else []
-            for request in [request for request in advanced if request.finished]:
-                if keep and not request.is_polled:
-                    self.scheduler.unreported.append(request)
-                else:
-                    del self.requests[request.request_id]
+            reported = (
+                dict.fromkeys([*self.unreported.values(), *advanced]) if report else {}
+            )  # an ordered set
+            for request in advanced:
+                if not request.live:
+                    self.unreported[request.request_id] = request
+            outputs = list(map(Request.output, reported))
+            for request_id in list(self.unreported) if report else ():
+                self.requests.pop(request_id, None)
+                del self.unreported[request_id]
         self.num_steps += 1
         return outputs
 
@@ -151,6 +139,9 @@ class LLMEngine:
             while True:
                 with suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave this half done
                     self.scheduler.start_over(self.requests.values())
+                    self.unreported = {
+                        name: request for name, request in self.requests.items() if not request.live
+                    }
                     break
             for listener in self.listeners:
                 listener.step_failed(error)
@@ -182,10 +173,16 @@ class LLMEngine:
         """
         if not isinstance(request_id, str) or request_id not in self.requests:
             raise ValueError(f"no unfinished request has the id {request_id!r}")
+        request = self.requests[request_id]
+        self.forget(request)
+        return request.output()
+
+    def forget(self, request: Request) -> None:
+        """Remove a request, and free its blocks if it is unfinished."""
         with self._or_start_over():
-            request = self.requests.pop(request_id)
-            self.scheduler.abort(request)
-        return request_output(request)
+            if self.unreported.pop(request.request_id, None) is None:
+                self.scheduler.abort(request)
+            del self.requests[request.request_id]
 
     def reset_prefix_cache(self) -> None:
         """Forget the K/V of finished requests. Blocks in use can still be shared."""
@@ -198,7 +195,7 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Counts and shares, valid between two steps."""
-        return engine_stats(self.num_steps, self.scheduler, self.counters)
+        return engine_stats(self.num_steps, self.scheduler)
 
     def snapshot(self) -> Snapshot:
         """Every request, block table and block, valid between two steps. Printed, it is a drawing."""

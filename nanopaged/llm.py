@@ -1,34 +1,33 @@
 """`LLM`: the API for scripts. It generates text for a list of prompts.
 
-It makes requests, runs `LLMEngine.step` until they are finished, and returns their outputs. A server would
-use `LLMEngine` directly.
+It makes requests, has the engine step until they are finished, and returns their outputs. Several threads
+and streams may use one `LLM`: a thread holds the lock for one step, and every step serves the requests of
+all. A call that ends early has its unfinished requests aborted. A server would use `LLMEngine` directly.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
+from functools import partial
+from itertools import count, starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import Lock
+from typing import Any
 
+from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from nanopaged.checks.foreign_names import ForeignAttributes, with_hints
-from nanopaged.checks.requests import check_beam_params, pair_up
-from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
+from nanopaged.config import BeamSearchParams, EngineConfig, Params, SamplingParams
 from nanopaged.engine import LLMEngine
-from nanopaged.prompts import Params, Prompt
-from nanopaged.sequence import Request
-from nanopaged.text.chat import Message, as_conversations, render_chat
-from nanopaged.text.outputs import RequestOutput
-from nanopaged.threads.turns import Turns
-from nanopaged.views.outputs import request_output
-from nanopaged.views.progress import progress_bar
+from nanopaged.outputs import ForeignAttributes, RequestOutput
+from nanopaged.prompts import Prompt, pair_up, with_hints
+from nanopaged.sequence import NonFiniteLogits, Request
+from nanopaged.text import Message, render_chat
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from nanopaged.checks.engine_options import EngineOptions
+logger = logging.getLogger("nanopaged")
 
 
 class LLM(ForeignAttributes):
@@ -37,16 +36,17 @@ class LLM(ForeignAttributes):
     llm = LLM()                                    # the tiny model in the box
     llm = LLM("Qwen/Qwen3-0.6B", block_size=16)    # a folder or a hub id; keywords are EngineConfig's
 
-    Several threads may use it: their calls take turns, and so do the steps of streams. (`LLMEngine` is not
-    thread-safe.)
+    Several threads may use it. (`LLMEngine` is not thread-safe.)
 
     Raises: as `EngineConfig` and `LLMEngine`.
     """
 
-    def __init__(self, model: str | Path | None = None, **config: Unpack[EngineOptions]) -> None:
+    def __init__(self, model: str | Path | None = None, **config: Any) -> None:
         self.engine = LLMEngine(EngineConfig(model=model, **config))
-        self._turns = Turns(self.engine)
-        self._lock = self._turns.lock
+        self._lock = Lock()  # for the engine. Only `with` takes it, so that no Ctrl-C leaves it taken
+        self._door = Lock()  # held by a call while it waits for `_lock` to queue its requests
+        self._count = count()
+        self._dropped: list[Request] = []  # of calls that have ended; to be aborted
 
     def __repr__(self) -> str:
         engine, runner = self.engine, self.engine.runner
@@ -72,19 +72,24 @@ class LLM(ForeignAttributes):
         Raises:
             TypeError, ValueError: a prompt or its params cannot be served; no request has been queued then.
         """
-        requests: list[Request] = []
-        with self._turns.serving(requests), self._lock:
-            requests += [
-                self.engine.prompts.make_request(self._turns.new_id(), prompt, params)
-                for prompt, params in pair_up(prompts, sampling_params)
-            ]
-            engine = self.engine
-            with progress_bar(requests, engine.requests, engine.scheduler, use_tqdm) as some_are_unfinished:
-                for request in requests:
-                    self._turns.queue(request)
-                while some_are_unfinished():
-                    self._turns.step(requests)
-        return [request_output(request) for request in requests]
+        options = {} if use_tqdm else {"disable": True}  # without the option, TQDM_DISABLE=1 counts
+        requests, num_done = self._make_requests(pair_up(prompts, sampling_params)), 0
+        try:
+            self._queue(requests)
+            with tqdm(total=len(requests), desc="Generating", unit="prompt", **options) as bar:
+                while num_done < len(requests):
+                    if requests[num_done].finished:
+                        num_done += 1
+                        continue
+                    self._step(requests)
+                    bar.update(min(len(requests), max(num_done, len(self.engine.unreported))) - bar.n)
+                bar.update(len(requests) - bar.n)
+        finally:
+            self._drop(requests)
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        return list(map(Request.output, requests))
 
     @with_hints(BeamSearchParams)
     def beam_search(
@@ -97,23 +102,42 @@ class LLM(ForeignAttributes):
 
         Raises: as `generate`.
         """
-        check_beam_params(params)
+        for each in params if isinstance(params, list | tuple) else [params]:
+            if not isinstance(each, BeamSearchParams):
+                raise TypeError(f"params must be BeamSearchParams, got {type(each).__name__}")
         return self.generate(prompts, params, use_tqdm)
 
     @with_hints(SamplingParams)
     def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Generator[RequestOutput]:
         """Generate for one prompt, yielding its state after every step that gave it a token.
 
-        A character spread over several tokens appears when it is complete. Leaving the loop early aborts the
-        request.
+        Leaving the loop early aborts the request.
 
         Raises: as `generate`, at the call, not at the first output.
         """
         if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | Mapping):
             raise TypeError("stream takes one prompt: a str, a list of token ids, or a dict of one of them")
-        with self._lock:  # it gets its id when it is queued
-            request = self.engine.prompts.make_request("", prompt, sampling_params)
-        return self._turns.stream(request)
+        return self._stream(self._make_requests([(prompt, sampling_params)]))
+
+    def _stream(self, requests: list[Request]) -> Generator[RequestOutput]:
+        (request,), num_shown = requests, 0
+        try:
+            self._queue(requests)
+            while True:
+                if not request.finished:  # a step of another call may have finished it
+                    self._step(requests)
+                with self._lock:
+                    output = request.output()
+                if request.error is not None:
+                    raise request.error
+                num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+                if num_tokens > num_shown or output.finished:
+                    num_shown = num_tokens
+                    yield output
+                if output.finished:
+                    return
+        finally:
+            self._drop(requests)
 
     @with_hints(SamplingParams)
     def chat(
@@ -133,7 +157,10 @@ class LLM(ForeignAttributes):
         Raises:
             ValueError: the model has no chat template; or as `generate`.
         """
-        conversations = as_conversations(messages)
+        several = (
+            isinstance(messages, SequenceOf) and len(messages) > 0 and isinstance(messages[0], list | tuple)
+        )
+        conversations: Any = messages if several else [messages]
         prompts = [self.chat_prompt(conversation, chat_template_kwargs) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -160,3 +187,55 @@ class LLM(ForeignAttributes):
         """Forget the K/V of finished requests: the next prompts are computed from their first token."""
         with self._lock:
             self.engine.reset_prefix_cache()
+
+    # ── several threads and streams ───────────────────────────────────────────────────────────────────
+
+    def _make_requests(self, pairs: list[tuple[Prompt, Params | None]]) -> list[Request]:
+        """Checked requests without an id. (A tokenizer serves one thread at a time.)"""
+        make_request = partial(self.engine.prompts.make_request, "")
+        with self._door, self._lock:
+            return list(starmap(make_request, pairs))
+
+    def _queue(self, requests: list[Request]) -> None:
+        """Queue requests, each with an id that no unfinished request has."""
+        with self._door, self._lock:
+            for request in requests:
+                request.request_id = f"llm-{next(self._count)}"
+                while request.request_id in self.engine.requests:  # a user's own
+                    request.request_id = f"llm-{next(self._count)}"
+                self.engine.queue(request)
+
+    def _step(self, mine: list[Request]) -> None:
+        """A step of the engine. If the logits of another call's request are not finite, that call fails."""
+        with self._door:  # let those go first who wait to queue requests: a lock alone is not fair
+            pass
+        with self._lock:
+            try:
+                self.engine.step(report=False)
+            except NonFiniteLogits as error:
+                request = self.engine.requests[error.request_id]
+                if request in mine:
+                    raise
+                logger.warning("%s", error)
+                request.error = error
+                self.engine.scheduler.abort(request)
+                self.engine.unreported[error.request_id] = request
+        self._drop([])
+
+    def _drop(self, requests: list[Request]) -> None:
+        """Take requests out of the engine, and abort the unfinished ones.
+
+        While another call uses the engine, they are left to the end of its step. That may be a call of this
+        very thread: the garbage collector, which closes a stream, can run in the middle of a step.
+        """
+        self._dropped += requests
+        while self._dropped and not self._lock.locked():
+            with (
+                self._lock,
+                suppress(KeyboardInterrupt),
+            ):  # a second Ctrl-C must not leave some of them queued
+                while self._dropped:
+                    request = self._dropped[0]
+                    if self.engine.requests.get(request.request_id) is request:
+                        self.engine.forget(request)
+                    self._dropped.remove(request)

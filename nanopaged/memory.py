@@ -1,29 +1,22 @@
-"""What an engine measures and chooses when it starts: the dtype, how many blocks fit, the way to preempt.
-
-The runner has the model and the KV cache; here their sizes are found.
-"""
+"""What an engine measures and chooses when it starts: the dtype, how many blocks fit, the way to preempt."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import numpy as np
+import psutil
 import torch
 
 from nanopaged.attention import make_attention
 from nanopaged.attention.metadata import GATHER_KEYS, AttentionMetadata
-from nanopaged.checks.lengths import ResolvedConfig
-from nanopaged.config import SamplingParams
-from nanopaged.kernels.devices import is_ampere
+from nanopaged.config import ResolvedConfig, SamplingParams
 from nanopaged.kv_cache import KVCache, KVShape, to_device
 from nanopaged.model.decoder import Model
-from nanopaged.model.parallel import Ranks
-from nanopaged.model.prompt_scores import LOGITS_TILE
-from nanopaged.sampler import Draw, SamplingMetadata, sample
+from nanopaged.parallel import Ranks
+from nanopaged.sampler import LOGITS_TILE, Draw, SamplingMetadata, sample
 
 # The most host memory for a KV cache on a CPU, and for swapped requests, of all ranks, unless configured.
 HOST_BYTES = 4 << 30
@@ -32,36 +25,28 @@ logger = logging.getLogger("nanopaged")
 
 
 def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The dtype of weights, activations and K/V.
-
-    Args:
-        name: of `EngineConfig`. "auto" is the checkpoint's dtype, but float16 where bfloat16 would be slow.
-    """
+    """The dtype of weights, activations and K/V. "auto" is the checkpoint's, if it is fast here."""
     dtype = checkpoint if name == "auto" else name
-    if dtype == "bfloat16" and device.type == "cuda" and not is_ampere(device):
-        if name == "auto":
-            dtype = "float16"
+    if dtype == "bfloat16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        dtype = "float16" if name == "auto" else dtype
         advice = "dtype='float16' is faster" if dtype == "bfloat16" else "the checkpoint is read as float16"
         logger.warning("%s has no instructions for bfloat16: %s", device, advice)
     return getattr(torch, dtype)
 
 
-def count_blocks(
-    config: ResolvedConfig, model: Model, shape: KVShape, ranks: Ranks | None
-) -> tuple[int, int]:
+def count_blocks(config: ResolvedConfig, model: Model, shape: KVShape, ranks: Ranks | None) -> list[int]:
     """Blocks of the KV cache and in host memory: those of `config`, or measured."""
     num_blocks, num_host_blocks = config.num_blocks, config.num_host_blocks
+    block_bytes = shape.block_bytes(config.block_size)
     if num_blocks is None:
         num_blocks = measure_num_blocks(config, model, shape)
-        if ranks is not None:
-            num_blocks = ranks.smallest(num_blocks)
+        num_blocks = ranks.smallest(num_blocks) if ranks is not None else num_blocks
     if num_host_blocks is None:
-        most = HOST_BYTES // config.tensor_parallel_size // shape.block_bytes(config.block_size)
+        most = HOST_BYTES // config.tensor_parallel_size // block_bytes
         num_host_blocks = 0 if config.preemption == "recompute" else min(num_blocks, most)
-    mebibytes = num_blocks * shape.block_bytes(config.block_size) >> 20
-    size = f"{num_blocks:,} blocks of {config.block_size} tokens ({mebibytes:,} MiB)"
+    size = f"{num_blocks:,} blocks of {config.block_size} tokens ({num_blocks * block_bytes >> 20:,} MiB)"
     logger.info("KV cache: %s, and %s blocks for swapped requests", size, f"{num_host_blocks:,}")
-    return num_blocks, num_host_blocks
+    return [num_blocks, num_host_blocks]
 
 
 def measure_num_blocks(config: ResolvedConfig, model: Model, shape: KVShape) -> int:
@@ -71,13 +56,9 @@ def measure_num_blocks(config: ResolvedConfig, model: Model, shape: KVShape) -> 
 
         total · memory_utilization  =  in use (weights, other programs)  +  the largest step  +  blocks
 
-    CUDA graphs, captured later, use the memory left over: 10 % of the GPU's by default.
-
-    On a CPU, where other programs need the memory too, they take at most `HOST_BYTES`, unless a share is
-    configured or a single sequence needs more. All ranks share this memory, and so does Apple's GPU.
-
-    Raises:
-        ValueError: not even one sequence of `max_model_len` tokens fits.
+    CUDA graphs, captured later, use the memory left over: 10 % of the GPU's by default. On a CPU, where other
+    programs need the memory too, blocks take at most `HOST_BYTES`, unless a share is configured or a single
+    sequence needs more. All ranks share this memory, and so does Apple's GPU.
     """
     device, max_model_len = model.embed_tokens.weight.device, config.max_model_len
     if device.type == "cuda":
@@ -85,15 +66,15 @@ def measure_num_blocks(config: ResolvedConfig, model: Model, shape: KVShape) -> 
         free, total = torch.cuda.mem_get_info(device)
         num_bytes = int(total * (config.memory_utilization or 0.9)) - (total - free) - peak
     else:
-        num_bytes = int(available_memory() / config.tensor_parallel_size * (config.memory_utilization or 0.5))
+        usable = psutil.virtual_memory().available * (config.memory_utilization or 0.5)
+        num_bytes = int(usable / config.tensor_parallel_size)
     block_bytes = shape.block_bytes(config.block_size)
     fit = max(0, num_bytes) // block_bytes
     needed = -(-max_model_len // config.block_size)  # blocks of one sequence: ceil division
     if fit < needed:
         raise ValueError(
-            f"one sequence of max_model_len tokens needs {needed} blocks of {block_bytes:,} bytes of "
-            f"K/V, but only {fit} fit in the {num_bytes:,} bytes left for them: lower max_model_len "
-            "or block_size, raise memory_utilization, or set num_blocks yourself"
+            f"one sequence of max_model_len tokens needs {needed} blocks of {block_bytes:,} bytes, but only "
+            f"{fit} fit in memory: lower max_model_len, raise memory_utilization, or set num_blocks yourself"
         )
     useful = needed * config.max_num_seqs
     if device.type != "cuda" and config.memory_utilization is None:
@@ -115,16 +96,15 @@ def peak_memory(work: Callable[[], None], device: torch.device) -> int:
 def largest_step(config: ResolvedConfig, model: Model, shape: KVShape) -> None:
     """Run a step that needs the most memory: the whole budget, the longest contexts, the most samples.
 
-    Each prefill is the end of a context of `max_model_len` tokens, and there are enough prefills for flash
-    attention to gather its maximum of keys. All share the blocks of one small cache, whose single layer
-    stands in for all layers.
+    Prefills are the ends of contexts of `max_model_len` tokens, enough to gather as many keys as a backend
+    does at once. All share the blocks of one small cache, whose single layer stands in for all layers.
     """
     device, max_model_len = model.embed_tokens.weight.device, config.max_model_len
-    token_budget = config.max_num_batched_tokens
-    at_least = -(-token_budget // max_model_len)
-    num_seqs = max(at_least, min(config.max_num_seqs, token_budget, -(-GATHER_KEYS // max_model_len)))
-    query_lens = np.full(num_seqs, token_budget // num_seqs)
-    query_lens[: token_budget % num_seqs] += 1
+    budget = config.max_num_batched_tokens
+    num_seqs = min(config.max_num_seqs, budget, -(-GATHER_KEYS // max_model_len))
+    num_seqs = max(num_seqs, -(-budget // max_model_len))
+    query_lens = np.full(num_seqs, budget // num_seqs)
+    query_lens[: budget % num_seqs] += 1
     positions = np.concatenate([np.arange(max_model_len - n, max_model_len) for n in query_lens])
     num_blocks = -(-max_model_len // config.block_size)
     one_layer = KVShape(1, shape.num_kv_heads, shape.head_dim, shape.dtype)
@@ -132,65 +112,33 @@ def largest_step(config: ResolvedConfig, model: Model, shape: KVShape) -> None:
     # The reference backend would take hours for this step, and needs less memory than any other.
     backend = "auto" if config.attention_backend == "reference" else config.attention_backend
     attention = make_attention(backend, cache, 1.0)
-    attention.begin_step(
-        AttentionMetadata(
-            query_lens=query_lens,
-            context_lens=np.full(num_seqs, max_model_len),
-            block_tables=[list(range(num_blocks))] * num_seqs,
-            slot_mapping=positions,  # the blocks are 0, 1, 2, ..., so a slot is a position
-            num_decodes=0,
-            seq_ids=list(range(num_seqs)),
-        )
-    )
-    ids = to_device(positions, device)
-    hidden = model(ids * 0, ids, lambda layer, q, k, v: attention(0, q, k, v))
-    # Top-p sorts all probabilities. Penalties make a copy of the logits, and so do banned tokens and
-    # forks (`clone`).
-    params = (
-        SamplingParams(top_k=10, presence_penalty=1),
-        SamplingParams(top_p=0.9, min_p=0.1, presence_penalty=1),
-    )
+    context_lens, tables = np.full(num_seqs, max_model_len), [list(range(num_blocks))] * num_seqs
+    slots, ids = positions, list(range(num_seqs))  # the blocks are 0, 1, 2, ..., so a slot is a position
+    attention.begin_step(AttentionMetadata(query_lens, context_lens, tables, slots, 0, ids))
+    tokens = to_device(positions, device)
+    hidden = model(tokens * 0, tokens, lambda layer, q, k, v: attention(0, q, k, v))
+    # Top-p sorts all probabilities; penalties and bans copy the logits, and so do forks (`clone`).
+    top_k = SamplingParams(top_k=10, presence_penalty=1)
+    filters = top_k, SamplingParams(top_p=0.9, min_p=0.1, presence_penalty=1)
     num_rows = max(config.max_num_seqs, LOGITS_TILE)
-    rows = [Draw(params[i % 2], 0, i, 0, [0], {0: 1}) for i in range(num_rows)]
-    logits = model.logits(hidden[:1].expand(len(rows), -1))
-    sample(logits.clone(), SamplingMetadata(rows, device))
+    draws = [Draw(filters[i % 2], 0, i, 0, [0], {0: 1}) for i in range(num_rows)]
+    logits = model.logits(hidden[:1].expand(num_rows, -1))
+    sample(logits.clone(), SamplingMetadata(draws, device))
 
 
-def available_memory() -> int:
-    """Bytes of this computer's memory that are free now."""
-    try:
-        with open("/proc/meminfo", encoding="utf-8") as meminfo:  # Linux: includes the memory of file caches
-            fields = dict(line.split(":", 1) for line in meminfo)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except OSError:
-        pass
-    try:  # macOS reports only the total: assume that half is free
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (AttributeError, ValueError, OSError):
-        return 4 << 30  # Windows: assume 4 GiB
+def cheaper_preemption(model: Model, kv_cache: KVCache) -> str:
+    """The faster way ("swap" or "recompute") to restore a block, measured now. All ranks measure together.
 
-
-def cheaper_preemption(
-    model: Model, kv_cache: KVCache, together: Callable[[str], AbstractContextManager[None]]
-) -> str:
-    """The faster way ("swap" or "recompute") to restore a block, measured now.
-
-    The time to copy a block out and in is compared with its share of a short prefill. Without host blocks it
-    is "recompute", and nothing is measured.
-
-    Args:
-        together: a context in which the other ranks run this function, too.
+    The time to copy a block out and in is compared with its share of a short prefill, without attention.
     """
-    num_host_blocks, device = len(kv_cache.host), kv_cache.data.device
-    if num_host_blocks == 0:
+    num_moves, device = min(8, len(kv_cache.data), len(kv_cache.host)), kv_cache.data.device
+    if num_moves == 0:
         return "recompute"
-    moves = [(i, i) for i in range(min(8, len(kv_cache.data), num_host_blocks))]
-    swap = seconds(lambda: kv_cache.move_blocks(moves, moves, []), device) / len(moves)
-    num_tokens = 64  # a short prefill, without its attention
-    ids = torch.arange(num_tokens, device=device) % model.config.vocab_size
-    with together("cheaper_preemption"):
-        prefill = seconds(lambda: model(ids, ids * 0, lambda layer, q, k, v: q), device)
-    recompute = prefill * kv_cache.block_size / num_tokens
+    moves = [(i, i) for i in range(num_moves)]
+    swap = seconds(lambda: kv_cache.move_blocks(moves, moves, []), device) / num_moves
+    ids = torch.arange(64, dtype=torch.int64, device=device) % model.config.vocab_size
+    prefill = seconds(lambda: model(ids, ids * 0, lambda layer, q, k, v: q), device)
+    recompute = prefill * kv_cache.block_size / len(ids)
     choice = "swap" if swap < recompute else "recompute"
     measured = f"{1e3 * swap:.3f} ms to swap a block out and in, {1e3 * recompute:.3f} ms to recompute it"
     logger.info("preemption by %s: %s", choice, measured)

@@ -1,40 +1,38 @@
 """Runs a scheduled batch: it becomes tensors, a forward pass, and sampled tokens.
 
-The runner has the model and the KV cache. It reads sequences and block tables, and changes neither. It knows
-no queues and no prefix cache.
+The runner has the model and the KV cache. It reads sequences and block tables, and changes neither.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import make_attention
+from nanopaged.attention import choose_backend, make_attention
 from nanopaged.attention.metadata import AttentionMetadata, StepInputs, slots_of
-from nanopaged.checks.lengths import ResolvedConfig
-from nanopaged.kernels.devices import pick_device
+from nanopaged.config import ResolvedConfig
+from nanopaged.kernels import cpp
 from nanopaged.kv_cache import KVCache, KVShape, take_rows, to_device
+from nanopaged.memory import cheaper_preemption, count_blocks, pick_dtype
 from nanopaged.model.checkpoint import load_model
-from nanopaged.model.layers import Operations
+from nanopaged.model.layers import PLAIN, Operations, norm_rotate, rms_norm, silu_mul
 from nanopaged.model.model_config import ModelConfig
-from nanopaged.model.parallel import Ranks
-from nanopaged.model.prompt_scores import PromptTile, prompt_tiles, score_prompts
-from nanopaged.model.sizing import cheaper_preemption, count_blocks, pick_dtype
-from nanopaged.sampler import sample_next_tokens
-from nanopaged.sequence import Sample, ScheduledBatch, StepResult
+from nanopaged.outputs import Logprobs
+from nanopaged.parallel import Ranks, pick_device
+from nanopaged.sampler import LOGITS_TILE, gather_logprobs, sample_next_tokens
+from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
+
+PromptTile = tuple[Request, list[int], list[int]]
+"""Rows of the flat batch whose logits are computed at once, and the prompt's tokens that they score."""
 
 
 class ModelRunner:
-    """Computes batches; the engine calls `execute` once in each step.
-
-    Attributes:
-        num_blocks: blocks in the KV cache; measured if `config.num_blocks` is None.
-        num_host_blocks: blocks in host memory.
-    """
+    """Computes batches; the engine calls `execute` once in each step."""
 
     def __init__(
         self,
@@ -45,24 +43,25 @@ class ModelRunner:
         device: torch.device | None = None,
     ) -> None:
         self.ranks = ranks
-        self.together = ranks.together if ranks is not None else nullcontext  # computing with other processes
         self.device = device if device is not None else pick_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # for Triton's kernels and CUDA graphs
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.block_size = config.block_size
-        self.model = load_model(config, model_config, folder, self.dtype, self.device, ranks)
-        share = self.model.share  # the sizes of this rank's layers
+        share = model_config.share(ranks.size if ranks is not None else 1)  # the sizes of this rank's layers
         shape = KVShape(share.num_layers, share.num_kv_heads, share.head_dim, self.dtype)
+        backend = choose_backend(config.attention_backend, self.device, shape)
+        operations = choose_operations(backend, self.device, config.enforce_eager)
+        self.model = load_model(config, model_config, folder, self.dtype, self.device, ranks, operations)
         self.num_blocks, self.num_host_blocks = count_blocks(config, self.model, shape, ranks)
         self.kv_cache = KVCache(shape, self.num_blocks, config.block_size, self.device, self.num_host_blocks)
-        self.attention = make_attention(config.attention_backend, self.kv_cache, model_config.attention_scale)
-        self.model.use(Operations(**self.attention.fused))
+        self.attention = make_attention(backend, self.kv_cache, model_config.attention_scale)
         self.graphs = None
         if self.device.type == "cuda" and self.attention.supports_cuda_graphs and not config.enforce_eager:
-            from nanopaged.model.cuda_graphs import DecodeGraphs
+            from nanopaged.cuda_graphs import DecodeGraphs
 
-            self.graphs = DecodeGraphs(self.model, self.attention, config.max_num_seqs, config.max_model_len)
+            graphed: Any = self.attention  # the Triton backend: only it supports graphs
+            self.graphs = DecodeGraphs(self.model, graphed, config.max_num_seqs, config.max_model_len)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:
@@ -70,35 +69,72 @@ class ModelRunner:
 
         A GPU runs asynchronously: `forward` returns while it still computes. So the inputs of the sampling
         are prepared after that call, and the host waits only when it reads the tokens.
-
-        Raises:
-            NonFiniteLogits: the model's logits for a request are not finite.
         """
         inputs, tiles = prepare(batch, self.block_size)
-        with self.together(inputs):
+        ready, logits = inputs.logit_rows[0], None
+        try:
+            if self.ranks is not None:
+                self.ranks.send(inputs)
             hidden = self.forward(inputs)
-            ready = inputs.logit_rows[0]
-            samples: list[list[Sample]] = [[]] * len(batch.sequences)
             if ready:
-                samples = sample_next_tokens(batch, self.model.logits(take_rows(hidden, ready)))
-            prompt_logprobs = score_prompts(tiles, hidden, self.model) if tiles else {}
+                logits = self.model.logits(take_rows(hidden, ready))
+            prompt_logprobs = self.score_prompts(tiles, hidden) if tiles else {}
+            if self.ranks is not None and self.device.type == "cuda":
+                self.ranks.check()
+        except BaseException as error:
+            if self.ranks is not None:
+                self.ranks.end(error)
+            raise
+        samples = sample_next_tokens(batch, logits) if logits is not None else [[]] * len(batch.sequences)
         return StepResult(samples, prompt_logprobs)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Move blocks and run the model → hidden states [num_tokens, hidden_size]."""
         self.kv_cache.move_blocks(*inputs.moves)
         input_ids, positions, metadata = inputs.input_ids, inputs.positions, inputs.metadata
-        if self.graphs is not None and self.graphs.can_run(metadata):
+        if self.graphs is not None and metadata.num_decodes == len(metadata.query_lens):
             return self.graphs.run(input_ids, positions, metadata)
         self.attention.begin_step(metadata)
-        return self.model(
-            to_device(input_ids, self.device), to_device(positions, self.device), self.attention
-        )
+        ids, where = to_device(np.stack((input_ids, positions)), self.device)
+        return self.model(ids, where, self.attention)
+
+    def score_prompts(self, tiles: list[PromptTile], hidden: Tensor) -> dict[Request, list[Logprobs]]:
+        """For each request of the tiles, the log-probabilities of the tokens scored."""
+        scores: dict[Request, list[Logprobs]] = {}
+        for request, rows, scored in tiles:
+            logprobs = self.model.logits(take_rows(hidden, rows)).log_softmax(-1)
+            actual = to_device(np.array(scored), logprobs.device)
+            tokens = gather_logprobs(logprobs, actual, [request.params.prompt_logprobs or 0] * len(rows))
+            scores.setdefault(request, []).extend(token.logprobs or {} for token in tokens)
+        return scores
+
+    @torch.inference_mode()
+    def serve(self) -> None:
+        """As a worker, compute what rank 0 computes, in the order of `execute`, until it ends."""
+        assert self.ranks is not None
+        while True:
+            if (inputs := self.ranks.receive()) is None:
+                self.cheaper_preemption()
+                continue
+            hidden = self.forward(inputs)
+            for rows in filter(None, inputs.logit_rows):
+                self.model.logits(take_rows(hidden, rows))
 
     @torch.inference_mode()
     def cheaper_preemption(self) -> str:
-        """The faster way ("swap" or "recompute") to restore a block, measured now."""
-        return cheaper_preemption(self.model, self.kv_cache, self.together)
+        """The faster way ("swap" or "recompute") to restore a block, measured now, by all ranks together."""
+        if self.ranks is not None and self.ranks.rank == 0:
+            self.ranks.send(None)
+        return cheaper_preemption(self.model, self.kv_cache)
+
+
+def choose_operations(backend: str, device: torch.device, enforce_eager: bool) -> Operations:
+    """What computes the small operations of the layers: each is one pass over memory, where that can be."""
+    if backend == "cpp":
+        return Operations(cpp.rms_norm, cpp.norm_rotate, cpp.silu_mul)
+    if device.type == "cuda" and not enforce_eager:  # for any number of tokens
+        return Operations(*(torch.compile(f, dynamic=True) for f in (rms_norm, norm_rotate, silu_mul)))
+    return PLAIN
 
 
 def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[PromptTile]]:
@@ -128,15 +164,27 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
         if seq.request.wants_prompt_logprobs:
             for tile in prompt_tiles(seq, row=len(input_ids) - n):
                 tiles.append(tile)
-                logit_rows.append(tile.rows)
-    metadata = AttentionMetadata(
-        query_lens=np.array(query_lens, dtype=np.int64),
-        context_lens=np.array(context_lens, dtype=np.int64),
-        block_tables=block_tables,
-        slot_mapping=np.array(slots, dtype=np.int64),
-        num_decodes=batch.num_decodes,
-        seq_ids=list(map(id, batch.sequences)),
-    )
+                logit_rows.append(tile[1])
+    lens, slot_mapping = np.array((query_lens, context_lens), dtype=np.int64), np.array(slots, dtype=np.int64)
+    ids = list(map(id, batch.sequences))
+    metadata = AttentionMetadata(*lens, block_tables, slot_mapping, batch.num_decodes, ids)
     moves = batch.swap_out, batch.swap_in, batch.copies
-    input_ids, positions = np.array((input_ids, positions), dtype=np.int64)
-    return StepInputs(moves, input_ids, positions, metadata, logit_rows), tiles
+    flat = np.array((input_ids, positions), dtype=np.int64)
+    return StepInputs(moves, *flat, metadata, logit_rows), tiles
+
+
+def prompt_tiles(seq: Sequence, row: int) -> Iterator[PromptTile]:
+    """What to score of a prompt in this step.
+
+    The hidden state at position p scores the token at p + 1: of a prompt a b c d e, if b c d are computed,
+    they score c, d and e. Positions that have been scored before (the request was preempted) are left out.
+
+    Args:
+        row: of the first token that the step computes, in the flat batch.
+    """
+    start, request = seq.num_computed_tokens, seq.request
+    first = max(start, len(request.prompt_logprobs or ()) - 1)
+    end = min(start + seq.num_scheduled_tokens, request.num_prompt_tokens - 1)
+    for lo in range(first, end, LOGITS_TILE):
+        hi = min(lo + LOGITS_TILE, end)
+        yield request, list(range(row + lo - start, row + hi - start)), seq.token_ids[lo + 1 : hi + 1]

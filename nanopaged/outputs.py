@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
-from nanopaged.checks.foreign_names import ForeignAttributes
+from nanopaged.config import foreign_names
+
+
+class ForeignAttributes:
+    """A class whose errors for another library's attributes say what serves here."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # type checkers should still know the attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = foreign_names("attributes").get(name, "see its class")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: {hint}")
+
+        def __getitem__(self, key: object) -> NoReturn:  # output["text"]
+            hint = foreign_names("attributes").get(str(key), "see its class")
+            raise TypeError(f"{type(self).__name__!r} object is not a dict or a list: {hint}")
 
 
 class Logprob(float):
@@ -61,10 +78,8 @@ class RequestMetrics:
     """What happened to a request. Times are `time.monotonic()` seconds; None = not yet.
 
     Fields:
-        arrival_time: when the request was queued. A step blocks its caller, so a prompt that comes during a
-            step is queued after it.
-        num_cached_tokens: prompt tokens found in the prefix cache at the first admission (later
-            admissions, after a preemption, are not counted).
+        arrival_time: when the request was queued.
+        num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
         num_preemptions: how often the request was preempted.
     """
 
@@ -79,15 +94,13 @@ class RequestMetrics:
 class RequestOutput(ForeignAttributes):
     """The state of a request after a step; the last one has `finished=True`.
 
-    It stays as it is while the request goes on. The lists of its outputs are copies. `prompt_token_ids` and
-    the dicts of log-probabilities are the same objects in every output of the request, because copying them
-    at each token would take long; the engine does not read them again.
+    It stays as it is while the request goes on. (`prompt_token_ids` and the dicts of log-probabilities are
+    the same objects in every output of the request; the engine does not read them again.)
 
     Fields:
         prompt: the text, if the prompt came as text or from `chat`.
         prompt_logprobs: one dict for each prompt token, None for the first, if wanted.
-        outputs: one `CompletionOutput` for each sequence, in order of index. Of a request
-            for several outputs there is one until its prompt is computed; of a beam search, the beams
+        outputs: one for each sequence: one until the prompt is computed; of a beam search, the beams
             while it runs and the best texts at its end.
     """
 
@@ -105,17 +118,35 @@ class RequestOutput(ForeignAttributes):
         return self.metrics.num_cached_tokens
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """Counts and shares: of blocks and queues now, of the rest since the engine was made.
+@dataclass
+class Counters:
+    """What the steps since the engine was made have done.
+
+    `prefix_cache_queries` and `_hits` are tokens of admitted prompts, `num_blocks_copied` copies on write.
+    """
+
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions_swap: int = 0
+    num_preemptions_recompute: int = 0
+    num_blocks_swapped_out: int = 0
+    num_blocks_swapped_in: int = 0
+    num_blocks_copied: int = 0
+
+
+@dataclass(kw_only=True)
+class EngineStats(Counters):
+    """The counters, and counts and shares of blocks and queues now.
 
     `num_free_blocks` includes the cached blocks, which can be evicted. `num_shared_blocks` are in several
     block tables. `num_blocks_saved` is what sharing saves: all entries of the tables, less the blocks in use.
     `slot_utilization` is the share of the slots in used blocks that hold K/V. `num_running`, `num_waiting`
-    and `num_swapped` count requests, `prefix_cache_queries` and `_hits` prompt tokens, `num_blocks_copied`
-    copies on write. `preemption` is the way in use, "swap" or "recompute".
+    and `num_swapped` count requests. `preemption` is the way in use, "swap" or "recompute".
     """
 
+    num_steps: int
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
@@ -128,14 +159,4 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_swapped: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
     preemption: str
-    num_preemptions_swap: int
-    num_preemptions_recompute: int
-    num_blocks_swapped_out: int
-    num_blocks_swapped_in: int
-    num_blocks_copied: int
-    num_steps: int
-    num_prompt_tokens: int
-    num_generated_tokens: int

@@ -1,31 +1,41 @@
 """From a prompt and its parameters to a checked request.
 
-What cannot be served is refused by `checks/requests.py`, before it is queued.
+What this model or pool cannot serve is refused here, before it is queued; `config.py` refuses what is wrong
+for any model. This module knows the number of blocks, but no block.
 """
 
 from __future__ import annotations
 
+import inspect
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from functools import lru_cache, wraps
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from nanopaged.checks.lengths import ResolvedConfig
-from nanopaged.checks.requests import (
+from nanopaged.config import (
+    Options,
     Params,
-    Prompt,
-    check_fits,
-    check_params,
-    check_text,
-    check_token_ids,
-    check_types,
-    read_prompt,
+    ResolvedConfig,
+    SamplingParams,
+    explain,
+    foreign_names,
+    is_whole,
+    require,
 )
-from nanopaged.config import SamplingParams
 from nanopaged.sequence import Request
-from nanopaged.text.detokenizer import Detokenizer
-from nanopaged.text.stopping import StopRules
+from nanopaged.text import Detokenizer, StopRules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Prompt = str | SequenceOf[int] | Mapping[str, Any]
+"""A text, token ids, or a dict of {"prompt": text, "prompt_token_ids": ids} with one of them or both. Prompts
+with different values of "cache_salt" in it share no K/V."""
 
 
 class PromptProcessor:
@@ -58,22 +68,19 @@ class PromptProcessor:
             TypeError, ValueError: it is empty, too long, not in the vocabulary, or could never be served.
         """
         params = params if params is not None else SamplingParams()
-        check_types(request_id, params)
+        if not isinstance(params, Params):
+            got = f"{type(params).__name__}{hint_for(params)}"
+            raise TypeError(f"params must be SamplingParams or BeamSearchParams, got {got}")
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {request_id!r}")
         text, content, salt = read_prompt(prompt)
         token_ids = self.encode(content) if isinstance(content, str) else content
         token_ids = check_token_ids(token_ids, self.vocab_size)
+        require(len(token_ids) > 0, "the prompt is empty: it needs at least one token")
         rules = StopRules.of(params, len(token_ids), self.eos_token_ids, self.config.max_model_len)
-        check_fits(len(token_ids), params, rules.max_length, self.config, self.num_blocks)
-        check_params(params, rules.token_ids, self.vocab_size, self.tokenizer is not None)
-        request = Request(
-            request_id=request_id,
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
-            stop_rules=rules,
-            seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
-            cache_salt=salt.encode(),
-        )
+        self._check(len(token_ids), params, rules)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        request = Request(request_id, text, token_ids, params, rules, seed, salt.encode())
         if self.tokenizer is not None:
             request.sequences[0].detokenizer = Detokenizer(self.tokenizer.backend_tokenizer, params.stop)
         return request
@@ -82,10 +89,177 @@ class PromptProcessor:
         """The tokens of a text.
 
         Raises:
-            ValueError: the model has no tokenizer, or the text is so long that it cannot fit.
+            ValueError: the model has no tokenizer, or the text is so long that it cannot fit, however it is
+                tokenised (tokenising 40 MB takes minutes).
         """
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer: give the prompt as a list of token ids")
         text.encode()  # half of a surrogate pair, which no tokenizer takes, is a ValueError
-        check_text(text, self.config.max_model_len, self.tokenizer)
+        most = self.config.max_model_len
+        if len(text) > most:  # or it surely fits, and the vocabulary need not be measured
+            longest = longest_token(self.tokenizer)
+            if len(text) > 4 * most * longest:  # normalisation may join up to 4 characters into one
+                raise ValueError(
+                    f"the prompt has {len(text):,} characters, but max_model_len is {most} tokens, which "
+                    f"have at most {longest} characters each: shorten it"
+                )
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check(self, num_prompt_tokens: int, params: Params, rules: StopRules) -> None:
+        """Raise ValueError if the request could never be served."""
+        config, num_seqs, vocab_size = self.config, params.width, self.vocab_size
+        if num_prompt_tokens >= config.max_model_len:
+            raise ValueError(
+                f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {config.max_model_len} "
+                "with at least one to generate: shorten it, or raise max_model_len if the model allows more"
+            )
+        if num_seqs > config.max_num_seqs:
+            raise ValueError(
+                f"the request is for {num_seqs} sequences, but max_num_seqs is {config.max_num_seqs}: ask "
+                "for fewer, or raise max_num_seqs"
+            )
+        # The K/V of the last generated token is never read, so it needs no slot. Full blocks of the prompt
+        # are shared by all sequences of the request.
+        # block_size = 4, prompt 9, max_tokens 12, 3 sequences: 20 slots are 5 blocks, of which 2 are shared.
+        # Needed are 2 + 3 · (5 - 2) = 11 blocks.
+        size, longest = config.block_size, rules.max_length - 1
+        shared = num_prompt_tokens // size
+        needed = shared + num_seqs * (-(-longest // size) - shared)
+        if needed > self.num_blocks:
+            what = f"a prompt of {num_prompt_tokens} tokens with max_tokens={params.max_tokens}"
+            what += f" and {num_seqs} sequences" if num_seqs > 1 else ""
+            raise ValueError(
+                f"{what} may need {needed} blocks of {size} slots, but the whole pool has {self.num_blocks}: "
+                f"shorten it, {'set' if not params.max_tokens else 'lower'} max_tokens, or raise num_blocks"
+            )
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+        wanted = max(params.logprobs or 0, params.prompt_logprobs or 0)
+        require(wanted <= vocab_size, f"logprobs is {wanted}, but the vocabulary has {vocab_size} tokens")
+        check_token_ids(params.stop_token_ids, vocab_size, "stop token")
+        if params.min_tokens > 0 and len(rules.token_ids) == vocab_size:
+            raise ValueError(
+                f"min_tokens is {params.min_tokens}, but stop_token_ids has all {vocab_size} tokens of the "
+                "vocabulary (end-of-sequence included): leave out one that may be drawn before"
+            )
+
+
+@lru_cache(maxsize=8)
+def longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def read_prompt(prompt: Any) -> tuple[str | None, Any, str]:
+    """The text of a prompt, if it has one; what its tokens are made of (a text, or token ids); its salt.
+
+    Raises ValueError unless a dict has a text or token ids, and nothing unknown.
+    """
+    if not isinstance(prompt, Mapping):
+        return prompt if isinstance(prompt, str) else None, prompt, ""
+    if "input_ids" in prompt:
+        rows = token_rows(prompt)
+        require(len(rows) == 1, f"these are the tokens of {len(rows)} texts: give them to LLM.generate")
+        return None, rows[0], ""
+    if "role" in prompt:
+        check_token_ids([prompt], 0)  # which says that messages are for chat
+    text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+    unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
+    require(
+        bool(prompt) and not unknown and isinstance(text, str | None),
+        "a prompt as a dict has a 'prompt' text or 'prompt_token_ids' (and may have a 'cache_salt'), got "
+        f"{prompt!r}",
+    )
+    require(
+        salt is None or (isinstance(salt, str) and salt != ""),
+        f"cache_salt must be a text that is not empty, got {salt!r}",
+    )
+    return text, prompt.get("prompt_token_ids", text), salt or ""
+
+
+def check_token_ids(token_ids: Any, vocab_size: int, what: str = "token") -> list[int]:
+    """The ids as a list of ints, also if they come as an array or a tensor."""
+    plain = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    if not isinstance(plain, SequenceOf) or isinstance(plain, bytes):
+        raise TypeError(f"a prompt is a str or a list of token ids, got {type(plain).__name__}")
+    for token_id in plain:
+        if isinstance(token_id, Mapping) and "role" in token_id:
+            raise ValueError(f"messages are for chat: llm.chat(messages, params); got {token_id!r}")
+        if not is_whole(token_id):
+            raise TypeError(f"{what} ids must be ints, got {token_id!r} in the prompt")
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"{what} id {token_id} is outside the vocabulary of {vocab_size} tokens")
+    return list(map(int, plain))
+
+
+def token_rows(encoding: Mapping[str, Any]) -> list[list[int]]:
+    """The token ids in the output of a transformers tokenizer: a row for each text, without padding."""
+    given: list[Any] = [encoding["input_ids"], encoding.get("attention_mask")]
+    ids, mask = (array.tolist() if hasattr(array, "tolist") else array for array in given)
+    if not ids or not isinstance(ids[0], list):
+        ids, mask = [ids], mask and [mask]
+    if mask is None:
+        return ids
+    return [
+        [token_id for token_id, is_text in zip(row, its_mask, strict=True) if is_text]
+        for row, its_mask in zip(ids, mask, strict=True)
+    ]
+
+
+def pair_up(
+    prompts: Prompt | SequenceOf[Prompt], params: Params | SequenceOf[Params] | None
+) -> list[tuple[Prompt, Params | None]]:
+    """Each prompt with its params. A single prompt is a list of one; single params are for all prompts."""
+    given: Any = prompts
+    if isinstance(given, Mapping) and "input_ids" in given:
+        given = token_rows(given)
+    elif isinstance(given, str | Mapping) or (hasattr(given, "tolist") and given.ndim < 2):
+        given = [given]
+    elif isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise TypeError(f"prompts are a str, a list of token ids, or a list of such prompts, got {given!r}")
+    each: list[Any] = list(given)
+    each = [each] if each and is_whole(each[0]) else each
+    if params is None or isinstance(params, Params):
+        return list(zip(each, repeat(params)))
+    if isinstance(params, dict) or not isinstance(params, Iterable):
+        raise TypeError(
+            "sampling_params are SamplingParams, or a list with one for each prompt, got "
+            f"{params!r}{hint_for(params)}"
+        )
+    params = list(params)
+    require(
+        len(params) == len(each),
+        f"there are {len(each)} prompts, but {len(params)} sampling_params: give one for all, or one each",
+    )
+    return list(zip(each, params, strict=True))
+
+
+def hint_for(params: Any) -> str:
+    """What to write instead of a dict of params."""
+    return f": write SamplingParams(**{params!r})" if isinstance(params, dict) else ""
+
+
+def with_hints(params: type[Options]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a method, so that its error for an unknown keyword says what to write.
+
+    Args:
+        params: the class of its params, whose options are not keywords of the method itself.
+    """
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        known = {name: None for name in inspect.signature(method).parameters if name != "self"}
+
+        @wraps(method)
+        def call(*args: P.args, **options: P.kwargs) -> R:
+            if not options.keys() <= known.keys():
+                name, theirs = getattr(method, "__name__", ""), foreign_names("options")
+                theirs |= foreign_names("beam_options") if params is not SamplingParams else {}
+                for option, ours in ({each: each for each in params.__dataclass_fields__} | theirs).items():
+                    if ours in params.__dataclass_fields__ and option not in known:
+                        theirs[option] = f"put it into the params: {name}(…, {params.__name__}({ours}=…))"
+                raise TypeError(f"{name} has no option {explain(options, known, theirs)}")
+            return method(*args, **options)
+
+        return call
+
+    return decorate

@@ -2,32 +2,30 @@
 
 A sequence gets a token if the step computes its last known token. From the logits of that token one token is
 drawn; n tokens, if a request for n outputs has just finished its prompt; for a beam, the most likely tokens.
-
 The random number of a draw is a function of (seed, output index, position) alone, so it does not depend on
-the rest of the batch, on chunked prefill or on preemption. (These can change the logits by a rounding error.)
-
-This module knows no blocks. It changes no sequence: `Scheduler.update` appends the tokens.
+the rest of the batch.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from nanopaged.checks.failures import NonFiniteLogits, NoTokenAllowed
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.kv_cache import take_rows, to_device
-from nanopaged.sampling.logprobs import add_most_likely
-from nanopaged.sampling.penalties import penalize, send_banned, send_penalties, token_counts
-from nanopaged.sequence import Sample, ScheduledBatch, Sequence
+from nanopaged.outputs import Logprob
+from nanopaged.sequence import NonFiniteLogits, NoTokenAllowed, Sample, ScheduledBatch, Sequence
 
+LOGITS_TILE = 256  # positions of a prompt whose logits are computed at once: [256, vocab_size] in float32
 VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
 GREEDY = SamplingParams(temperature=0)
 
@@ -41,36 +39,46 @@ class Draw:
     index: int
     position: int
     banned_token_ids: Collection[int]
-    token_counts: dict[int, int] | None = None  # if the params have penalties
+    token_counts: dict[int, int] | None = None  # see `token_counts`; if the params have penalties
     num_candidates: int = 0  # of a beam: return the log-probabilities of so many most likely tokens
 
 
 class SamplingMetadata:
-    """The parameters of all draws of a step, as tensors on the device. Row i belongs to row i of the logits.
+    """The parameters of all draws of a step, as tensors on the device; row i is for row i of the logits.
 
-    Temperatures, filters and random numbers are sent in one copy, as float32 [6, num_draws, 1].
+    Bans and penalties change logits of single tokens, so they are sent as lists of (row, token id).
     """
 
     def __init__(self, draws: list[Draw], device: torch.device) -> None:
-        self.num_logprobs: list[int | None] = []
-        banned, columns, num_greedy, has_penalties = [], [], 0, False
-        for draw in draws:
-            params, is_greedy = draw.params, draw.params.temperature == 0
-            self.num_logprobs.append(draw.num_candidates or params.logprobs)
-            banned.append(draw.banned_token_ids)
-            has_penalties |= bool(draw.token_counts)
-            num_greedy += is_greedy
-            u = 0.0 if is_greedy else uniform(draw.seed, draw.index, draw.position)
-            columns.append((*params.filters, u, is_greedy))
-        self.banned = send_banned(banned, device) if any(banned) else None
-        self.penalties = None
-        if has_penalties:
-            penalties = [draw.params.penalties for draw in draws]
-            self.penalties = send_penalties(penalties, [draw.token_counts for draw in draws], device)
-        self.all_greedy, self.any_greedy = num_greedy == len(draws), num_greedy > 0
+        self.num_logprobs: list[int] = []  # -1: none, not even the token's own
+        self.banned = self.penalties = None
+        is_greedy, counted = [], []
+        banned: list[tuple[int, int]] = []  # nothing in row 0, tokens 3 and 5 in row 1: (1, 3), (1, 5)
+        for row, draw in enumerate(draws):
+            num = draw.num_candidates or draw.params.logprobs
+            self.num_logprobs.append(-1 if num is None else num)
+            is_greedy.append(draw.params.temperature == 0)
+            counted.append(draw.token_counts or {})
+            for token_id in draw.banned_token_ids:
+                banned.append((row, token_id))
+        if banned:
+            self.banned = to_device(np.array(banned).T, device)  # [2, num_banned]
+        if any(counted):
+            rows = np.repeat(np.arange(len(draws)), list(map(len, counted)))
+            ids, counts = list(chain(*counted)), list(chain(*map(dict.values, counted)))
+            penalties = np.array([draw.params.penalties or (1, 0, 0) for draw in draws])[rows].T
+            where, numbers = np.stack((rows, ids)), np.vstack((counts, penalties)).astype(np.float32)
+            self.penalties = to_device(where, device), to_device(numbers, device)
+        self.all_greedy, self.any_greedy = all(is_greedy), any(is_greedy)
         if self.all_greedy:
             return
-        numbers = np.array(columns, dtype=np.float32).T  # [6, num_draws]
+        noise, filters = [], []
+        for draw in draws:
+            noise.append(uniform(draw.seed, draw.index, draw.position))
+            filters.append(draw.params.filters)
+        numbers = np.array(
+            (*zip(*filters, strict=True), noise, is_greedy), dtype=np.float32
+        )  # [6, num_draws]
         self.top_ks, self.top_ps, self.min_ps = numbers[1:4]  # on the host, to decide which filters to run
         numbers = to_device(numbers[:, :, None], device)  # each [num_draws, 1]
         self.temperature, self.top_k, self.top_p, self.min_p, self.uniform, self.is_greedy = numbers
@@ -89,16 +97,14 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
 
     Args:
         logits: float32 [num_ready, vocab_size], a row for each sequence that needs a sample.
-
-    Raises:
-        NonFiniteLogits: those of a request.
-        NoTokenAllowed: nothing is left to choose from for a request.
     """
     draws: list[Draw] = []
-    drawn_for: list[int] = []  # which sequence of the batch a draw is for …
+    samples: list[list[Sample]] = []
+    targets: list[tuple[Sequence, list[Sample]]] = []  # which sequence a draw is for, and its samples …
     rows: list[int] = []  # … and the row of its logits
     num_ready = 0
-    for i, seq in enumerate(batch.sequences):
+    for seq in batch.sequences:
+        samples.append([])
         if not seq.needs_sample:
             continue
         request, params = seq.request, seq.request.params
@@ -108,46 +114,41 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
             draws.append(Draw(GREEDY, 0, 0, position, banned, num_candidates=num))
         else:  # n outputs at the end of a prompt, else the next token of one
             counts = token_counts(seq) if params.penalties else None
-            for index in range(params.n) if request.forks_later else (seq.index,):
+            for index in range(params.n) if request.awaits_fork else (seq.index,):
                 draws.append(Draw(params, request.seed, index, position, banned, counts))
         while len(rows) < len(draws):
-            drawn_for.append(i)
+            targets.append((seq, samples[-1]))
             rows.append(num_ready)
         num_ready += 1
-    samples: list[list[Sample]] = [[] for _ in batch.sequences]
     tokens = sample(take_rows(logits, rows), SamplingMetadata(draws, logits.device))
-    for i, token in zip(drawn_for, tokens, strict=True):
-        seq = batch.sequences[i]
+    for (seq, its_samples), token in zip(targets, tokens, strict=True):
         if not math.isfinite(token.logprob):
             error = NoTokenAllowed if token.logprob == -math.inf else NonFiniteLogits
             raise error(seq.request.request_id, seq.num_tokens)
-        if seq.request.is_beam_search:
-            samples[i] = candidates(seq, token)
-        else:
-            samples[i].append(token)
+        its_samples += candidates(seq, token) if seq.request.is_beam_search else (token,)
     return samples
 
 
-def candidates(beam: Sequence, token: Sample) -> list[Sample]:
-    """The most likely next tokens of a beam, in falling order, without those that must not be drawn.
+def token_counts(seq: Sequence) -> dict[int, int]:
+    """Each token that penalties change → how often it was generated: 0 for those of the prompt alone."""
+    end, params = seq.request.num_prompt_tokens, seq.request.params
+    assert isinstance(params, SamplingParams)  # beams have no penalties
+    prompt = seq.token_ids[:end] if params.repetition_penalty != 1 else ()
+    return dict.fromkeys(prompt, 0) | Counter(seq.token_ids[end:])
 
-    Args:
-        token: the most likely one, whose `logprobs` have the others.
-    """
-    banned = beam.banned_token_ids
-    allowed = [
-        Sample(token_id, logprob.logprob)
-        for token_id, logprob in (token.logprobs or {}).items()
-        if token_id not in banned and logprob.logprob != -math.inf
-    ]
+
+def candidates(beam: Sequence, token: Sample) -> list[Sample]:
+    """The most likely next tokens of a beam that may be drawn, in falling order, of `token.logprobs`."""
+    allowed = []
+    for token_id, logprob in (token.logprobs or {}).items():
+        if token_id not in beam.banned_token_ids and logprob.logprob != -math.inf:
+            allowed.append(Sample(token_id, logprob.logprob))
     return allowed[: beam.request.num_candidates]
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
     """One token for each row of `logits` [num_rows, vocab_size] (float32): the most likely one, or a draw.
-
-    A row in which no token is allowed gets some token, with a log-probability of -inf.
-    """
+    If no token is allowed, it is any token, with a log-probability of -inf."""
     logprobs = allowed = logits.log_softmax(-1)
     if metadata.penalties is not None:
         allowed = penalize(logits, *metadata.penalties)
@@ -159,21 +160,32 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
         token_ids = draw_tokens(filtered_probs(allowed, metadata), metadata.uniform)
         if metadata.any_greedy:
             token_ids = torch.where(metadata.is_greedy[:, 0] > 0, allowed.argmax(-1), token_ids)
-    is_masked = allowed is not logprobs
-    return gather_logprobs(logprobs, token_ids, metadata.num_logprobs, allowed if is_masked else None)
+    masked = allowed if allowed is not logprobs else None
+    return gather_logprobs(logprobs, token_ids, metadata.num_logprobs, masked)
+
+
+def penalize(logits: Tensor, where: Tensor, numbers: Tensor) -> Tensor:
+    """A copy of the logits with penalties applied, as vLLM defines them; see `SamplingParams`.
+
+        repetition 2, frequency 0.5, presence 1; logits 3 and -3 of a token generated 4 times:
+        3 / 2 - 4 · 0.5 - 1 = -1.5 and -3 · 2 - 4 · 0.5 - 1 = -9
+
+    Args:
+        logits: [num_rows, vocab_size].
+        where: [2 (row, token id), num], the logits to change.
+        numbers: for each of them [4 (times generated, repetition, frequency, presence penalty), num].
+    """
+    count, repetition, frequency, presence = numbers
+    values = logits[tuple(where)]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= frequency * count + presence * (count > 0)
+    return logits.index_put(tuple(where), values)
 
 
 def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """Probabilities at each row's temperature; 0 for the tokens that top-k, top-p and min-p drop.
+    """[num_rows, vocab_size] probabilities at each row's temperature; 0 for the tokens that filters drop.
 
-    A filter runs only if a row has it set. The remaining probabilities are not rescaled to a sum of 1. Ties
-    with the last kept token are kept, too.
-
-    Args:
-        logits: [num_rows, vocab_size]. May be log-probabilities: the softmax is the same.
-
-    Returns:
-        [num_rows, vocab_size]
+    The remaining probabilities are not rescaled to a sum of 1. Ties with the last kept token are kept, too.
     """
     logits = logits / metadata.temperature
     vocab_size = logits.shape[-1]
@@ -209,8 +221,8 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
 
         torch.searchsorted(probs.cumsum(-1), u * probs.sum(-1, keepdim=True), right=True)
 
-    That sum over the whole vocabulary is slow, so it is taken over the sums of chunks of the vocabulary
-    first, then over the tokens of one chunk.
+    That sum over the whole vocabulary is slow, so it is taken over the sums of chunks first, then over the
+    tokens of one chunk.
 
         VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    sums of chunks .3 .3 .4, cumulative .3 .6 1.
         u = .5: the second chunk, at (.5 - .3) / .3 = 2/3 of it: token 2
@@ -221,9 +233,6 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     Args:
         probs: [num_rows, vocab_size]; their sum need not be 1.
         u: [num_rows, 1], in [0, 1).
-
-    Returns:
-        [num_rows]
     """
     vocab_size = probs.shape[-1]
     length = min(VOCAB_CHUNK, vocab_size)
@@ -243,29 +252,31 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def gather_logprobs(
-    logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int | None], allowed: Tensor | None = None
+    logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int], allowed: Tensor | None = None
 ) -> list[Sample]:
     """Each row's token and its log-probability; if wanted, the most likely tokens and theirs as well.
 
     Args:
         logprobs: [num_rows, vocab_size].
         token_ids: [num_rows], the drawn tokens (or the actual ones, in a prompt).
-        num_logprobs: for each row, how many of the most likely tokens to return, or None.
-        allowed: scores like `logprobs`, -inf where a token is not allowed. If the row's token is not, its
-            log-probability is -inf, too.
+        num_logprobs: for each row, how many of the most likely tokens to return; -1 for no `logprobs`.
+        allowed: scores like `logprobs`, -inf where a token is not allowed; so is then its log-probability.
     """
     token_ids = token_ids[:, None]
     chosen = logprobs.gather(1, token_ids)
     if allowed is not None:
         chosen = chosen.masked_fill(allowed.gather(1, token_ids) == -math.inf, -math.inf)
     columns = [token_ids, chosen.double()]
-    most = max((num for num in num_logprobs if num is not None), default=None)
-    if most is not None:
+    most = max(num_logprobs)
+    if most >= 0:
         ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
         columns += [ranks, *logprobs.topk(most)]
     # One tensor, so that the host waits once. float64 holds token ids and log-probabilities exactly.
     fetched = torch.cat(columns, dim=1).T.tolist()
     samples = list(map(Sample, map(int, fetched[0]), fetched[1]))
-    if most is not None:
-        add_most_likely(samples, fetched[2], fetched[3 : 3 + most], fetched[3 + most :], num_logprobs)
+    values, ids = fetched[3 : 3 + most], fetched[3 + most :]  # each [most, num_rows]
+    for row, (token, num) in enumerate(zip(samples, num_logprobs, strict=True)):
+        if num >= 0:
+            token.logprobs = {int(ids[i][row]): Logprob(values[i][row], i + 1) for i in range(num)}
+            token.logprobs.setdefault(token.token_id, Logprob(token.logprob, int(fetched[2][row])))
     return samples

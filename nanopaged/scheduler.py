@@ -4,9 +4,8 @@ One rule covers prefill, chunked prefill, prefix-cache hits, recomputation and d
 
     num_scheduled_tokens = min(num_tokens - num_computed_tokens, what is left of the token budget)
 
-(without chunked prefill all of them or none). Requests are served in the order of `Scheduler.rank`, which is
-their order of arrival unless it is set to another function. When no block is left, the last of the running
-requests is preempted (PagedAttention, §4.5).
+(without chunked prefill all of them or none). When no block is left, the last of the running requests is
+preempted (PagedAttention, §4.5).
 
 The scheduler knows no tensors: the model runner computes the `ScheduledBatch`.
 """
@@ -14,26 +13,29 @@ The scheduler knows no tensors: the model runner computes the `ScheduledBatch`.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, insort_left, insort_right
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
 from nanopaged.beam_search import advance_beams, fork_samples
 from nanopaged.block_manager import BlockManager
-from nanopaged.queues.waiting import WaitingQueue
+from nanopaged.outputs import Counters
 from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 from nanopaged.swap import Swapper
+
+BY_RANK = attrgetter("rank")
 
 
 class Scheduler:
     """The waiting and the running requests, over one block manager.
 
-    Both are served by `rank`. Admission takes the first of `waiting`, preemption the last of `running`.
+    Both are lists in order of rank. Admission takes the first of `waiting`, preemption the last of `running`.
 
     Attributes:
         rank: request → its place in the order of service, smallest first; the time of arrival by default.
-            `scheduler.rank = lambda request: request.num_prompt_tokens` serves short prompts first. Equal
-            ranks are served in order of arrival. `WaitingQueue` says when ranks are computed.
+            `scheduler.rank = lambda request: request.num_prompt_tokens` serves short prompts first. It is
+            called when a request begins to wait.
     """
 
     def __init__(
@@ -55,20 +57,23 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.rank: Callable[[Request], Any] = attrgetter("arrival_time")
-        self.waiting = WaitingQueue()
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
-        # Finished, e.g. in a step that failed afterwards; the next step returns their outputs.
-        self.unreported: list[Request] = []
-        self.num_generated_tokens = 0
+        self.counters = Counters()
 
     def add(self, request: Request) -> None:
         """Put a new request into the waiting queue."""
-        self.waiting.add(request)
+        request.rank = self.rank(request)
+        insort_right(self.waiting, request, key=BY_RANK)  # behind those of equal rank
 
     def abort(self, request: Request) -> None:
         """Remove a request from its queue, and free its blocks at once."""
-        if not self.waiting.discard(request):
-            (self.running if request.live else self.unreported).remove(request)
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            del self.waiting[
+                self.waiting.index(request, bisect_left(self.waiting, request.rank, key=BY_RANK))
+            ]
         self.swapper.release(request)
         for seq in request.live:
             self.block_manager.free(seq)
@@ -89,7 +94,6 @@ class Scheduler:
         prefills: list[Sequence] = []
         budget = self.max_num_batched_tokens
 
-        self.running = sorted(self.running, key=self.rank)
         i = 0
         while i < len(self.running) and budget > 0:
             request = self.running[i]
@@ -102,17 +106,16 @@ class Scheduler:
             budget = self._schedule_tokens(request, budget, decodes, prefills)
             i += 1
 
-        # A request preempted above is in this queue as well. It seldom fits at once: one of its blocks is
-        # taken, or it needs more than it gave back. If it fits, it may run: swaps out come first.
-        if self.waiting:
-            num_seqs = sum(request.num_seqs for request in self.running)
-            self.waiting.update_ranks(self.rank)
-        while self.waiting and budget > 0:
-            request = self.waiting.first()
+        # A request preempted above is in this queue as well. If it fits at once, it may run: swaps out come
+        # first.
+        num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
+        for request in self.waiting:
             num_seqs += request.num_seqs
-            if num_seqs > self.max_num_seqs or not self._admit(request, budget, batch):
+            if budget == 0 or num_seqs > self.max_num_seqs or not self._admit(request, budget, batch):
                 break  # no request overtakes the first one, even if it needs fewer blocks
             budget = self._schedule_tokens(request, budget, decodes, prefills)
+        if batch.admitted:
+            del self.waiting[: len(batch.admitted)]
 
         assert decodes or prefills or not (self.running or self.waiting), "no work was scheduled"
         batch.sequences, batch.num_decodes = decodes + prefills, len(decodes)
@@ -143,10 +146,9 @@ class Scheduler:
         return budget
 
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
-        """Free the blocks of a running request, and put it back into the waiting queue.
+        """Free the blocks of a running request, and put it back into the waiting queue with its tokens.
 
-        It keeps its generated tokens. Its K/V goes to host memory, or is computed again when the request is
-        admitted again (except for the blocks that the prefix cache still has).
+        Its K/V goes to host memory, or is computed again later (but for what the prefix cache still has).
         """
         moves = self.swapper.swap_out(request) if self.preemption == "swap" else None
         if moves is not None:
@@ -157,7 +159,8 @@ class Scheduler:
                 seq.candidates = None  # recomputing the last token of a beam gives its candidates again
         batch.preempted.append((request, "recompute" if moves is None else "swap"))
         request.num_preemptions += 1
-        self.waiting.put_back(request)
+        request.rank = self.rank(request)
+        insort_left(self.waiting, request, key=BY_RANK)  # before those of equal rank
 
     def _admit(self, request: Request, budget: int, batch: ScheduledBatch) -> bool:
         """Move the first of the waiting requests to `running`; False if blocks or budget do not suffice.
@@ -181,8 +184,7 @@ class Scheduler:
                 return False
             if not self.block_manager.allocate(request.live, look_up, num_reserved):
                 return False
-        self.waiting.take_first()
-        self.running.append(request)
+        insort_right(self.running, request, key=BY_RANK)
         batch.admitted.append(request)
         if request.num_cached_tokens is None:  # the first admission, not one after a preemption
             request.num_cached_tokens = request.live[0].num_computed_tokens
@@ -198,13 +200,13 @@ class Scheduler:
     # ── after the forward pass ────────────────────────────────────────────────────────────────────
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
-        """Append the sampled tokens, fork, finish and free. Returns the requests that `step` reports."""
+        """Append the sampled tokens, fork, finish and free. Returns the requests that got a token."""
         for request, logprobs in result.prompt_logprobs.items():
             assert request.prompt_logprobs is not None
             request.prompt_logprobs.extend(logprobs)
-        advanced = dict.fromkeys(self.unreported)  # used as an ordered set
+        advanced: dict[Request, None] = {}  # used as an ordered set
         ended: list[Sequence] = []
-        now = time.monotonic()
+        now, counters = time.monotonic(), self.counters
         for seq, samples in zip(batch.sequences, result.samples, strict=True):
             request = seq.request
             seq.num_computed_tokens += seq.num_scheduled_tokens
@@ -215,12 +217,12 @@ class Scheduler:
                 if any(beam.candidates is None for beam in request.live):
                     continue  # it waits for its siblings
                 advance_beams(request, self.block_manager)
-                self.num_generated_tokens += len(request.sequences)
-            elif request.forks_later:  # the prompt is computed: fork
+                counters.num_generated_tokens += len(request.sequences)
+            elif request.awaits_fork:  # the prompt is computed: fork
                 ended += [sib for sib in fork_samples(request, samples, self.block_manager) if sib.finished]
-                self.num_generated_tokens += len(samples)
+                counters.num_generated_tokens += len(samples)
             else:
-                self.num_generated_tokens += 1
+                counters.num_generated_tokens += 1
                 if seq.append(samples[0]):
                     ended.append(seq)
             advanced[request] = None
@@ -228,30 +230,48 @@ class Scheduler:
         for seq in ended:
             self.block_manager.free(seq)
             seq.request.live.remove(seq)
-        finished = [request for request in advanced if not request.live]
-        for request in finished:
-            request.finish_time = request.finish_time or now
-        if finished:
+        any_finished = False
+        for request in advanced:
+            if not request.live:
+                request.finish_time, any_finished = now, True
+        if any_finished:
             self.running = [request for request in self.running if request.live]
-        self.unreported = []
+        if batch.admitted or batch.preempted or batch.copies:
+            self._count(batch)
         return list(advanced)
+
+    def _count(self, batch: ScheduledBatch) -> None:
+        """Count what a step did apart from generating tokens. Most steps do nothing else."""
+        counters = self.counters
+        for request in batch.started:
+            counters.num_prompt_tokens += request.num_prompt_tokens
+            if (
+                self.block_manager.enable_prefix_caching and request.prompt_logprobs is None
+            ):  # it was looked up
+                counters.prefix_cache_queries += request.num_prompt_tokens
+                counters.prefix_cache_hits += request.num_cached_tokens or 0
+        for _, way in batch.preempted:
+            if way == "swap":
+                counters.num_preemptions_swap += 1
+            else:
+                counters.num_preemptions_recompute += 1
+        counters.num_blocks_swapped_out += len(batch.swap_out)
+        counters.num_blocks_swapped_in += len(batch.swap_in)
+        counters.num_blocks_copied += len(batch.copies)
 
     def start_over(self, requests: Iterable[Request]) -> None:
         """After a failed step, put all unfinished `requests` back into the waiting queue.
 
-        They keep their generated tokens and lose their K/V, on the device and on the host, and the prefix
-        cache is emptied. This needs no record of what the step had done, so it is right wherever the step
-        failed: while scheduling, computing or updating.
+        They keep their generated tokens and lose their K/V, and the prefix cache is emptied. This needs no
+        record of what the step had done, so it is right wherever the step failed.
 
         Args:
             requests: all of the engine's, in order of arrival.
         """
         self.block_manager.reset()
         self.swapper.reset()
-        self.running, self.waiting, self.unreported = [], WaitingQueue(), []
+        self.running, self.waiting = [], []
         for request in requests:
             request.start_over()
             if request.live:
-                self.waiting.add(request)
-            else:
-                self.unreported.append(request)
+                self.add(request)

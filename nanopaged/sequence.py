@@ -1,8 +1,8 @@
 """The data that passes through the engine: sequences, requests, the batch of a step and its result.
 
-A `Sequence` is one output being generated: its tokens, the blocks that hold their K/V, and how many of them
-have been computed. A `Request` has a prompt, its parameters and one or more sequences. The scheduler gives
-the model runner a `ScheduledBatch`; the runner returns a `StepResult`. Blocks are only ids here.
+A `Sequence` is one output being generated. A `Request` has a prompt, its parameters and one or more
+sequences. The scheduler gives the model runner a `ScheduledBatch`; the runner returns a `StepResult`, or
+raises a failure that is the fault of one request. Blocks are only ids here.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
-from nanopaged.config import BeamSearchParams, SamplingParams
-from nanopaged.text.detokenizer import Detokenizer
-from nanopaged.text.outputs import Logprobs
-from nanopaged.text.stopping import StopRules
+from nanopaged.config import BeamSearchParams, Params
+from nanopaged.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
+from nanopaged.text import Detokenizer, StopRules
 
 
 @dataclass(slots=True)
@@ -30,9 +30,9 @@ class Sample:
 class Sequence:
     """The tokens of a prompt and of one output, and the state of their K/V.
 
-    The K/V of tokens [0, num_computed_tokens) is in the KV cache (of a swapped request, in host memory); that
-    of the other tokens is still to be computed. A new prompt, a later chunk of it, a prefix found in the
-    cache, a recomputation after preemption and a decode step differ only in how many tokens are left:
+    The K/V of tokens [0, num_computed_tokens) is in the KV cache (of a swapped request, in host memory). A
+    new prompt, a later chunk of it, a prefix found in the cache, a recomputation after preemption and a
+    decode step differ only in how many tokens are left:
 
         token_ids            a b c d e f g h i        num_tokens = 9
         K/V in the cache     ─────────┘               num_computed_tokens = 4
@@ -140,6 +140,17 @@ class Sequence:
         if num_output_tokens > 0:
             self.check_stop()
 
+    def output(self) -> CompletionOutput:
+        """What a user gets of it so far. A stop token is not part of the text."""
+        token_ids, text = self.token_ids[self.request.num_prompt_tokens :], ""
+        if self.detokenizer is not None:
+            stopped_by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+            shown = token_ids[:-1] if stopped_by_token else token_ids
+            text = self.detokenizer.visible(shown, self.finish_reason is not None)
+        logprobs = list(self.logprobs) if self.request.params.logprobs is not None else None
+        ended = self.finish_reason, self.stop_reason, self.score
+        return CompletionOutput(self.index, text, token_ids, self.cumulative_logprob, logprobs, *ended)
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -148,19 +159,19 @@ class Request:
     request_id: str
     prompt: str | None  # the text; None if the user gave token ids
     prompt_token_ids: list[int]  # returned to the user; the engine reads `Sequence.token_ids`
-    params: SamplingParams | BeamSearchParams
+    params: Params
     stop_rules: StopRules
     seed: int  # of the params, or drawn for this request
     cache_salt: bytes = b""  # the prefix cache shares blocks only among requests with the same one
     num_prompt_tokens: int = field(init=False)
-    num_sequences: int = field(init=False)  # once the prompt is computed: n, or the beam width
+    width: int = field(init=False)  # sequences once the prompt is computed: n, or the beam width
     is_beam_search: bool = field(init=False)
 
     sequences: list[Sequence] = field(default_factory=list)  # one until the prompt is computed, then all
     live: list[Sequence] = field(default_factory=list)  # the unfinished ones
     hypotheses: list[Sequence] = field(default_factory=list)  # of a beam search: the best finished texts
     prompt_logprobs: list[Logprobs | None] | None = None  # filled as the prompt is computed, if wanted
-    is_polled: bool = False  # by `LLM`, which looks at its requests itself: no step need report their end
+    rank: Any = None  # its place in the order of service, see `Scheduler.rank`
     error: Exception | None = None  # why it was aborted, for the call that waits for it
 
     arrival_time: float = field(default_factory=time.monotonic)
@@ -171,7 +182,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_token_ids)
-        self.num_sequences = self.params.num_sequences
+        self.width = self.params.width
         self.is_beam_search = isinstance(self.params, BeamSearchParams)
         self.sequences = [Sequence(self, list(self.prompt_token_ids))]
         self.live = list(self.sequences)
@@ -189,19 +200,19 @@ class Request:
         return any(seq.host_table for seq in self.live)
 
     @property
-    def forks_later(self) -> bool:
+    def awaits_fork(self) -> bool:
         """True until n outputs or beams are forked from the first sequence; always False for one output."""
-        return len(self.sequences) < self.num_sequences
+        return len(self.sequences) < self.width
 
     @property
     def num_seqs(self) -> int:
         """Sequences that count for `max_num_seqs`: all that it will have, later the live ones."""
-        return self.num_sequences if self.forks_later else len(self.live)
+        return self.width if self.awaits_fork else len(self.live)
 
     @property
     def num_candidates(self) -> int:
         """Tokens that each beam proposes: `beam_width` remain even if all the best ones end a text."""
-        return self.num_sequences * max(2, 1 + len(self.stop_rules.token_ids))
+        return self.width * max(2, 1 + len(self.stop_rules.token_ids))
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -216,14 +227,21 @@ class Request:
             seq.start_over()
         self.live = [seq for seq in self.sequences if not seq.finished]
 
+    def output(self) -> RequestOutput:
+        """What a user gets of it so far, as plain data that the engine does not change again."""
+        times = self.arrival_time, self.first_token_time, self.finish_time
+        metrics = RequestMetrics(*times, self.num_cached_tokens or 0, self.num_preemptions)
+        prompt = self.prompt, self.prompt_token_ids, self.prompt_logprobs and list(self.prompt_logprobs)
+        outputs = list(map(Sequence.output, self.sequences))
+        return RequestOutput(self.request_id, *prompt, outputs, not self.live, metrics)
+
 
 @dataclass(slots=True)
 class ScheduledBatch:
     """The work of one step: `seq.num_scheduled_tokens` tokens of each sequence are computed.
 
-    Sequences with one scheduled token, the decodes, come first: `sequences[:num_decodes]`. Before tokens are
-    computed, blocks are moved: swaps out, swaps in, then copies on write. No block is the destination of two
-    copies, or both a source and a destination.
+    Sequences with one scheduled token, the decodes, come first. Before tokens are computed, blocks are moved:
+    swaps out, swaps in, then copies on write. No block is both a source and a destination of copies.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -249,3 +267,32 @@ class StepResult:
 
     samples: list[list[Sample]]
     prompt_logprobs: dict[Request, list[Logprobs]] = field(default_factory=dict)
+
+
+class NonFiniteLogits(FloatingPointError):
+    """The model's logits for a request are not finite. The engine can go on without it.
+
+    Attributes:
+        request_id: of the request, for `LLMEngine.abort_request`.
+    """
+
+    what = (
+        "the model's logits for request {!r} at position {} are not finite: abort the request, or use a "
+        "dtype with a wider range"
+    )
+
+    def __init__(self, request_id: str, position: int) -> None:
+        super().__init__(request_id, position)  # so that it can be pickled
+        self.request_id, self.position = request_id, position
+
+    def __str__(self) -> str:
+        return self.what.format(self.request_id, self.position)
+
+
+class NoTokenAllowed(NonFiniteLogits):
+    """Every token of the vocabulary is banned for a request, or masked. The engine can go on without it."""
+
+    what = (
+        "no token is allowed for request {!r} at position {}: its banned tokens or its mask leave none of "
+        "the vocabulary; abort the request, or allow a token"
+    )

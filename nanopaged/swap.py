@@ -1,7 +1,7 @@
 """Swapping: the K/V of a preempted request moves to host memory and back (PagedAttention, §4.5).
 
 A request is swapped out whole, and in again, to other device blocks. A block that several of its sequences
-share is moved once, and shared again afterwards. Like the block manager, this module knows block ids only.
+share is moved once. Like the block manager, this module knows block ids only.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class Swapper:
     def swap_out(self, request: Request) -> list[Move] | None:
         """Exchange the request's device blocks for host blocks.
 
-        Only blocks with computed tokens are moved. All device blocks are given back, and published ones stay
-        in the prefix cache, as for a finished request.
+        Only blocks with computed tokens are moved. All device blocks are given back.
 
         Returns:
             the moves (device block, host block). None, and nothing is changed, if no token is computed yet or

@@ -1,43 +1,38 @@
-"""Detokenising: text from tokens, one token at a time.
+"""Text: detokenising token by token, the rules that end an output, and chat templates.
 
-A token is not always a whole piece of text: a character outside ASCII may be spread over several tokens, a
-token may end one character and begin the next, and a stop string may begin in one token and end in another.
-The promise is:
+A character may be spread over several tokens, a token may end one character and begin the next, and a stop
+string may begin in one token and end in another. The promise is:
 
     - the text of an output is the tokenizer's decode of all its tokens, cut where a stop string begins;
     - what is shown while the output grows is a beginning of that text, so it is never taken back.
 
 So an unfinished text leaves out its end while later tokens could still change it. Without stop strings,
-tokens are decoded only when the text is read, to keep detokenising out of the step.
-
-The detokenizer has no tokens of its own: it gets the output tokens of a sequence with each call, and knows
-how many of them it has decoded. It knows no sequences and no requests.
+tokens are decoded only when the text is read. This module knows no sequences and no requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from nanopaged.config import Params
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 HALF = "\ufffd"  # what bytes that are no character, or not yet, are decoded to
 WINDOW = 4  # tokens that are decoded again before a new one: at least four bytes, as many as a character has
 
 
 @lru_cache(maxsize=4)
-def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that give no text, such as end-of-sequence."""
-    return frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-
-
-@lru_cache(maxsize=4)
-def byte_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """The byte tokens <0x00> to <0xFF>, in which SentencePiece spells what is not in its vocabulary."""
-    ids = {tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
-    return frozenset(token_id for token_id in ids if token_id is not None)
+def special_and_byte_ids(tokenizer: Tokenizer) -> tuple[set[int], set[int | None]]:
+    """The tokens that give no text, such as end-of-sequence; and the byte tokens <0x00> to <0xFF>, in which
+    SentencePiece spells what is not in its vocabulary (None for those that the tokenizer lacks)."""
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    return special, {tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
 
 
 class Detokenizer:
@@ -46,7 +41,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, stop: SequenceOf[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.stop = stop
-        self._special_ids, self._byte_ids = special_ids(tokenizer), byte_ids(tokenizer)
+        self._special_ids, self._byte_ids = special_and_byte_ids(tokenizer)
         self.text = ""  # what no later token can change; cut before a stop string that was found
         self._stopped = False  # whether one was found
         self._num_read = 0  # output tokens decoded so far
@@ -60,7 +55,7 @@ class Detokenizer:
         The text is cut before the stop string that begins first.
 
             stop = "END", text "...E", last token "ND.": the search begins len("END") - 1 = 2 characters
-            before the new text, since a stop string that begins earlier would have been complete before
+            before the new text
 
         Args:
             look_for_stop: False only decodes (before `min_tokens`).
@@ -105,8 +100,8 @@ class Detokenizer:
 
             window "▁To" is "To", window "▁To" "▁be" is "To be": the text grows by " be"
 
-        Two ends can still change. Bytes that are no character yet become one HALF, which is left out. And
-        byte tokens are one text together: after "€" (three of them) an invalid byte makes all four a HALF.
+        Bytes that are no character yet become one HALF, which is left out. Byte tokens are one text together:
+        after "€" (three of them) an invalid byte makes all four a HALF.
         """
         self._num_read += len(token_ids)
         self._window += tuple(token_id for token_id in token_ids if token_id not in self._special_ids)
@@ -127,3 +122,80 @@ class Detokenizer:
 
     def _decode(self, token_ids: tuple[int, ...] | list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+# ── what ends an output ────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """What ends the sequences of one request, apart from stop strings. Lengths include the prompt.
+
+    Fields:
+        token_ids: a sequence ends with any of these.
+        eos_token_ids: the end-of-sequence tokens among them, which give no `stop_reason`.
+        min_length: below this length only `max_length` ends a sequence.
+        max_length: at this length a sequence ends.
+    """
+
+    token_ids: frozenset[int]
+    eos_token_ids: frozenset[int]
+    min_length: int
+    max_length: int
+
+    @classmethod
+    def of(
+        cls, params: Params, num_prompt_tokens: int, eos_token_ids: frozenset[int], max_model_len: int
+    ) -> StopRules:
+        """The rules for `params`, a prompt of this length, and a model with these end-of-sequence ids."""
+        eos = frozenset() if params.ignore_eos else eos_token_ids
+        return cls(
+            token_ids=eos | frozenset(params.stop_token_ids),
+            eos_token_ids=eos - frozenset(params.stop_token_ids),
+            min_length=num_prompt_tokens + params.min_tokens,
+            max_length=min(num_prompt_tokens + (params.max_tokens or max_model_len), max_model_len),
+        )
+
+
+# ── conversations ──────────────────────────────────────────────────────────────────────────────────────
+
+Message = dict[str, Any]
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase | None, messages: SequenceOf[Message], options: dict[str, Any] | None
+) -> str:
+    """The text of a conversation, in the model's own template; it ends where the model's answer begins.
+
+    Args:
+        options: of transformers' `apply_chat_template`, or of the template itself.
+
+    Raises:
+        TypeError, ValueError: the conversation is malformed or empty, or the model has no chat template.
+    """
+    if isinstance(messages, str) or not all(isinstance(message, dict) for message in messages):
+        raise TypeError(f"a conversation is a list of {{'role': …, 'content': …}}, got {messages!r}")
+    if not messages:
+        raise ValueError("the conversation is empty: it needs at least one message")
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise ValueError("this model has no chat template: use generate")
+    arguments: dict[str, Any] = {"add_generation_prompt": True, **(options or {}), "tokenize": False}
+    texts = [{**message, "content": _text_of(message)} for message in messages]
+    return str(tokenizer.apply_chat_template(texts, **arguments))
+
+
+def _text_of(message: Message) -> str:
+    """The text of a chat message, whose content is a text or a list of parts with a line of text each."""
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return ""
+    if "role" not in message or not isinstance(content, str | list | tuple):
+        raise ValueError(f"a message needs a 'role' and a 'content', got {message!r}")
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"the content of a message may have parts {{'type': 'text', 'text': …}} only, got {part!r}"
+            )
+    return "\n".join(part["text"] for part in content)

@@ -1,54 +1,49 @@
-"""Paged attention with our C++ kernels for storing K/V and for decodes, on a CPU; prefills stay in PyTorch.
+"""Paged attention on a CPU: our C++ kernels store K/V and decode; prefills stay in PyTorch.
 
-`kernels/paged_attention.cpp` has the kernels. They read K and V where they lie, without a copy.
+The kernels read K and V where they lie, and blocks that several sequences share only once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import chain
+import ctypes
+import math
+from collections import defaultdict
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention.key_rows import share_blocks
 from nanopaged.attention.metadata import AttentionMetadata
-from nanopaged.attention.torch_backend import LOG2_E, TorchAttention
+from nanopaged.attention.torch_backend import TorchAttention
 from nanopaged.kernels import cpp
-from nanopaged.kv_cache import KVCache
 
-RUN_KEYS = 512  # keys in a run: a long context becomes several, which different threads can compute
-MIN_SAVED_KEYS = 64  # keys whose reading must be saved for a run of their own (docs/cpu.md)
+RUN_KEYS = 512  # keys in a run: several runs of a long context are for several threads
+MIN_SAVED_KEYS = 64  # whose reading must be saved for a run of their own (docs/cpu.md)
 
 
 class CppAttention(TorchAttention):
-    """In each layer one kernel stores the new K/V of the batch, and one computes its decodes."""
-
-    fused: dict[str, Callable[..., Tensor]] = {
-        "rms_norm": cpp.fused_rms_norm,
-        "norm_rotate": cpp.fused_norm_rotate,
-        "silu_mul": cpp.fused_silu_mul,
-    }
-
-    def __init__(self, cache: KVCache, scale: float) -> None:
-        super().__init__(cache, scale)
-        # Made once: four views a layer would take 2 % of a decode step of one sequence.
-        self.layers = [cache.layer(layer) for layer in range(cache.shape.num_layers)]
+    """`kernels/paged_attention.cpp` has the kernels."""
 
     def begin_store(self, metadata: AttentionMetadata) -> None:
-        """Note the slots. No block has to be cleared: the kernel reads no slot without a token."""
-        self.slot_mapping = torch.from_numpy(metadata.slot_mapping)
+        """Note the slots. No block is cleared: no slot without a token is read."""
+        self.slots = np.ascontiguousarray(metadata.slot_mapping, dtype=np.int64)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write the encoded k, v [num_tokens, num_kv_heads, head_dim] of the whole batch to their slots."""
-        cpp.store_kv(k, v, *self.layers[layer], self.slot_mapping)
+        """Write k, v [num_tokens, num_kv_heads, head_dim] to their slots."""
+        (k_cache, v_cache), (num_tokens, num_heads, head_dim) = self.layers[layer], k.shape
+        assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1), "the heads of a token are contiguous"
+        assert k.dtype == v.dtype == k_cache.dtype
+        cpp.load().store_kv(
+            *(k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), self.slots.ctypes.data),
+            *(num_tokens, k.stride(0), v.stride(0), num_heads, head_dim),
+            *(self.cache.block_size, *k_cache.stride()[:2], cpp.DTYPES[k.dtype]),
+        )
 
     def begin_decodes(self, metadata: AttentionMetadata) -> None:
         """Divide the block tables into runs: parts of a table, and the sequences that read them.
 
-        Blocks with which several tables begin are one run for all of these sequences. The rest of a table is
-        read by its sequence alone. Runs of more than RUN_KEYS keys are cut.
+        Blocks with which several tables begin are one run for all of these sequences. Runs of more than
+        RUN_KEYS keys are cut.
 
             tables  0: [5, 2, 7]   1: [5, 2, 9]      block_size = 4, context_lens 11, 9
 
@@ -56,53 +51,90 @@ class CppAttention(TorchAttention):
             blocks     5 2     7    9        num_keys  8 3 1
             sequences  0 1     0    1        row_seq   0 1 0 1
         """
-        cache, size, num_seqs = self.cache, self.cache.block_size, metadata.num_decodes
-        context_lens, tables = metadata.context_lens[:num_seqs].tolist(), metadata.block_tables[:num_seqs]
-        shared, num_shared = share_blocks(metadata, size, MIN_SAVED_KEYS // size)
-        wholes = [(seqs, first * size, end * size) for seqs, first, end in shared]
-        wholes += [([seq], int(num_shared[seq]) * size, context_lens[seq]) for seq in range(num_seqs)]
-        step = max(1, RUN_KEYS // size) * size
-        runs = [
-            (seqs, first, min(first + step, end))
-            for seqs, start, end in wholes
-            for first in range(start, end, step)
-        ]
+        size, num_seqs = self.cache.block_size, metadata.num_decodes
+        lens, tables = metadata.context_lens[:num_seqs], metadata.block_tables[:num_seqs]
+        # The last block of a sequence is its own.
+        shared = find_shared_blocks(tables, ((lens - 1) // size).tolist(), MIN_SAVED_KEYS // size)
+        wholes, own = [], [0] * num_seqs  # own: the first key that a sequence reads alone
+        for seqs, first, end in shared:
+            wholes.append((seqs, first * size, end * size))
+            for seq in seqs:
+                own[seq] = max(own[seq], end * size)
+        for seq, context_len in enumerate(lens.tolist()):
+            wholes.append(([seq], own[seq], context_len))
 
-        blocks = [tables[seqs[0]][first // size : -(-end // size)] for seqs, first, end in runs]
-        row_seq = np.array(list(chain.from_iterable(seqs for seqs, _, _ in runs)))
-        self.arrays = {
-            "blocks": np.array(list(chain.from_iterable(blocks))),
-            "first_block": np.cumsum([0, *map(len, blocks)]),
-            "num_keys": np.array([end - first for _, first, end in runs]),
-            "first_row": np.cumsum([0, *(len(seqs) for seqs, _, _ in runs)]),
-            "row_seq": row_seq,
-            "first_part": np.cumsum([0, *np.bincount(row_seq)]),
-            "parts": np.argsort(row_seq, kind="stable"),  # in the order of the keys
-        }
-        k_cache = self.layers[0][0]
-        self.arguments = cpp.Decode(
-            num_runs=len(runs),
-            num_seqs=num_seqs,
-            num_kv_heads=cache.shape.num_kv_heads,
-            head_dim=cache.shape.head_dim,
-            block_size=size,
-            cache_block=k_cache.stride(0),
-            cache_head=k_cache.stride(1),
-            scale_log2=self.scale * LOG2_E,
-            **{name: array.ctypes.data for name, array in self.arrays.items()},
-        )
+        step = max(1, RUN_KEYS // size) * size
+        blocks, num_keys, row_seq = [], [], []
+        first_block, first_row = [0], [0]
+        for seqs, start, stop in wholes:
+            for first in range(start, stop, step):
+                end = min(first + step, stop)
+                blocks += tables[seqs[0]][first // size : -(-end // size)]
+                num_keys.append(end - first)
+                row_seq += seqs
+                first_block.append(len(blocks))
+                first_row.append(len(row_seq))
+        first_part = np.cumsum([0, *np.bincount(row_seq)])
+        parts = np.argsort(row_seq, kind="stable")  # in the order of the keys
+        arrays, addresses = [], []
+        for values in (blocks, first_block, num_keys, first_row, row_seq, first_part, parts):
+            arrays.append(np.array(values, dtype=np.int64))
+            addresses.append(arrays[-1].ctypes.data)
+        self.arrays = arrays  # kept, since the step has only their addresses
+        k_cache, _ = self.layers[0]
+        numbers = k_cache.shape[1], k_cache.shape[3], size, 0, *k_cache.stride()[:2]
+        scale = self.scale * math.log2(math.e)  # 2^(x · log2(e)) = e^x
+        self.step = cpp.Decode(len(num_keys), num_seqs, 0, *numbers, *addresses, scale)
 
     def decode(self, layer: int, q: Tensor) -> Tensor:
-        """Queries [num_decodes, num_heads, head_dim] → their attention outputs, of the same shape."""
-        k_cache, v_cache = self.layers[layer]
-        num_seqs, num_heads, head_dim = q.shape
-        assert q.stride()[1:] == (head_dim, 1)
-        num_rows, dim_pad = len(self.arrays["row_seq"]), max(16, 1 << (head_dim - 1).bit_length())
-        partial, lse = torch.empty(num_rows, num_heads, dim_pad), torch.empty(num_rows, num_heads)
+        """As `TorchAttention.decode`."""
+        step, (k_cache, v_cache), (num_seqs, num_heads, head_dim) = self.step, self.layers[layer], q.shape
+        assert (q.stride()[1:], q.dtype, num_seqs) == ((head_dim, 1), k_cache.dtype, step.num_seqs)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        step = self.arguments
         step.num_heads, step.q_seq = num_heads, q.stride(0)
-        step.partial, step.lse, step.out = partial.data_ptr(), lse.data_ptr(), out.data_ptr()
         step.q, step.k_cache, step.v_cache = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
-        cpp.paged_decode(step, q.dtype)
+        step.out = out.data_ptr()
+        cpp.load().paged_decode(ctypes.byref(step), cpp.DTYPES[q.dtype])
         return out
+
+
+def find_shared_blocks(
+    tables: list[list[int]], limits: list[int], min_saved: int
+) -> list[tuple[list[int], int, int]]:
+    """Groups of sequences whose block tables begin alike, and groups within these groups.
+
+    Four requests with a common system prompt, two of them samples of one prompt:
+
+        tables  0: [5, 2, 7, 4]   1: [5, 2, 7, 9]   2: [5, 2, 3]   3: [5, 2, 6]   4: [8, 1]
+
+        ([0, 1, 2, 3], 0, 2)    blocks 5 and 2: 6 reads saved
+        ([0, 1], 2, 3)          block 7: 1 read saved
+
+    Args:
+        limits: how many blocks of each sequence may be shared.
+        min_saved: reads that a group must save; else one within it begins where it would have.
+
+    Returns:
+        (sequences, first block, end) of each group.
+    """
+    found: list[tuple[list[int], int, int]] = []
+    groups = [(list(range(len(tables))), 0, 0)]  # (sequences, blocks that they share, those of them found)
+    while groups:
+        seqs, depth, first = groups.pop()
+        alike: dict[int, list[int]] = defaultdict(list)  # the next block → sequences
+        for seq in seqs:
+            if depth < limits[seq]:
+                alike[tables[seq][depth]].append(seq)
+        for group in alike.values():
+            if len(group) == 1:
+                continue
+            # What the smallest and the largest table begin with, all between them do.
+            low, high = min(tables[seq] for seq in group), max(tables[seq] for seq in group)
+            end, most = depth + 1, min(limits[seq] for seq in group)
+            while end < most and low[end] == high[end]:
+                end += 1
+            is_worth_it = (len(group) - 1) * (end - first) >= min_saved
+            if is_worth_it:
+                found.append((group, first, end))
+            groups.append((group, end, end if is_worth_it else first))
+    return found

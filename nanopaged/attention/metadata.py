@@ -1,4 +1,4 @@
-"""A batch as plain data: tokens, and what attention needs to know of them. It knows no sequences."""
+"""A batch as plain data: tokens, and what attention needs to know of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-GATHER_KEYS = 1 << 16  # keys of cached contexts that `FlashAttention` gathers at once
+GATHER_KEYS = 1 << 16  # keys of cached contexts that are gathered at once
 
 
 @dataclass
@@ -20,13 +20,11 @@ class AttentionMetadata:
         block_tables  [5,2] [0] [3,8]        slot_mapping  2·4+1  0·4+3  8·4+0 8·4+1 8·4+2
 
     Fields:
-        query_lens: [num_seqs], new tokens of each sequence.
-        context_lens: [num_seqs], tokens that each sequence attends to, cached and new.
+        query_lens, context_lens: [num_seqs].
         block_tables: for each sequence, its physical block ids.
-        slot_mapping: [num_tokens], the slot of each new token: block · block_size + offset.
+        slot_mapping: [num_tokens], block · block_size + offset.
         num_decodes: how many sequences, from the first on, are decodes.
-        seq_ids: [num_seqs], a number that stays with a sequence; after its end another may reuse it. See
-            `BlockTables`.
+        seq_ids: [num_seqs], a number that stays with a sequence, see `BlockTables`.
     """
 
     query_lens: np.ndarray
@@ -39,13 +37,12 @@ class AttentionMetadata:
 
 @dataclass
 class StepInputs:
-    """A batch without sequences: all that the model, the KV cache and attention need to compute it.
+    """All that the model, the KV cache and attention need to compute a batch.
 
     Fields:
-        moves: swaps out, swaps in and copies, as in `KVCache.move_blocks`.
+        moves: as in `KVCache.move_blocks`.
         input_ids, positions: int64 [num_tokens].
-        logit_rows: the tokens whose logits are wanted: first those that are followed by a sample, then the
-            tiles of prompts that want log-probabilities.
+        logit_rows: the tokens whose logits are wanted: those followed by a sample, then tiles of prompts.
     """
 
     moves: tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]
@@ -58,3 +55,12 @@ class StepInputs:
 def slots_of(block_table: list[int], positions: np.ndarray, block_size: int) -> np.ndarray:
     """The slots of a sequence's tokens: block_size = 4, table [7, 2], positions 2 3 4 5 → 30 31 8 9."""
     return np.array(block_table)[positions // block_size] * block_size + positions % block_size
+
+
+def gather_groups(context_lens: np.ndarray) -> list[slice]:
+    """Cut sequences into groups of at most GATHER_KEYS keys, or one longer context.
+
+    GATHER_KEYS = 10    context_lens 4 5 3 2    → two of 5 keys are a group: 0:2 2:4
+    """
+    step = max(1, GATHER_KEYS // int(context_lens.max()))
+    return [slice(i, i + step) for i in range(0, len(context_lens), step)]

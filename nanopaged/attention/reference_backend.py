@@ -1,7 +1,4 @@
-"""Paged attention, slow and obvious: a loop over sequences, queries and blocks.
-
-Read this backend first. The other backends compute the same, and the tests compare them with it.
-"""
+"""Paged attention, slow and obvious: read this backend first. The others compute the same."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from nanopaged.kv_cache import KVCache
 
 ScoreMod = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """score_mod(layer, scores, queries, keys) → other scores, see `nanopaged.attention`."""
+LayerMod = Callable[[Tensor, Tensor, Tensor], Tensor]  # that of one layer
 
 
 def reference_paged_attention(
@@ -25,24 +23,21 @@ def reference_paged_attention(
     block_table: list[int],
     context_len: int,
     scale: float,
-    score_mod: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    score_mod: LayerMod | None = None,
 ) -> Tensor:
-    """Attention of one query to its sequence, block by block, with a running softmax.
+    """Attention of one query, block by block, with a running softmax.
 
         o = Σ_b Σ_i exp(S_bi - m) V_bi / l     with S_b = scale · q K_bᵀ, m the maximum of all scores,
                                                l = Σ_b Σ_i exp(S_bi - m)
 
-    The maximum and the sum are known only after the last block. The online softmax (Milakov and Gimelshein,
-    arXiv 1805.02867) keeps both for the blocks so far. When a block raises the maximum from m to m', the sums
-    so far are multiplied by exp(m - m'): of scores 1 and 3, in two blocks, first m = 1, l = 1; then m = 3,
-    l = exp(1 - 3) · 1 + 1.
+    The online softmax (Milakov and Gimelshein, arXiv 1805.02867): when a block raises the maximum from m to
+    m', the sums so far are multiplied by exp(m - m'). Of scores 1 and 3, in two blocks, first m = 1, l = 1;
+    then m = 3, l = exp(1 - 3) · 1 + 1.
 
     Args:
         q: [num_heads, head_dim], of one token.
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim].
-        block_table: the physical blocks of the sequence, in order.
         context_len: keys that the query attends to: all up to and including its own.
-        score_mod: of this layer.
 
     Returns:
         [num_heads, head_dim]
@@ -50,8 +45,8 @@ def reference_paged_attention(
     num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     queries = q.float().view(num_kv_heads, -1, head_dim)  # the heads that share a KV head lie together
-    # The maximum of the scores so far. It is not -inf: a block may be masked, and -inf - -inf is NaN.
-    m = torch.full((*queries.shape[:2], 1), torch.finfo(torch.float32).min, device=q.device)
+    # The maximum so far. It is not -inf: a block may be masked, and -inf - -inf is NaN.
+    m = queries.new_full((*queries.shape[:2], 1), torch.finfo(torch.float32).min)
     l = torch.zeros_like(m)  # sum of exp(score - m)
     acc = torch.zeros_like(queries)  # sum of exp(score - m) · value
     for i, block_id in enumerate(block_table):
@@ -74,33 +69,23 @@ def reference_paged_attention(
 
 
 class ReferenceAttention:
-    """The loop above, for every query of the batch. `nanopaged.attention` describes the methods."""
+    """The loop above, for every query of the batch."""
 
     supports_cuda_graphs = False
-    fused: dict[str, Callable[..., Tensor]] = {}
 
     def __init__(self, cache: KVCache, scale: float, score_mod: ScoreMod | None = None) -> None:
-        self.cache = cache
-        self.scale = scale
-        self.score_mod = score_mod
+        self.cache, self.scale, self.score_mod = cache, scale, score_mod
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        """Keep the metadata of the step for its layers."""
+        """Keep the metadata."""
         self.metadata = metadata
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One layer: store all new K/V, then query by query.
-
-        Args:
-            q: [num_tokens, num_heads, head_dim], returned in the same shape.
-            k, v: [num_tokens, num_kv_heads, head_dim].
-        """
-        k, v = self.cache.pack(k), self.cache.pack(v)
+        """One layer: store all new K/V, then query by query."""
         k_cache, v_cache = self.cache.layer(layer)
         for token, slot in enumerate(self.metadata.slot_mapping.tolist()):
             block_id, offset = divmod(slot, self.cache.block_size)
             k_cache[block_id, :, offset], v_cache[block_id, :, offset] = k[token], v[token]
-        k_cache, v_cache = self.cache.unpack(k_cache), self.cache.unpack(v_cache)
         score_mod = partial(self.score_mod, layer) if self.score_mod is not None else None
         out, token = torch.empty_like(q), 0
         lens = zip(self.metadata.query_lens.tolist(), self.metadata.context_lens.tolist(), strict=True)

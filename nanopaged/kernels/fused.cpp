@@ -1,4 +1,4 @@
-// The small operations of a layer in C++, one pass over memory each. The CPU's twin of `fused.py`.
+// The small operations of a layer in C++, one pass over memory each. They compute what `layers.py` does.
 
 #include <cmath>
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "vectors.h"
@@ -13,7 +14,7 @@
 constexpr int TILE = 32;  // keys whose scores are computed together
 constexpr int TILE_VECS = TILE / LANES;
 
-// The arguments of a decode. `kernels/cpp.py` has the same fields in the same order.
+// The arguments of a decode. `cpp.py` has the same fields in the same order.
 //
 // A *run* is a part of a block table, and the sequences that read it: one, or several that share the blocks.
 // Each pair of a run and a sequence gets a partial result, a *row*.
@@ -28,10 +29,10 @@ struct Decode {
     const int64_t *blocks, *first_block, *num_keys;  // of all runs; of each run, its first entry and its keys
     const int64_t *first_row, *row_seq;              // [num_runs + 1], [num_rows]: the sequence of each row
     const int64_t *first_part, *parts;               // [num_seqs + 1], [num_rows]: the rows of each sequence
-    float *partial, *lse;                            // [num_rows, num_heads, DIM_PAD], [num_rows, num_heads]
     float scale_log2;
     const void *q, *k_cache, *v_cache;  // q [num_seqs, num_heads, head_dim]; the rest changes with each layer
     void* out;                          // [num_seqs, num_heads, head_dim], contiguous
+    float *partial, *lse;               // [num_rows, num_heads, DIM_PAD], [num_rows, num_heads]: `launch_decode`
 };
 
 // Copy TILE keys (or values) of one head, from position `first` on, to `tile`, as float32. VECS = DIM_PAD / 16.
@@ -140,7 +141,10 @@ template <class T, int VECS> void reduce_kernel(const Decode& d, int64_t seq, in
 
 // ── launching the kernels ──────────────────────────────────────────────────────────────────────────
 
-template <class T, int VECS> void launch_decode(const Decode& d) {
+template <class T, int VECS> void launch_decode(Decode d) {
+    const int64_t num_rows = d.first_row[d.num_runs] * d.num_heads;
+    const std::unique_ptr<float[]> memory(new float[num_rows * (VECS * LANES + 1)]);
+    d.partial = memory.get(), d.lse = d.partial + num_rows * VECS * LANES;
 #pragma omp parallel
     {
 #pragma omp for collapse(2) schedule(dynamic)

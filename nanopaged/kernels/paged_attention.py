@@ -1,20 +1,14 @@
 """Paged attention in Triton: store new K/V in slots, decode over blocks.
 
-A decode reads every key and value of its context, and multiplies it with a few queries. It is memory-bound:
-its time is the time to read K/V. So the kernels read K/V exactly once, and keep enough reads in flight:
+A decode takes the time to read K/V. So the kernels read K/V exactly once, and keep enough reads in flight:
 
-    decode_kernel   one program for each (sequence, KV head, split of the context), with all query heads that
+    decode_kernel   a program for each (sequence, KV head, split of the context), with all query heads that
                     share the KV head; it writes a partial softmax and its log-sum-exp (LSE)
     reduce_kernel   combines the splits of a query head, as `reference_backend.py` combines blocks
 
-The kernels know block tables, lengths and strides, but no sequences or batches; the functions at the end
-launch them. Arguments such as `q_head` and `table_row` are strides, in elements: the distance from one head
-of q, or one row of the block tables, to the next. Arguments that end in `_ptr` are tensors.
-`do_not_specialize_on_alignment` stops Triton from compiling a kernel again when the alignment of a small
-input changes.
-
-With TRITON_INTERPRET=1 (set before triton is first imported) they run on a CPU, slowly, with the same
-results.
+Arguments such as `q_seq` and `table_row` are strides, in elements; the heads of a token are contiguous.
+`do_not_specialize_on_alignment` stops Triton from compiling a kernel for each alignment of a small input.
+With TRITON_INTERPRET=1 (set before triton is imported) they run on a CPU, slowly.
 """
 
 from __future__ import annotations
@@ -35,19 +29,16 @@ def store_kernel(
     v_cache_ptr,
     slots_ptr,
     k_token,
-    k_head,
     v_token,
-    v_head,
     cache_block,
     cache_head,
-    cache_slot,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     DIM_PAD: tl.constexpr,
 ):
-    """One program writes the K/V of one token, all heads, to its slot. Slot -1 (padding) is skipped."""
+    """Write the K/V of one token to its slot. Slot -1 (padding) is skipped."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot >= 0:
@@ -55,11 +46,9 @@ def store_kernel(
         dims = tl.arange(0, DIM_PAD)[None, :]
         mask = (heads < NUM_HEADS) & (dims < HEAD_DIM)
         # block_size = 4, slot 9: block 2, offset 1
-        target = (
-            (slot // BLOCK_SIZE) * cache_block + (slot % BLOCK_SIZE) * cache_slot + heads * cache_head + dims
-        )
-        k = tl.load(k_ptr + token * k_token + heads * k_head + dims, mask=mask)
-        v = tl.load(v_ptr + token * v_token + heads * v_head + dims, mask=mask)
+        target = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * HEAD_DIM + heads * cache_head + dims
+        k = tl.load(k_ptr + token * k_token + heads * HEAD_DIM + dims, mask=mask)
+        v = tl.load(v_ptr + token * v_token + heads * HEAD_DIM + dims, mask=mask)
         tl.store(k_cache_ptr + target, k, mask=mask)
         tl.store(v_cache_ptr + target, v, mask=mask)
 
@@ -69,7 +58,7 @@ def tiles_per_split(context_len, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
     """Tiles of keys in one split of a context.
 
     1000 keys, TILE = 64, 4 splits: 16 tiles, 4 in a split, keys 0-255, 256-511, ...
-    If the context is too short for all splits, the last ones are empty: 3 tiles, 4 splits: 1 in a split.
+    If the context is too short, the last splits are empty: 3 tiles, 4 splits: 1 in a split.
     """
     return tl.maximum(tl.cdiv(tl.cdiv(context_len, TILE), NUM_SPLITS), 1)
 
@@ -86,14 +75,9 @@ def decode_kernel(
     lse_ptr,
     scale_log2,
     q_seq,
-    q_head,
     cache_block,
     cache_head,
-    cache_slot,
     table_row,
-    out_seq,
-    out_head,
-    out_split,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -103,10 +87,10 @@ def decode_kernel(
     DIM_PAD: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Partial attention of the query heads of one KV head over one split of one sequence's context.
+    """Partial attention of the query heads of one KV head over one split of a context.
 
     With S = scale · log2(e) · q Kᵀ over the split's keys: out = Σ 2^(S - m) V / l and lse = m + log2(l),
-    where m = max S and l = Σ 2^(S - m). The loop over tiles of keys keeps m, l and Σ in float32.
+    where m = max S and l = Σ 2^(S - m). The loop keeps m, l and Σ in float32.
     """
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -121,7 +105,7 @@ def decode_kernel(
         dims = tl.arange(0, DIM_PAD)[None, :]
         heads = (kv_head * GROUP + group)[:, None]
         q_mask = (group[:, None] < GROUP) & (dims < HEAD_DIM)
-        q = tl.load(q_ptr + seq * q_seq + heads * q_head + dims, mask=q_mask, other=0.0).to(DOT)
+        q = tl.load(q_ptr + seq * q_seq + heads * HEAD_DIM + dims, mask=q_mask, other=0.0).to(DOT)
         m = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         l = tl.zeros([GROUP_PAD], tl.float32)
         acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
@@ -131,9 +115,9 @@ def decode_kernel(
             # A tile spans several blocks. block_size = 4, positions 6 7 8 9, table [7, 2, 5]:
             # blocks 2 2 5 5, offsets 2 3 0 1. In 64 bits: a cache has more than 2^31 elements.
             block = tl.load(table + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-            row = block * cache_block + (position % BLOCK_SIZE) * cache_slot + kv_head * cache_head
+            row = block * cache_block + (position % BLOCK_SIZE) * HEAD_DIM + kv_head * cache_head
             mask = live[:, None] & (dims < HEAD_DIM)
-            # 0 beyond the context: an unwritten slot may hold NaN, and 0 · NaN is NaN.
+            # 0 beyond the context: an unwritten slot may hold NaN.
             k = tl.load(k_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
             v = tl.load(v_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [GROUP_PAD, TILE]
@@ -146,10 +130,11 @@ def decode_kernel(
             m = m_new
         l = tl.where(context_len == 0, 1.0, l)
         m = tl.where(context_len == 0, 0.0, m)
-        out = out_ptr + seq * out_seq + heads * out_head + split * out_split + dims
+        # Rows of out [num_seqs, num_heads, splits, head_dim] and of lse [num_seqs, num_heads, splits]
+        rows = ((seq * tl.num_programs(1) + kv_head) * GROUP + group) * NUM_SPLITS + split
+        out = out_ptr + rows[:, None] * HEAD_DIM + dims
         tl.store(out, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=q_mask)
-        lse_row = (seq * tl.num_programs(1) + kv_head) * GROUP + group  # of lse [num_seqs, num_heads, splits]
-        tl.store(lse_ptr + lse_row * NUM_SPLITS + split, m + tl.log2(l), mask=group < GROUP)
+        tl.store(lse_ptr + rows, m + tl.log2(l), mask=group < GROUP)
 
 
 @triton.jit(do_not_specialize_on_alignment=["lens_ptr"])
@@ -158,20 +143,15 @@ def reduce_kernel(
     lse_ptr,
     lens_ptr,
     out_ptr,
-    partial_seq,
-    partial_head,
-    partial_split,
-    out_seq,
-    out_head,
     HEAD_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
     DIM_PAD: tl.constexpr,
 ):
-    """One program combines the splits of one query head: Σ w_s · out_s / Σ w_s with w_s = 2^(lse_s - max).
+    """Combine the splits of one query head: Σ w_s · out_s / Σ w_s with w_s = 2^(lse_s - max).
 
-    Empty splits are skipped, because their memory was not written. context_len tells which ones are empty.
+    Empty splits are skipped: their memory was not written.
     """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -180,56 +160,55 @@ def reduce_kernel(
     used = tl.maximum(used, 1)  # the zeros of an empty context
     splits = tl.arange(0, SPLITS_PAD)
     dims = tl.arange(0, DIM_PAD)
-    lse_row = lse_ptr + (seq * tl.num_programs(1) + head) * NUM_SPLITS
-    lse = tl.load(lse_row + splits, mask=splits < used, other=float("-inf"))
+    out_row = seq * tl.num_programs(1) + head
+    rows = out_row * NUM_SPLITS + splits
+    lse = tl.load(lse_ptr + rows, mask=splits < used, other=float("-inf"))
     weight = tl.exp2(lse - tl.max(lse, 0))
-    rows = partial_ptr + seq * partial_seq + head * partial_head + splits[:, None] * partial_split
     mask = (splits[:, None] < used) & (dims[None, :] < HEAD_DIM)
-    partial = tl.load(rows + dims[None, :], mask=mask, other=0.0)
+    partial = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
     out = tl.sum(partial * weight[:, None], 0) / tl.sum(weight, 0)
-    out_row = out_ptr + seq * out_seq + head * out_head
-    tl.store(out_row + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    tl.store(out_ptr + out_row * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 # ── launching the kernels ──────────────────────────────────────────────────────────────────────────
 
 INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 MIN_SPLIT = 256  # fewest keys in a split
-MAX_SPLITS = 64  # partial results that fit in the registers of one program of `reduce_kernel`
+MAX_SPLITS = 64  # partial results that one program of `reduce_kernel` has registers for
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """Why the kernels cannot run on the device; None if they can."""
+    if INTERPRETED:
+        return None
+    if device.type != "cuda":
+        return f"its kernels need a CUDA GPU, not {device}, or TRITON_INTERPRET=1 for a slow trial"
+    capability, version = torch.cuda.get_device_capability(device), triton.__version__
+    # For 7.5 (T4) Triton 3.4 fails on fewer than 16 rows; CUDA 13 has no compiler for older GPUs.
+    has_triton = tuple(map(int, version.split(".")[:2])) >= (3, 5)
+    if capability < ((7, 5) if has_triton else (8, 0)):
+        has = "{}.{} with Triton {}".format(*capability, version)
+        return f"its kernels need compute capability 8.0, or 7.5 with Triton 3.5, and {device} has {has}"
+    return None
 
 
 def decode_settings(
-    capability: tuple[int, int],
-    group: int,
-    head_dim: int,
-    block_size: int,
-    num_splits: int,
-    dtype: torch.dtype,
+    capability: tuple[int, int], group: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[dict[str, object], dict[str, int]]:
-    """The constants of a compiled `decode_kernel`, and its launch options: one rule for all GPUs.
+    """The tile, the paddings and the launch options of `decode_kernel`, by one rule for all GPUs.
 
         capability  dtype    rows                tile        warps                      stages
         from 8.0    16 bits  group, at least 16  16 KB of K  4, 8 if head_dim > 128     3
         from 8.0    float32  group, at least 16  16 KB of K  8                          3, 2 from 12.0
         7.5         all      group               16 keys     4, 8 if rows · dims ≥ 4096
 
-    - Rows are the query heads of a KV head, as a power of two. A tensor core multiplies 16 rows at once, so
-      a smaller group is padded. That costs registers, and arithmetic, which is not the bottleneck. Below 8.0
-      Triton does not use tensor cores, so padding would be in vain.
-    - A tile is 16 KB of K and 16 KB of V: 64 keys of 128 in bfloat16, at most 128 keys, and fewer for more
-      than 32 rows. Then most streaming multiprocessors have room for two to five programs. Below 8.0, where
-      products need more registers, it is the fewest keys that `tl.dot` takes.
-    - 8 warps have the registers for the sums of a wide head, and for products in float32, which do not use
-      tensor cores.
-    - Stages are the loads in flight. From 12.0 on, float32 with three of them spills registers to memory.
-      (Below 8.0 there are no asynchronous loads.)
-
-    `tests/compile_kernels.py` compiles them for seven architectures, and nothing spills.
+    A tensor core multiplies 16 rows (query heads of a KV head) at once; below 8.0 Triton uses none. 16 KB (64
+    keys of 128 in bfloat16, fewer for more than 32 rows) leave an SM room for two programs. 8 warps have the
+    registers for a wide head and for float32. From 12.0 on, three loads in flight spill float32's registers.
 
     Args:
-        capability: of the GPU: (9, 0) for an H100. The interpreter takes any, with the same results.
+        capability: (9, 0) for an H100. The interpreter takes any.
         group: query heads that share a KV head.
-        dtype: of the KV cache.
     """
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     group_pad = triton.next_power_of_2(group)
@@ -241,59 +220,40 @@ def decode_settings(
     else:
         tile = 16
         many = group_pad * dim_pad >= 4096
-    # Triton's interpreter computes bfloat16 products wrongly, without an error.
+    # Triton's interpreter computes bfloat16 products wrongly.
     dot = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
-    constants = {
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "BLOCK_SIZE": block_size,
-        "NUM_SPLITS": num_splits,
-        "TILE": tile,
-        "GROUP_PAD": group_pad,
-        "DIM_PAD": dim_pad,
-        "DOT": {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dot],
-    }
+    dot = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dot]
+    constants = {"TILE": tile, "GROUP_PAD": group_pad, "DIM_PAD": dim_pad, "DOT": dot}
     num_stages = 2 if is_float32 and capability >= (12, 0) else 3
     return constants, {"num_warps": 8 if many else 4, "num_stages": num_stages}
 
 
-def choose_num_splits(num_seqs: int, num_kv_heads: int, max_context_len: int, num_processors: int) -> int:
-    """The number of splits of each context. It is a power of two, because each number is compiled separately.
+def choose_num_splits(num_programs: int, max_context_len: int, num_processors: int) -> int:
+    """The number of splits: a power of two, because each number is compiled separately.
 
-    Two programs for each streaming multiprocessor (SM) keep enough bytes in flight (Little's law: an H200
-    needs some 27 KB for each of its 132 SMs). A split also costs time, because its partial result is written
-    and read again, so it has at least MIN_SPLIT keys. By arithmetic, not measured, on an H200, 8 KV heads:
+    Two programs for each multiprocessor (SM) keep enough bytes in flight. A split has at least MIN_SPLIT
+    keys. On an H200 (132 SMs), 8 KV heads, so 8 programs a sequence:
 
         64 sequences of 4096    512 programs: 1 split        1 of 16384    8 programs: 64 splits of 256
-
-    Args:
-        num_processors: SMs of the GPU.
     """
-    wanted = triton.cdiv(2 * num_processors, num_seqs * num_kv_heads)
+    wanted = triton.cdiv(2 * num_processors, num_programs)
     most = max(1, min(MAX_SPLITS, max_context_len // MIN_SPLIT))
     return min(triton.next_power_of_2(wanted), 1 << (most.bit_length() - 1))
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write the new keys and values of a batch to their slots.
+    """Write the new k, v [num_tokens, num_kv_heads, head_dim] of a batch to their slots.
 
     Args:
-        k, v: [num_tokens, num_kv_heads, head_dim]; any strides, but the last is 1.
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], two views of one tensor.
         slot_mapping: int64 [num_tokens], block · block_size + offset; -1 writes nothing.
     """
     num_tokens, num_heads, head_dim = k.shape
-    assert k.stride(2) == v.stride(2) == k_cache.stride(3) == 1
+    assert k.stride()[1:] == v.stride()[1:] == k_cache.stride()[2:] == (head_dim, 1)
     assert k_cache.stride() == v_cache.stride()
+    strides = k.stride(0), v.stride(0), *k_cache.stride()[:2]
     store_kernel[(num_tokens,)](
-        k,
-        v,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *k_cache.stride()[:3],
+        *(k, v, k_cache, v_cache, slot_mapping, *strides),
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=k_cache.shape[2],
@@ -312,57 +272,38 @@ def paged_decode(
     scale: float,
     num_splits: int,
 ) -> Tensor:
-    """Paged decode: one query of each sequence attends to its context, which is stored in blocks.
+    """Paged decode: one query of each sequence attends to its context.
 
     Args:
-        q: [num_seqs, num_heads, head_dim]; any strides, but the last is 1.
+        q: [num_seqs, num_heads, head_dim], as the output.
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], two views of one tensor.
-        block_tables: int32 [num_rows, most blocks]; entries beyond a context are not read.
-        rows: int64 [num_seqs], the row of `block_tables` of each sequence.
-        context_lens: int64 [num_seqs], keys of each sequence, the new one included. 0 gives zeros.
-        num_splits: splits of each context, see `choose_num_splits`.
-
-    Returns:
-        [num_seqs, num_heads, head_dim], in the dtype of q.
+        block_tables: int32 [num_rows, most blocks].
+        rows: int64 [num_seqs], of `block_tables`.
+        context_lens: int64 [num_seqs], the new key included. 0 gives zeros.
+        num_splits: of each context, see `choose_num_splits`.
     """
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
-    assert q.stride(2) == k_cache.stride(3) == 1
+    assert q.stride()[1:] == k_cache.stride()[2:] == (head_dim, 1)
     assert k_cache.stride() == v_cache.stride()
     group = num_heads // num_kv_heads
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)  # (9, 0): interpreted
-    constants, options = decode_settings(capability, group, head_dim, block_size, num_splits, k_cache.dtype)
+    constants, options = decode_settings(capability, group, head_dim, k_cache.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=q.device)
-    if num_splits == 1:  # the partial result is the result
-        partial = out[:, :, None]
-    else:
+    partial = out  # of one split, the partial result is the result
+    if num_splits > 1:
         partial = torch.empty((*lse.shape, head_dim), dtype=torch.float32, device=q.device)
+    strides = q.stride(0), *k_cache.stride()[:2], block_tables.stride(0)
+    sizes = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "NUM_SPLITS": num_splits}
     decode_kernel[(num_seqs, num_kv_heads, num_splits)](
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        rows,
-        context_lens,
-        partial,
-        lse,
-        scale * math.log2(math.e),  # 2^(x · log2(e)) = e^x
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        block_tables.stride(0),
-        *partial.stride()[:3],
-        **constants,
-        **options,
+        *(q, k_cache, v_cache, block_tables, rows, context_lens, partial, lse),
+        *(scale * math.log2(math.e), *strides),  # 2^(x · log2(e)) = e^x
+        **(sizes | constants | options),
     )
     if num_splits > 1:
         reduce_kernel[(num_seqs, num_heads)](
-            partial,
-            lse,
-            context_lens,
-            out,
-            *partial.stride()[:3],
-            *out.stride()[:2],
+            *(partial, lse, context_lens, out),
             HEAD_DIM=head_dim,
             NUM_SPLITS=num_splits,
             TILE=constants["TILE"],

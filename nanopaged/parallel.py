@@ -1,0 +1,254 @@
+"""Tensor parallelism: several processes, the ranks, hold a share of each layer and compute steps together.
+
+Rank 0 is the process of the engine, with the scheduler, the block manager and the sampler. The other ranks,
+its workers, have a model runner each, and wait for the inputs of a step.
+
+    rank 0    schedule ─▶ send ─▶ forward ─▶ logits ─▶ sample, update
+    rank 1                 └────▶ forward ─▶ logits ─┘ gathered
+
+A rank has a share of the attention heads, of the columns of the MLP and of the rows of the vocabulary. The
+partial results of a layer are added up (all-reduce) after `o_proj` and after `down_proj` (Megatron-LM, arXiv
+1909.08053). A rank stores the K/V of its own heads in the same physical blocks as the others: block tables
+are the same everywhere, and K/V is never sent (PagedAttention, §4.6).
+
+A rank that fails or is lost ends the engine. Ranks that are started here meet by a file, and open ports on
+127.0.0.1 alone (NCCL's, on GPUs, are its own). Under torchrun ports are open to the network, and messages are
+pickles: whoever reaches them can run code (docs/ranks.md).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing import spawn
+
+# Seconds that ranks wait for each other within a step; a rank that takes longer is lost.
+STEP_TIMEOUT = float(os.environ.get("NANOPAGED_STEP_TIMEOUT", 30))
+NUM_THREADS = torch.get_num_threads()  # before any engine has changed it
+Make = Callable[..., Any]  # make(ranks=…, device=…) gives the model runner of a rank
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # it has started this process, and all other ranks
+
+
+def pick_device(name: str, local_rank: int | None = None) -> torch.device:
+    """The torch device of that name, with its number; each rank of this machine has a GPU of its own."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if local_rank is not None and name.startswith("cuda"):
+        name = f"cuda:{local_rank}"
+    try:
+        device = torch.empty(0, device=name).device  # "cuda" becomes "cuda:0": some functions need the number
+    except (RuntimeError, AssertionError) as error:
+        # PyTorch's own words for "mps" are a page about its dispatcher.
+        reason = "PyTorch finds no Apple GPU" if name.startswith("mps") else error
+        raise ValueError(f"device {name!r} cannot be used here: {reason}") from error
+    if device.type not in ("cpu", "cuda", "mps") or (local_rank is not None and device.type == "mps"):
+        raise ValueError(f"device {name!r} cannot be used here: only cpu, cuda and, by one rank, mps can")
+    return device
+
+
+class Ranks:
+    """This process as one of the `size` ranks of a model, which find each other by the `store`."""
+
+    def __init__(self, rank: int, size: int, store: Any, device: torch.device, folder: str = "") -> None:
+        self.rank, self.size, self.store, self.device = rank, size, store, device
+        self.pid = os.getpid()
+        self.lost: str | None = None  # why the engine has ended
+        self.processes: list[Any] = []  # the workers that rank 0 has started; none if torchrun has
+        self.messages: Any = None  # the group for messages, and …
+        self.group: Any = None  # … for tensors
+        # It runs as this object goes, or as the program ends.
+        self.end_workers = weakref.finalize(self, _end_workers, self.pid, folder, self.processes)
+
+    def meet(self) -> None:
+        """Connect all ranks, once all of them are ready."""
+        self.store.set(f"ready/{self.rank}", "")
+        while not self.store.check([f"ready/{rank}" for rank in range(self.size)]):
+            if reason := self.failure():
+                raise RuntimeError(reason)
+            time.sleep(0.02)
+        timeout = timedelta(seconds=STEP_TIMEOUT)
+        options: Any = timeout  # under torchrun, ports are on the interface that GLOO_SOCKET_IFNAME names
+        if not UNDER_TORCHRUN:
+            options = dist.ProcessGroupGloo._Options()  # ty: ignore[missing-attribute]
+            options._timeout = timeout
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        store = dist.PrefixStore("gloo", self.store)
+        self.group = self.messages = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+        if self.device.type == "cuda":
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # abort, do not end the process
+            options, store = dist.ProcessGroupNCCL.Options(), dist.PrefixStore("nccl", self.store)
+            options._timeout = timeout
+            self.group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+    # ── what a step needs ─────────────────────────────────────────────────────────────────────────
+
+    def send(self, message: object) -> None:
+        """Send the workers what `receive` returns there."""
+        if os.getpid() != self.pid:
+            self.lost = f"this engine belongs to process {self.pid}, not to its forks: make another here"
+        if self.lost is not None:
+            raise RuntimeError(self.lost)
+        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+        for x in (torch.tensor([len(data)], dtype=torch.int64, device="cpu"), data):
+            self.messages.broadcast([x]).wait()
+
+    def receive(self) -> Any:
+        """In a worker, the next message of rank 0. The process ends if rank 0 does."""
+        size, options = torch.empty(1, dtype=torch.int64, device="cpu"), dist.BroadcastOptions()
+        options.timeout = timedelta(days=100)
+        try:
+            self.messages.broadcast([size], options).wait()
+        except RuntimeError:  # the connection is closed
+            raise SystemExit from None
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        self.messages.broadcast([data]).wait()
+        return pickle.loads(data.numpy().tobytes())
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks of x, in place."""
+        self.group.allreduce([x]).wait()
+        return x
+
+    def smallest(self, number: int) -> int:
+        """The smallest of the numbers that the ranks have."""
+        numbers = torch.tensor([number], dtype=torch.int64, device=self.device)
+        self.group.allreduce([numbers], dist.ReduceOp.MIN).wait()
+        return int(numbers)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """On rank 0, the x [n, columns] of all ranks side by side: [n, size · columns]. Elsewhere, x."""
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
+        self.group.gather([parts] if parts else [], [x.contiguous()]).wait()  # to rank 0
+        return torch.cat(parts, dim=-1) if parts else x
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────
+
+    def failure(self, seconds: float = 0.0) -> str | None:
+        """The traceback of the first worker that failed, or which one was killed. None: all live so long."""
+        ended = wait([process.sentinel for process in self.processes], seconds)  # until one has
+        for process in self.processes:
+            process.join(1.0 if process.sentinel in ended else 0.0)  # its exit code comes a moment later
+        codes = {rank: process.exitcode for rank, process in enumerate(self.processes, 1) if process.exitcode}
+        killed = min(codes, key=codes.__getitem__, default=0)  # it may make others fail, so it counts first
+        if self.store.check(["failure"]) and codes.get(killed, 0) >= 0:
+            return self.store.get("failure").decode()
+        return f"rank {killed} died (exit code {codes[killed]}): see its output" if codes else None
+
+    def check(self) -> None:
+        """On a GPU an all-reduce whose other ranks are gone may end without an error, with wrong sums."""
+        torch.cuda.synchronize()
+        if self.failure():
+            raise RuntimeError("a rank did not take part in the whole step")
+
+    def end(self, error: BaseException) -> None:
+        """End the engine after a failure within a step. Raises RuntimeError, as every later step does: which
+        rank failed, and how. Ctrl-C passes through."""
+        if self.lost is None:  # else `send` has raised it
+            reason = f"rank 0 failed within a step: {error!r}"
+            if isinstance(error, RuntimeError):  # a connection may end before its process does
+                timed_out = f"a rank has not answered for {STEP_TIMEOUT:.0f} seconds"
+                reason = self.failure(3.0) or (timed_out if "imed out" in str(error) else reason)
+            self.lost = f"the engine has ended: {reason}"
+            self.close()
+        if isinstance(error, Exception):
+            raise RuntimeError(self.lost) from error
+
+    def close(self) -> None:
+        """End the workers, and this rank's connections to them."""
+        self.end_workers()
+        if self.group is not None and self.device.type == "cuda":
+            self.group.abort()
+        self.messages = self.group = None
+
+
+def _end_workers(pid: int, folder: str, processes: list[Any]) -> None:
+    """Kill the workers that were started here; torchrun's end as their connections close."""
+    if os.getpid() == pid:  # a fork leaves them to its parent
+        for process in processes:
+            process.kill()
+            process.join(5)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ── starting ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def start(size: int, device_name: str, make_runner: Make) -> Any:
+    """The model runner of rank 0, among `size` ranks; of the only one, if `size` is 1.
+
+    Started by torchrun, each process is a rank: in the workers this call does not return, but ends the
+    process when rank 0 ends. Otherwise the workers are started here. A RuntimeError has the traceback of a
+    worker that cannot start.
+    """
+    if size == 1:
+        return make_runner()
+    local_rank = int(os.environ["LOCAL_RANK"]) if UNDER_TORCHRUN else 0
+    device = pick_device(device_name, local_rank)
+    if UNDER_TORCHRUN:
+        store, rank, num_launched = next(dist.rendezvous("env://"))
+        if num_launched != size:
+            raise ValueError(f"tensor_parallel_size is {size}, but torchrun started {num_launched} processes")
+        if rank > 0:
+            _serve(rank, size, store, device_name, local_rank, make_runner)
+        if store.add("num_engines", 1) > 1:
+            raise ValueError("under torchrun a program can have one engine: its workers serve no other")
+        ranks = Ranks(0, size, store, device)
+    else:
+        if device.type == "cpu":  # all ranks share the cores
+            torch.set_num_threads(min(torch.get_num_threads(), max(1, NUM_THREADS // size)))
+        folder = tempfile.mkdtemp(prefix="nanopaged-")
+        ranks = Ranks(0, size, dist.FileStore(f"{folder}/store", size), device, folder)
+    try:
+        if not UNDER_TORCHRUN:
+            arguments = size, device_name, folder, torch.get_num_threads(), make_runner
+            ranks.processes += spawn(_worker, arguments, size - 1, join=False, daemon=True).processes
+        return make_runner(ranks=ranks, device=device)
+    except BaseException as error:
+        reason = ranks.failure(3.0) if isinstance(error, RuntimeError) else None
+        ranks.close()
+        if reason is None:
+            raise
+        raise RuntimeError(f"the engine cannot start: {reason}") from error
+
+
+def _worker(index: int, size: int, device: str, folder: str, threads: int, make_runner: Make) -> None:
+    """The life of a worker that was started here."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    store = dist.FileStore(f"{folder}/store", size)
+    _serve(index + 1, size, store, device, index + 1, make_runner)
+
+
+def _end_with_parent() -> None:
+    """End this process when rank 0's has ended, however it did."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _serve(rank: int, size: int, store: Any, device_name: str, local_rank: int, make_runner: Make) -> None:
+    """Be a worker until rank 0 ends; the first one that fails tells why."""
+    try:
+        device = pick_device(device_name, local_rank)
+        make_runner(ranks=Ranks(rank, size, store, device), device=device).serve()
+    except Exception:
+        store.compare_set("failure", "", f"rank {rank}:\n{traceback.format_exc()}")
+        raise

@@ -1,0 +1,196 @@
+"""Writes what happens in each step into a page that a browser shows: `LLM(..., trace="run.html")`.
+
+The file begins with `page.html`, the whole viewer. A line of JSON follows for the engine, then one for each
+step. Every line goes to the file at once, so the page is complete at any time, also after an interrupt.
+
+A line has two whole states: when the batch was scheduled, and after the update. The page compares them: it
+finds, and says in words, which blocks were taken, found in the prefix cache or evicted. A block that is taken
+and given back within one step is not seen. The recorder is a listener of the engine, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from io import FileIO
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from nanopaged.scheduler import Scheduler
+from nanopaged.sequence import Request, ScheduledBatch, Sequence
+from nanopaged.snapshot import short_key
+
+PAGE = Path(__file__).with_name("page.html")
+
+logger = logging.getLogger("nanopaged")
+
+
+@dataclass(slots=True)
+class State:
+    """Queues, cached blocks and sequences. It stays as it is while the engine goes on."""
+
+    running: list[int]  # numbers of requests, in order of service
+    waiting: list[int]
+    cached: list[int]  # blocks, in order of eviction
+    rows: list[tuple[Sequence, int, list[Any]]]  # the number of its tokens; the first six of its fields
+
+
+class Recorder:
+    """The open trace of one engine.
+
+    The fields of a line; requests are numbers, in order of arrival, and empty fields are left out:
+
+        step, time               steps so far; seconds since the engine was made
+        scheduled, updated       the states: {running, waiting, cached, seqs}
+        admitted, preempted      requests; [[request, "swap" or "recompute"], …]
+        out, in, copies          moves of blocks: [[source, destination], …]
+        batch                    [[request, sequence, tokens to compute], …]
+        generated                tokens, so far
+        failed                   the error's type; the line of a failed step has no scheduled state
+
+    `seqs` has a list for each sequence, also for a finished one until its request is:
+
+        [request, index, number of computed tokens, block table, host table, why it is finished or null,
+         number of its tokens that the lines before have, the other tokens]
+
+    What never changes is written once:
+
+        requests                 [[number, id, prompt tokens, sequences, whether it is a beam search], …]
+        keys                     block → the short key under which it is published from now on, or null
+        texts                    token → its text
+
+    A step that fails may leave no line, so what the page has been told, `told_…`, changes after a line was
+    written.
+
+    Args:
+        tokenizer: None leaves the texts out.
+
+    Raises:
+        OSError: the page cannot be written.
+    """
+
+    def __init__(self, path: Path, scheduler: Scheduler, tokenizer: Any, model_name: str) -> None:
+        self.path, self.scheduler, self.tokenizer = path, scheduler, tokenizer
+        self.start, self.num_steps = time.monotonic(), 0
+        self.numbers: dict[Request, int] = {}  # of the unfinished ones
+        self.num_requests = 0
+        self.scheduled = self._state()  # of the present step
+        self.told_requests = 0
+        self.told_tokens: dict[Sequence, int] = {}
+        self.told_keys: dict[int, bytes] = {}
+        self.told_texts: set[int] = set()
+        header = {
+            "model": Path(model_name).name,
+            "block_size": scheduler.block_size,
+            "num_blocks": scheduler.block_manager.num_blocks,
+            "num_host_blocks": scheduler.swapper.num_host_blocks,
+            "budget": scheduler.max_num_batched_tokens,
+            "preemption": scheduler.preemption,
+        }
+        page = PAGE.read_bytes()
+        try:
+            # Without a buffer every line goes out at once, and nothing is left that could fail at the end.
+            self.file: FileIO | None = path.open("wb", buffering=0)
+            weakref.finalize(self, self.file.close)
+            _write_all(self.file, page + _as_json(header))
+        except OSError as error:
+            raise OSError(error.errno, f"the trace cannot be written: {error.strerror}", str(path)) from error
+
+    def batch_scheduled(self, batch: ScheduledBatch) -> None:
+        """Keep the state. If the step then fails, it is never written."""
+        self.scheduled = self._state()
+
+    def step_ended(self, batch: ScheduledBatch) -> None:
+        """Write the line of a step that has just ended."""
+        self.num_steps += 1
+        updated = self._state(seq.request for seq in batch.sequences)
+        line = {
+            "admitted": [self.numbers[request] for request in batch.admitted],
+            "preempted": [[self.numbers[request], way] for request, way in batch.preempted],
+            "out": batch.swap_out,
+            "in": batch.swap_in,
+            "copies": batch.copies,
+            "batch": [
+                [self.numbers[seq.request], seq.index, seq.num_scheduled_tokens] for seq in batch.sequences
+            ],
+        }
+        self._write(line, scheduled=self.scheduled, updated=updated)
+
+    def step_failed(self, error: BaseException) -> None:
+        """Write a line that says that a step has failed, and that all requests wait again."""
+        self._write({"failed": type(error).__name__}, updated=self._state())
+
+    def _state(self, ended: Iterable[Request] = ()) -> State:
+        """The present state, also of requests that have just `ended`. New ones get their numbers."""
+        scheduler, numbers = self.scheduler, self.numbers
+        running, waiting = scheduler.running, scheduler.waiting
+        new = [request for request in (*running, *waiting) if request not in numbers]
+        for request in sorted(new, key=attrgetter("arrival_time")):
+            numbers[request] = self.num_requests
+            self.num_requests += 1
+        rows = []
+        for request in dict.fromkeys((*running, *waiting, *ended)):
+            for seq in request.sequences:
+                place = [numbers[request], seq.index, seq.num_computed_tokens]
+                tables = [list(seq.block_table), list(seq.host_table)]
+                rows.append((seq, seq.num_tokens, [*place, *tables, seq.finish_reason]))
+        return State(
+            [numbers[request] for request in running],
+            [numbers[request] for request in waiting],
+            list(scheduler.block_manager.cached),
+            rows,
+        )
+
+    def _write(self, line: dict[str, Any], **states: State) -> None:
+        """Append a line. If that fails (the disk is full), the trace ends, and the engine goes on."""
+        tokens: dict[Sequence, int] = {}
+        texts: set[int] = set()
+        for name, state in states.items():
+            seqs = []
+            for seq, num_tokens, row in state.rows:
+                first = tokens.get(seq, self.told_tokens.get(seq, 0))
+                new = seq.token_ids[first:num_tokens]
+                seqs.append([*row, first, new])
+                tokens[seq] = num_tokens
+                texts.update(new)
+            queues = {"running": state.running, "waiting": state.waiting}
+            line[name] = queues | {"cached": state.cached, "seqs": seqs}
+        keys = {block.block_id: key for key, block in self.scheduler.block_manager.index.items()}
+        changed = {block_id for block_id, _ in keys.items() ^ self.told_keys.items()}
+        line["requests"] = [
+            [number, request.request_id, request.num_prompt_tokens, request.width, request.is_beam_search]
+            for request, number in self.numbers.items()
+            if number >= self.told_requests
+        ]
+        line["keys"] = {i: short_key(keys[i]) if i in keys else None for i in sorted(changed)}
+        if self.tokenizer is not None:
+            texts -= self.told_texts
+            line["texts"] = {token_id: self.tokenizer.decode([token_id]) for token_id in sorted(texts)}
+        line["generated"] = self.scheduler.counters.num_generated_tokens
+        if self.file is not None:
+            now = {"step": self.num_steps, "time": round(time.monotonic() - self.start, 6)}
+            try:
+                _write_all(self.file, _as_json(now | {name: value for name, value in line.items() if value}))
+            except OSError as error:
+                self.file = None
+                logger.warning("the trace %s ends here: %s", self.path, error)
+        self.told_requests, self.told_tokens, self.told_keys = self.num_requests, tokens, keys
+        self.told_texts |= texts
+        left = {*self.scheduler.running, *self.scheduler.waiting}
+        self.numbers = {request: number for request, number in self.numbers.items() if request in left}
+
+
+def _as_json(line: dict[str, Any]) -> bytes:
+    """A line of the page. In it, a "<" could end the script element that the lines are in."""
+    return json.dumps(line, separators=(",", ":")).replace("<", "\\u003c").encode() + b"\n"
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    """When a disk becomes full, a write stores what still fits, and only the next one raises OSError."""
+    while data:
+        data = data[file.write(data) :]
