@@ -11,17 +11,10 @@ from typing import Any
 
 import pytest
 
-OPTIONS = (
-    "--headless",
-    "--no-sandbox",  # a container's root has no sandbox
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1400,1000",
-)
+OPTIONS = ["--headless", "--no-sandbox", "--no-first-run", "--window-size=1400,1000"]  # root has no sandbox
+OPTIONS += [
+    f"--disable-{what}" for what in ("gpu", "quic", "background-networking", "component-update", "sync")
+]
 
 
 class Browser:
@@ -49,13 +42,8 @@ class Browser:
         self.driver.execute_cdp_cmd(name, arguments)
 
     def screen(self, width: int, height: int, dark: bool = False) -> None:
-        self.command(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.command("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.command("Emulation.setEmulatedMedia", features=[scheme])
 

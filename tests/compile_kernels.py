@@ -28,7 +28,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanopaged.kernels import copy_blocks, fused
 from nanopaged.kernels import paged_attention as kernels
 
 ARCHITECTURES = {  # sm_NN → GPUs, shared memory of an SM in KB, its threads (CUDA C++ Programming Guide)
@@ -78,8 +77,8 @@ def sources(arch: int) -> Iterator[tuple[str, ASTSource, dict[str, int]]]:
     if arch == 89:
         decodes = [DECODES[1], DECODES[3], DECODES[8]]
     for group, head_dim, block_size, dtype, num_splits in decodes:
-        setting = group, head_dim, block_size, num_splits, dtype
-        decode, options = kernels.decode_settings(capability, *setting)
+        decode, options = kernels.decode_settings(capability, group, head_dim, dtype)
+        decode |= {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "NUM_SPLITS": num_splits}
         kind, out = TYPES[dtype], TYPES[dtype] if num_splits == 1 else "fp32"
         name = f"decode {kind} group {group} dim {head_dim} block {block_size} splits {num_splits}"
         pointers = {"q_ptr": kind, "k_cache_ptr": kind, "v_cache_ptr": kind, "tables_ptr": "i32"}
@@ -98,24 +97,6 @@ def sources(arch: int) -> Iterator[tuple[str, ASTSource, dict[str, int]]]:
         }
         constants = {"NUM_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "HEADS_PAD": 8, "DIM_PAD": 128}
         yield f"store {kind} heads 8 dim 128", source(kernels.store_kernel, pointers, constants), {}
-        pointers = {"data_ptr": kind, "pairs_ptr": "i64"}
-        constants = {"CHUNK": copy_blocks.COPY_CHUNK}
-        yield f"copy {kind}", source(copy_blocks.copy_kernel, pointers, constants), {}
-        for weight in (kind, None):
-            pointers = dict.fromkeys(("qk_ptr", "q_weight_ptr", "k_weight_ptr", "cos_ptr", "sin_ptr"), kind)
-            constants = {
-                "NUM_Q": 16,
-                "NUM_HEADS": 24,
-                "HALF": 64,
-                "HEADS_TILE": fused.HEADS_TILE,
-                "HALF_PAD": 64,
-            }
-            if weight is None:
-                constants |= {"q_weight_ptr": None, "k_weight_ptr": None}
-            name = f"{'norm, ' if weight else ''}rotate {kind} dim 128"
-            yield name, source(fused.norm_rotate_kernel, pointers, constants, {"eps": "fp32"}), {}
-        pointers = dict.fromkeys(("gate_up_ptr", "out_ptr"), kind)
-        yield f"silu, mul {kind}", source(fused.silu_mul_kernel, pointers, {"TILE": fused.SILU_TILE}), {}
 
 
 def source(

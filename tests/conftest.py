@@ -18,6 +18,7 @@ os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())
 
 # "auto" takes the C++ kernels where they have been built: here it finds none, and test_cpp.py names them.
 os.environ["NANOPAGED_CACHE"] = os.path.join(os.path.dirname(__file__), "no kernels here")
+os.environ["NANOPAGED_BUILD"] = "0"
 
 import transformers  # the model classes are imported when they are used, which takes seconds
 
@@ -35,7 +36,7 @@ torch.set_num_threads(1)  # the models are so small that a second thread only wa
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How long the random workloads run: see tests/test_random_runs.py."""
+    """How long the random workloads run: see tests/engine/test_random_runs.py."""
     runs = f"random workloads of each kind (default: {RANDOM_RUNS}, or {QUICK_RUNS} with -m quick)"
     parser.addoption("--random-runs", type=int, help=runs)
     parser.addoption("--first-seed", type=int, default=0, help="the seed of the first of them")
@@ -63,16 +64,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.quick)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device (with one: pytest -m gpu)"))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say what was left out, after the reasons of the tests that were skipped (-rs, in pyproject.toml)."""
-    left_out = {
-        "not slow": "Not run: the slow tests. python -m pytest -n 2 -m slow",
-        "quick": 'Not run: all that is not quick. python -m pytest -n 2 -m "not slow"',
-    }
-    if config.option.markexpr in left_out:
-        terminalreporter.line(left_out[config.option.markexpr])
 
 
 @pytest.fixture(autouse=True)
@@ -104,14 +95,8 @@ SHAPE = {
     "attn_implementation": "eager",
 }
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+LLAMA3_ROPE |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 FAMILIES: dict[str, Callable[..., transformers.PreTrainedModel]] = {
     "llama": lambda **changes: transformers.LlamaForCausalLM(

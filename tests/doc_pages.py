@@ -18,12 +18,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from programs import Done, environment, run_line, run_process, run_program
+from programs import Done, environment, run_line, run_program
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(
@@ -33,32 +32,22 @@ KINDS = {"python", "output", "console", "sh", "diff", "text"}
 
 # Measurements that take minutes: test_scripts.py runs these scripts with small sizes, and test_docs.py looks
 # up their options. Here only the commands run whose output a page shows.
-TEST_SCRIPTS = (ROOT / "tests" / "test_scripts.py").read_text(encoding="utf-8")
-LONG = ["bench.py"] + [
-    f"docs/experiments/{name}.py" for name in set(re.findall(r'experiment\(\s*"(\w+)"', TEST_SCRIPTS))
+MEASUREMENTS = ["bench.py"] + [
+    f"docs/experiments/{file.name}"
+    for file in sorted((ROOT / "docs" / "experiments").glob("*.py"))
+    if "def main()" in file.read_text(encoding="utf-8") and file.stem != "train_tiny"
 ]
-# Commands that the tests of the pages run with these sizes.
-SMALL = {
-    "example.py": "--max-tokens 4",
-    "docs/experiments/equal_memory.py": "--shape test --slots 112 --longest 99 --requests 4 --long 0",
-    "docs/experiments/ranks.py": "--shape test --ranks 1 --sequences 1 --steps 2",
-    "docs/experiments/tracing.py": "--sequences 1 --steps 4",
-}
 # Commands that need what a test does not have, and what runs them instead.
 ELSEWHERE = {
     "python3 -m venv": ".ci/run",
     "pip install": ".ci/run installs the extra `test`, which contains the others that work without a GPU",
     "server.py Qwen": "the test beside it starts the server",
-    "--peer-python PATH": "tests/test_scripts.py, with a module in place of vLLM",
-    "nanopaged/tiny/train.py": "tests/test_scripts.py, which takes one small step",
-    "torchrun": "tests/test_parallel.py, with a script of its own",
-    "nanopaged.kernels.build": "tests/test_cpp.py, which builds into a folder of its own",
-    "--3way": "tests/test_forks.py, which merges each two patches",
-    "--ignore=tests/test_docs.py": "tests/test_forks.py, with the quick tests",
+    "--peer-python PATH": "tests/docs/test_scripts.py, with a module in place of vLLM",
+    "docs/experiments/train_tiny.py": "tests/docs/test_scripts.py, which takes one small step",
+    "torchrun": "tests/model/test_parallel.py, with a script of its own",
+    "nanopaged.kernels.build": "tests/kernels/test_cpp.py, which builds into a folder of its own",
+    "--ignore=tests/docs": "the whole suite, by .ci/run",
 }
-
-# The programs of this page have processes of their own, as a reader's; those of the others may be forked.
-REAL = {ROOT / "README.md"}
 
 
 @dataclass
@@ -88,11 +77,9 @@ def copy_repository(folder: Path) -> Path:
     return copy
 
 
-def execute(command: str | list[str], copy: Path, page: Path) -> Done:
+def execute(command: str | list[str], copy: Path) -> Done:
     """Run a line of shell, or `python` with these arguments, as a reader who works in the copy does."""
     env = environment(PYTHONPATH=str(copy), GIT_CEILING_DIRECTORIES=str(copy.parent))
-    if page in REAL:
-        return run_process(command if isinstance(command, str) else [sys.executable, *command], copy, env)
     return run_line(command, copy, env) if isinstance(command, str) else run_program(command, copy, env)
 
 
@@ -100,49 +87,36 @@ def check_output(shown: str, printed: str, where: str) -> None:
     """Compare what a page shows with what was printed."""
     pattern = ""
     for line in shown.rstrip("\n").split("\n"):
-        if line.strip() == "…":
-            pattern += r"(?:.*\n)*?"
-            continue
-        for part in re.split(r"(…| *≈ ?[\d.,]*\d)", line.rstrip()):
-            if part == "…":
-                pattern += ".*"
-            elif "≈" in part:
-                pattern += r" *(?:≈ ?)?[\d.,]*\d"
-            else:
-                pattern += re.escape(part)
-        pattern += "\n"
+        parts = re.split(r"(…| *≈ ?[\d.,]*\d)", line.rstrip())
+        kinds = {"…": ".*"} | {part: r" *(?:≈ ?)?[\d.,]*\d" for part in parts if "≈" in part}
+        whole = "".join(kinds.get(part) or re.escape(part) for part in parts) + "\n"
+        pattern += r"(?:.*\n)*?" if line.strip() == "…" else whole
     lines = "\n".join(line.rstrip() for line in printed.rstrip("\n").split("\n")) + "\n"
     assert re.fullmatch(pattern, lines), f"{where} shows\n\n{shown}\nbut this is printed:\n\n{lines}"
 
 
+# Before the output of each block stands a line with its place.
 RUN_BLOCKS = """
-import contextlib, io, json, sys
+import json, sys
 sys.path.insert(0, "")
-with open(sys.argv[1], encoding="utf-8") as file:
-    blocks = json.load(file)
-namespace, printed = {"__name__": "__main__"}, []
-for line, code in blocks:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(compile("\\n" * (line - 1) + code, sys.argv[2], "exec"), namespace)
-    printed.append(out.getvalue())
-with open(sys.argv[1], "w", encoding="utf-8") as file:
-    json.dump(printed, file)
+namespace = {"__name__": "__main__"}
+for line, code in json.loads(sys.argv[1]):
+    print(f"\\n{sys.argv[2]}:{line}", flush=True)
+    exec(compile("\\n" * (line - 1) + code, sys.argv[2], "exec"), namespace)
 """
 
 
 def run_python(page: Path, copy: Path) -> None:
     """Run the Python blocks of a page in one process, and compare what they print."""
     blocks = blocks_of(page)
-    code = [block for block in blocks if block.kind == "python" and not block.title]
-    exchange = copy.parent / "blocks.json"
-    exchange.write_text(json.dumps([[block.line, block.text] for block in code]), encoding="utf-8")
-    done = execute(["-c", RUN_BLOCKS, str(exchange), page.name], copy, page)
+    code = [(block.line, block.text) for block in blocks if block.kind == "python" and not block.title]
+    done = execute(["-c", RUN_BLOCKS, json.dumps(code), page.name], copy)
     assert done.returncode == 0, done.stderr
-    printed = dict(zip(map(id, code), json.loads(exchange.read_text(encoding="utf-8")), strict=True))
+    _, *printed = re.split(rf"^{re.escape(page.name)}:(\d+)\n", done.stdout, flags=re.MULTILINE)
+    printed_by = dict(zip(map(int, printed[::2]), printed[1::2], strict=True))
     for block, after in zip(blocks, blocks[1:], strict=False):
-        if id(block) in printed and after.kind == "output":
-            check_output(after.text, printed[id(block)], f"{page.name}:{after.line}")
+        if after.kind == "output":
+            check_output(after.text, printed_by[block.line], f"{page.name}:{after.line}")
 
 
 def commands_of(block: Block) -> Iterator[tuple[str, str]]:
@@ -178,13 +152,11 @@ def run_commands(page: Path, copy: Path) -> str:
         for command, shown in commands_of(block):
             if any(name in command for name in ELSEWHERE):
                 continue
-            if not shown:
-                if any(f"python {name}" in command for name in LONG):
-                    continue
-                command += "".join(
-                    f" {sizes}" for name, sizes in SMALL.items() if f"python {name}" in command
-                )
-            done = execute(command, copy, page)
+            if not shown and any(f"python {name}" in command for name in MEASUREMENTS):
+                continue
+            if not shown and "python example.py" in command:
+                command += " --max-tokens 4"
+            done = execute(command, copy)
             failed = done.returncode != 0
             assert failed == (diff is not None), f"{where}: $ {command}\n{done.stdout}{done.stderr}"
             if shown:

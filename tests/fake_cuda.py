@@ -25,10 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanopaged
+from nanopaged import cuda_graphs
 from nanopaged.attention import flash_backend
-from nanopaged.kernels import copy_blocks, fused
 from nanopaged.kernels import paged_attention as kernels
-from nanopaged.model import cuda_graphs
 
 CUDA = torch.device("cuda:0")
 PACKAGE = Path(nanopaged.__file__).parent
@@ -38,7 +37,6 @@ INTEGERS = {  # what the kernels index with; all their other tensors are floatin
     "tables_ptr": torch.int32,
     "rows_ptr": torch.int64,
     "lens_ptr": torch.int64,
-    "pairs_ptr": torch.int64,
 }
 
 
@@ -236,8 +234,6 @@ class Launcher:
 
     def launch(self, *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
         for name, value in self.signature.bind(*args, **constants).arguments.items():
-            if name.endswith("_weight_ptr") and value is None:
-                continue
             if name.endswith("_ptr"):
                 assert value.is_cuda, f"{name} of {self.name} is on the host"
                 is_right = value.dtype == INTEGERS[name] if name in INTEGERS else value.is_floating_point()
@@ -308,15 +304,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
             lambda *args, method=method, **kwargs: method(*args, **kwargs),
             raising=False,
         )
-    for module in (kernels, copy_blocks, fused):
-        for name, kernel in vars(module).copy().items():
-            if name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, Launcher(cuda, name, kernel))
+    for name, kernel in vars(kernels).copy().items():
+        if name.endswith("_kernel"):
+            monkeypatch.setattr(kernels, name, Launcher(cuda, name, kernel))
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     monkeypatch.setattr(kernels, "MIN_SPLIT", 16)  # so that short contexts have splits, too
     monkeypatch.setattr(flash_backend, "load_varlen", lambda: fake_varlen(cuda))
     monkeypatch.setattr(cuda_graphs, "Capture", lambda: fake_capture(cuda))
-    monkeypatch.setattr("nanopaged.model.checkpoint._read_weights", lambda model, folder: None)
+    monkeypatch.setattr("nanopaged.model.checkpoint._read_weights", lambda *_: None)
     driver = {
         "synchronize": lambda: cuda.note("wait"),
         "get_device_properties": lambda _: SimpleNamespace(multi_processor_count=132),

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from types import SimpleNamespace
 
 from nanopaged.block_manager import BlockManager
+from nanopaged.outputs import Logprob, Logprobs
 from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
-from nanopaged.text.outputs import Logprob, Logprobs
 
 VOCAB_SIZE = 97
 GARBAGE = -1
@@ -169,8 +169,8 @@ class FakeRunner:
         if request.is_beam_search:
             return proposals(token_ids, request.num_candidates, banned)
         samples = []
-        for index in range(request.params.n) if request.forks_later else (seq.index,):
-            noise = 0 if request.params.is_greedy else index + 100 * (request.params.seed or 0)
+        for index in range(request.params.n) if request.awaits_fork else (seq.index,):
+            noise = 0 if request.params.temperature == 0 else index + 100 * (request.params.seed or 0)
             token_id = next_token(token_ids, noise, banned)
             (logprob,) = logprobs_after(token_ids, [token_id])
             wanted = request.params.logprobs is not None

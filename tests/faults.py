@@ -17,9 +17,8 @@ from nanopaged.kv_cache import KVCache
 from nanopaged.model.decoder import Model
 from nanopaged.sampler import sample_next_tokens
 from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import Sample, Sequence
-from nanopaged.text.detokenizer import Detokenizer
-from nanopaged.views.outputs import request_output
+from nanopaged.sequence import Request, Sample, Sequence
+from nanopaged.text import Detokenizer
 
 PACKAGE = str(Path(nanopaged.__file__).parent)
 # Not in the lines that call `start_over`, and not in `step`: an interrupt after its `with` loses the outputs.
@@ -32,7 +31,7 @@ STAGES: dict[str, tuple[Callable, ...]] = {
     "forward": (FakeRunner.store, Model.forward),
     "sample": (FakeRunner.sample, sample_next_tokens),
     "update": (Scheduler.update,),
-    "detokenise": (Detokenizer.find_stop, request_output),
+    "detokenise": (Detokenizer.find_stop, Request.output),
     "add": (LLMEngine.queue,),
     "abort": (LLMEngine.abort_request,),
     "start over": (Scheduler.start_over,),

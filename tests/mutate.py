@@ -2,7 +2,6 @@
 
     python tests/mutate.py --num 100 --seed 0        a sample of the mutants of all files below
     python tests/mutate.py --num 0 nanopaged/swap.py    all mutants of one file
-    python tests/mutate.py --num 0 --stage 2         of the functions of a stage of docs/rebuild.py
 
 Prints a line for each mutant: where it is, the change, and the test that failed, or SURVIVED. A survivor is a
 missing test, a line that is not needed, or an equivalent program. (Needs `os.fork`: Linux or macOS.)
@@ -36,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 CPU_SECONDS = 120  # for one test: a mutant that loops for ever is killed, too
 MEMORY = 16 << 30  # bytes of address space, for the same reason
 RANDOM_RUNS = ["--random-runs", "100"]  # of each kind
-FILES = [f"nanopaged/{file}" for file, tests in TESTS.items() if tests and not file.startswith("tiny/")]
+FILES = [f"nanopaged/{file}" for file in TESTS]
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or,
@@ -45,11 +44,7 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 }  # fmt: skip
 DROPPED = (ast.Expr, ast.Assign, ast.AugAssign, ast.Delete, ast.Return, ast.Raise)
 NOT_MUTATED = (ast.JoinedStr, ast.arguments, ast.Assert)  # messages, signatures, invariants
-CHECKS = (
-    "check_blocks",
-    "_check_table",
-    "check_host_blocks",
-)  # they have tests, but the other tests call them, too
+CHECKS = ("check_blocks", "_check_table", "check_host_blocks")  # called by other tests, too
 
 
 @dataclass
@@ -97,11 +92,8 @@ def places(tree: ast.AST, inside: bool = False) -> Iterator[tuple[ast.AST, str, 
     for field, value in ast.iter_fields(tree):
         for i, child in enumerate(value if isinstance(value, list) else [value]):
             is_code = isinstance(child, ast.AST) and not isinstance(child, NOT_MUTATED)
-            if (
-                is_code
-                and field not in ("annotation", "returns")
-                and getattr(child, "name", "") not in CHECKS
-            ):
+            is_left = field in ("annotation", "returns") or getattr(child, "name", "") in CHECKS
+            if is_code and not is_left:
                 if inside:
                     yield tree, field, i if isinstance(value, list) else None
                 yield from places(child, inside or isinstance(tree, ast.FunctionDef))
@@ -155,52 +147,26 @@ def failing_test(folder: Path, mutant: Mutant | None, tests: list[str]) -> str |
     return last_test.read_text(encoding="utf-8") if status else None
 
 
-def of_stage(number: int) -> tuple[list[Mutant], list[str]]:
-    """The mutants of a stage's functions, and the stage's tests."""
-    sys.path += [str(ROOT / "docs"), str(ROOT / "docs" / "rebuild")]
-    import rebuild
-
-    stage, found = rebuild.STAGES[number], []
-    for file in dict.fromkeys(file for file, _ in stage.functions):
-        source = (ROOT / file).read_text(encoding="utf-8")
-        bodies = [
-            rebuild.body_lines(rebuild.find_function(source, name))
-            for each, name in stage.functions
-            if each == file
-        ]
-        found += [each for each in mutants(file) if any(a < each.line <= b for a, b in bodies)]
-    return found, [f"docs/rebuild/judge_{number}.py", *stage.suite]
-
-
 def main() -> None:
     """Sample, test, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("files", nargs="*", default=FILES, help="of the package; all of them if none")
     parser.add_argument("--num", type=int, default=100, help="mutants in the sample, 0 for all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--stage", type=int, help="of docs/rebuild.py: only its functions, only its tests")
     args = parser.parse_args()
     everything = [mutant for file in args.files for mutant in mutants(file)]
-    stage_tests: list[str] = []
-    if args.stage is not None:
-        everything, stage_tests = of_stage(args.stage)
     sample = random.Random(args.seed).sample(everything, min(args.num or len(everything), len(everything)))
     num_killed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in ("nanopaged", "tests", "docs/rebuild"):
+        for part in ("nanopaged", "tests", "docs/experiments"):
             shutil.copytree(ROOT / part, folder / part)
         shutil.copy(ROOT / "pyproject.toml", folder)
-        needed = stage_tests
-        if args.stage is None:
-            needed = [
-                test for file in {each.file for each in sample} for test in tests_of(file)
-            ] + RANDOM_RUNS
+        needed = [test for file in {each.file for each in sample} for test in tests_of(file)] + RANDOM_RUNS
         if (test := failing_test(folder, None, needed)) is not None:
             sys.exit(f"{test} fails without any change")
         for mutant in sorted(sample, key=lambda mutant: (mutant.file, mutant.line)):
-            tests = stage_tests or tests_of(mutant.file) + RANDOM_RUNS
-            test = failing_test(folder, mutant, tests)
+            test = failing_test(folder, mutant, tests_of(mutant.file) + RANDOM_RUNS)
             num_killed += test is not None
             print(f"{mutant.file}:{mutant.line}  {mutant.change:60}  {test or 'SURVIVED'}", flush=True)
     print(f"{num_killed} of {len(sample)} mutants killed ({len(everything)} in all, seed {args.seed})")

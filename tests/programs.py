@@ -30,7 +30,7 @@ from types import ModuleType
 
 # Neither Triton nor transformers' model classes, which import it: a program first chooses its interpreter.
 LIBRARIES = ["torch", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"]
-LIBRARIES += ["matplotlib.pyplot", "pytest", "hypothesis", "psutil", "rich.console"]
+LIBRARIES += ["matplotlib.pyplot", "pytest", "hypothesis", "psutil"]
 # Libraries read the environment when they are imported. So a program is forked only if its environment is
 # that of the process that waits, except for these names.
 MAY_DIFFER = {"PYTHONPATH", "GIT_CEILING_DIRECTORIES"}
@@ -44,8 +44,7 @@ Done = subprocess.CompletedProcess[str]
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a reader, in which programs print the same on every machine."""
     # On a CI server (CI, BUILD_NUMBER) pytest does not shorten its summary to the width of the screen.
-    # And nanopaged, which pytest has imported, has set how long threads spin.
-    not_theirs = {"TRITON_INTERPRET", "CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "PYTHONPATH", "GOMP_SPINCOUNT"}
+    not_theirs = {"TRITON_INTERPRET", "CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "PYTHONPATH"}
     inherited = {name: value for name, value in INHERITED.items() if name not in not_theirs}
     paths = [str(Path(sys.executable).parent), inherited.get("PATH", "")]
     return inherited | {
@@ -63,11 +62,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run_line(command: str, folder: Path, env: dict[str, str]) -> Done:
-    """Run a line of shell; a plain `python …` needs none. The result is the last command's, after `&&`."""
-    first, _, second = command.partition(" && ")
-    if second and not first.startswith(("cd ", "export ")):  # what a shell would keep in mind
-        done = run_line(first, folder, env)
-        return done if done.returncode else run_line(second, folder, env)
+    """Run a line of shell; a plain `python …` needs none."""
     if command.startswith("python ") and not SHELL.search(command):
         return run_program(shlex.split(command)[1:], folder, env)
     return run_process(command, folder, env)
@@ -169,6 +164,7 @@ def _become(arguments: list[str], folder: str, environment: dict[str, str], file
     """Run the program in this process, and end it."""
     for descriptor, file in enumerate(files):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), descriptor)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (the old one has been read from)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

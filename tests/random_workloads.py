@@ -46,7 +46,7 @@ class Asked:
 
     def most_blocks(self, block_size: int) -> int:
         """The most blocks that it can need: full blocks of the prompt are shared, other blocks are not."""
-        width = self.params.num_sequences
+        width = self.params.width
         shared = len(self.prompt) // block_size if width > 1 else 0
         longest = blocks_needed(len(self.prompt) + self.params.max_tokens - 1, block_size)
         return shared + width * (longest - shared)
@@ -100,17 +100,8 @@ class Workload:
         )
 
 
-STAGE_LINES = {
-    "schedule": 60,
-    "swap": 4,
-    "copy": 3,
-    "forward": 20,
-    "sample": 20,
-    "update": 60,
-    "detokenise": 30,
-    "add": 4,
-    "abort": 15,
-}
+STAGE_LINES = {"schedule": 60, "swap": 4, "copy": 3, "forward": 20, "sample": 20, "update": 60}
+STAGE_LINES |= {"detokenise": 30, "add": 4, "abort": 15}
 """Stage → lines that it executes in a step, roughly."""
 
 
@@ -127,11 +118,8 @@ def draw_faults(rng: random.Random, num_steps: int) -> list[Fault]:
 
 def draw_params(rng: random.Random, kind: str, max_tokens: int, vocabulary: Vocabulary) -> Params:
     """Params that mostly go on until `max_tokens`."""
-    rules = {
-        "max_tokens": max_tokens,
-        "min_tokens": rng.choice([0, 0, rng.randint(0, max_tokens)]),
-        "ignore_eos": rng.random() < 0.9,
-    }
+    rules = {"max_tokens": max_tokens, "min_tokens": rng.choice([0, 0, rng.randint(0, max_tokens)])}
+    rules["ignore_eos"] = rng.random() < 0.9
     if kind == "beams":
         return BeamSearchParams(
             beam_width=rng.randint(1, 4),

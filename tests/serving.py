@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from nanopaged.views.outputs import request_output
 
 Params = SamplingParams | BeamSearchParams
 
@@ -37,7 +36,7 @@ def serve(
     stats = engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.num_used_blocks == 0
-    return [request_output(request) for request in requests]
+    return [request.output() for request in requests]
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:

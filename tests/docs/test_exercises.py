@@ -1,6 +1,6 @@
 """The exercises: their checks take the solution that the chapter shows, and reject wrong ones.
 
-A wrong solution of tests/wrong is the right one with a piece of it replaced.
+A wrong solution of tests/docs/wrong is the right one with a piece of it replaced.
 """
 
 from __future__ import annotations

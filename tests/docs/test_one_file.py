@@ -13,7 +13,7 @@ from programs import load_file
 
 from nanopaged import LLM, SamplingParams
 
-FILE = Path(__file__).parents[1] / "docs" / "one_file.py"
+FILE = Path(__file__).parents[2] / "docs" / "one_file.py"
 
 
 @pytest.fixture(scope="module")

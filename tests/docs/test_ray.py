@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='Ray: pip install -e ".[ray]"'),
 ]
 
-EXPERIMENTS = Path(__file__).parents[1] / "docs" / "experiments"
+EXPERIMENTS = Path(__file__).parents[2] / "docs" / "experiments"
 TAG = "NANOPAGED_TEST_RAY"  # in the environment of every process of a test
 Result = tuple[str, str]  # a prompt and its output
 
@@ -59,12 +60,17 @@ def ray_batch(code: list[str], prompts: Path, results: Path, *options: str, **en
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    _, left = psutil.wait_procs([p for p in psutil.process_iter() if tag_of(p) == str(results)], timeout=10)
-    assert not left
+    deadline = time.monotonic() + 10
+    while left := [process for process in psutil.process_iter() if tag_of(process) == str(results)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 def tag_of(process: psutil.Process) -> str | None:
-    """All processes of a Ray inherit the environment of the command that started it."""
+    """All processes of a Ray inherit the environment of the command that started it.
+
+    One that has ended has none, also if nobody has waited for it.
+    """
     try:
         return process.environ().get(TAG)
     except (psutil.Error, OSError):

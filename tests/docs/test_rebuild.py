@@ -89,12 +89,6 @@ def test_mistakes(tmp_path: Path) -> None:
         (("peek", "BlockManager.tak"), "which function?"),
     ):
         assert message in run(*arguments, status=2, folder=tmp_path)
-    run("start", 3, tmp_path, folder=tmp_path)
-    for arguments, message in (
-        (("check", 2), "stage 2 is not begun"),
-        (("check", 2, tmp_path / "none"), "there is no"),
-    ):
-        assert message in run(*arguments, status=2, folder=tmp_path)
 
 
 @pytest.mark.slow

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 
 import pytest
 import yaml
-from browser import Browser, open_browser
+from browser import open_browser
 from doc_pages import ROOT, copy_repository
 from programs import load_file
 
@@ -31,13 +29,17 @@ def build_site(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-@pytest.mark.slow
-def test_the_site_builds(tmp_path: Path) -> None:
-    """One build, and what is to be seen of it without a browser."""
-    site = tmp_path / "site"
-    done = build_site(ROOT, site)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built") / "site"
+    done = build_site(ROOT, folder)
     assert done.returncode == 0, done.stdout + done.stderr
+    return folder
 
+
+@pytest.mark.slow
+def test_every_page_is_there(site: Path) -> None:
+    """What is to be seen of the site without a browser."""
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     pages = {build.place(file.relative_to(ROOT).as_posix()) for file in files} - {"playground.md"}
     settings = (BUILD.parent / "zensical.toml").read_text(encoding="utf-8")
@@ -47,12 +49,9 @@ def test_the_site_builds(tmp_path: Path) -> None:
         text = (site / html).read_text(encoding="utf-8")
         assert f'<html lang="{"zh" if page.startswith("zh/") else "en"}"' in text, page
         assert re.search(r'href="[./]*tour\.html"', text), f"{page}: no tour in the navigation"
-
-    chapter = build.Page(site / "03-blocks.html")
-    assert ("a", "source/nanopaged/block_manager.py.html") in chapter.links
-    assert "append_slots" in (site / "source" / "nanopaged" / "block_manager.py.html").read_text(
-        encoding="utf-8"
-    )
+    assert ("a", "source/nanopaged/block_manager.py.html") in build.Page(site / "03-blocks.html").links
+    source = site / "source" / "nanopaged" / "block_manager.py.html"
+    assert "append_slots" in source.read_text(encoding="utf-8")
     assert ("a", "index.html") in build.Page(site / "tour.html").links
     for style in site.rglob("*.css"):
         assert not re.search(r"url\([\"']?(https?:)?//|@import", style.read_text(encoding="utf-8")), style
@@ -86,14 +85,10 @@ def test_a_folder_with_other_files_is_kept(tmp_path: Path) -> None:
     [
         ('<a href="b.html#there">', None),
         ('<a href="#here" id="here">', None),
-        ('<a href="b.html">', None),
         ('<a href="tour.html#19">', None),  # the tour's own script reads the number
         ('<a href="https://arxiv.org/abs/2309.06180">', None),
         ('<img src="data:,">', None),
         ('<a href="b.html#nowhere">', "a.html links to b.html#nowhere, which has no such anchor"),
-        ('<a href="#nowhere">', "a.html links to #nowhere, which has no such anchor"),
-        ('<a href="c.html">', "a.html links to c.html, which does not exist"),
-        ('<img src="c.svg">', "a.html links to c.svg, which does not exist"),
         ('<a href="/b.html">', "a.html links to /b.html, which does not exist"),
         ('<script src="https://cdn.org/a.js">', "a.html loads https://cdn.org/a.js from another server"),
         ('<link href="//fonts.org/a">', "a.html loads //fonts.org/a from another server"),
@@ -115,11 +110,8 @@ def test_what_is_found(tmp_path: Path, html: str, fault: str | None) -> None:
         ("docs/03-blocks.md", "../nanopaged/swap.py", "source/nanopaged/swap.py.md"),
         ("docs/zh/03-blocks.md", "../../nanopaged/swap.py", "../source/nanopaged/swap.py.md"),
         ("docs/README.md", "exercises", "source/docs/exercises/README.md"),
-        ("docs/README.md", "../README.md", "project.md"),
         ("README.md", "docs/zh/README.md", "zh/README.md"),
-        ("README.md", "docs/tour.png", "tour.png"),
         ("docs/zh/03-blocks.md", "../tour.html#19", "../tour.html#19"),
-        ("docs/zh/03-blocks.md", "glossary.md#a", "glossary.md#a"),
         ("docs/zh/03-blocks.md", "nowhere.py", "nowhere.py"),
         ("docs/zh/03-blocks.md", "https://arxiv.org/a.py", "https://arxiv.org/a.py"),
     ],
@@ -158,7 +150,7 @@ def test_the_playground_finds_its_sources(tmp_path: Path, monkeypatch: pytest.Mo
     text = (site / "playground" / "index.html").read_text(encoding="utf-8")
     assert text.startswith(metas.format("../", "../*.html"))
     assert '<a href="../index.html">' in text
-    for file in ("playground/pyodide/python.wasm", "nanopaged/engine.py", "nanopaged/trace/page.html"):
+    for file in ("playground/pyodide/python.wasm", "nanopaged/engine.py", "nanopaged/page.html"):
         assert (site / file).is_file(), file
 
 
@@ -166,111 +158,38 @@ def test_the_playground_finds_its_sources(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_workflow_runs_what_is_there() -> None:
-    """Its commands are those of the docs; what it publishes is what build.py writes."""
+    """Its commands are those of the docs."""
     jobs = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]
-    steps = [step for job in jobs.values() for step in job["steps"]]
-    commands = [shlex.split(step["run"], comments=True) for step in steps if "run" in step]
-    assert [".ci/run"] in commands
-    assert ["python", "docs/site/build.py"] in commands
+    commands = {step["run"].split(" #")[0] for job in jobs.values() for step in job["steps"] if "run" in step}
+    assert {".ci/run", "python docs/site/build.py"} <= commands
     contributing = (ROOT / "docs" / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    for command in commands:
-        assert f"`{shlex.join(command)}`" in contributing
-        files = [word for word in command if "/" in word or word.endswith(".txt")]
-        assert all((ROOT / file).is_file() for file in files)
-    (artifact,) = (step["with"] for step in steps if "upload-pages-artifact" in step.get("uses", ""))
-    assert ROOT / artifact["path"] == build.SITE
+    assert all(f"`{command}`" in contributing for command in commands)
 
 
 # ── in a browser ──────────────────────────────────────────────────────────────────────────────────
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        """Nothing is printed for a request."""
-
-
-@contextmanager
-def serve(folder: Path) -> Iterator[str]:
-    """Serve the files of a folder. Yields its address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    site = tmp_path_factory.mktemp("served") / "site"
-    assert build_site(ROOT, site).returncode == 0
-    with serve(site) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with open_browser() as browser:
-        yield browser
-
-
-def wait_for(browser: Browser, script: str) -> None:
-    ends = monotonic() + 10
-    while not browser.run(script):
-        assert monotonic() < ends, script
-        sleep(0.05)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1400, 390])
-def test_pages_in_a_browser(browser: Browser, address: str, width: int, dark: bool) -> None:
+def test_pages_in_a_browser(site: Path) -> None:
     """No message, no request to another server, nothing wider than the screen; as dark as the system."""
-    browser.screen(width, 900, dark)
     names = ["index.html", "03-blocks.html#the-kv-cache-tensor", "zh/glossary.html", "tour.html#19"]
-    for name in [*names, "source/nanopaged/block_manager.py.html"]:
-        browser.driver.get("about:blank")
-        browser.logs()
-        browser.driver.get(address + name)
-        wait_for(browser, "document.readyState == 'complete'")
-        sleep(0.3)  # scripts run on
-        console, asked = browser.logs()
-        assert console == []
-        assert [url for url in asked if not url.startswith((address, "data:"))] == []
-        assert browser.run("document.documentElement.scrollWidth") <= width
-        colour = browser.run("getComputedStyle(document.body).backgroundColor")
-        assert (sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 128) is dark
-        if name == "tour.html#19":
-            assert "Step 19" in browser.run("document.getElementById('where').textContent")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("word", "page"), [("copy-on-write", "/07-sharing"), ("末尾", "/zh/03-blocks")])
-def test_the_search_finds(browser: Browser, address: str, word: str, page: str) -> None:
-    """It is opened with a key. Each Chinese character is a word: the one here begins no run of characters."""
-    browser.screen(1400, 900)
-    browser.driver.get(f"{address}03-blocks.html#the-pool-take-share-release")
-    browser.driver.refresh()
-    opened = "[...document.querySelectorAll('*')].find((e) => e.shadowRoot)?.shadowRoot"
-    wait_for(browser, opened)
-    browser.press("/")
-    wait_for(browser, f"{opened}.activeElement?.tagName == 'INPUT'")
-    browser.press(word)
-    first = f"{opened}.querySelector('a[href]')?.href"
-    wait_for(browser, first)
-    assert page in browser.run(first)
-
-
-@pytest.mark.slow
-def test_the_playground_in_a_chapter_loads_when_it_is_opened(browser: Browser, tmp_path: Path) -> None:
-    (tmp_path / "playground").mkdir()
-    (tmp_path / "playground" / "index.html").write_text(
-        "<!doctype html><link rel='icon' href='data:,'>", encoding="utf-8"
-    )
-    frame = build.rewrite(f"\n\n[Play it]({PRESET})\n", "docs/06-prefix-cache.md", True, set())
-    (tmp_path / "chapter.html").write_text(f"<!doctype html>{frame}", encoding="utf-8")
-    with serve(tmp_path) as address:
-        browser.driver.get(f"{address}chapter.html")
-        sleep(0.5)
-        assert not any("playground" in url for url in browser.logs()[1])
-        browser.run("document.querySelector('summary').click()")
-        sleep(0.5)
-        assert any("playground" in url for url in browser.logs()[1])
+    names += ["source/nanopaged/block_manager.py.html"]
+    handler = partial(SimpleHTTPRequestHandler, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, open_browser() as browser:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/"
+        for width, dark, name in product((1400, 390), (False, True), names):
+            browser.screen(width, 900, dark)
+            browser.driver.get("about:blank")
+            browser.logs()
+            browser.driver.get(address + name)
+            sleep(0.3)  # scripts run on
+            console, asked = browser.logs()
+            assert console == []
+            assert [url for url in asked if not url.startswith((address, "data:"))] == []
+            assert browser.run("document.documentElement.scrollWidth") <= width
+            colour = browser.run("getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 128) is dark
+        browser.driver.get(address + "tour.html#19")
+        assert "Step 19" in browser.run("document.getElementById('where').textContent")
+        server.shutdown()

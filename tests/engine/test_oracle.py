@@ -24,9 +24,8 @@ def test_greedy_tokens_in_a_mixed_batch(oracle: Oracle, block_size: int, budget:
     """Prompts and outputs of many lengths together give what each gives alone in transformers."""
     prompts = random_prompts(6, seed=block_size)
     lengths = [1, 3, 9, 17, 24, 30]
-    llm = LLM(
-        oracle.folder, dtype="float32", block_size=block_size, max_num_batched_tokens=budget, num_blocks=600
-    )
+    options = {"block_size": block_size, "max_num_batched_tokens": budget, "num_blocks": 600}
+    llm = LLM(oracle.folder, dtype="float32", **options)
     outputs = serve(llm, prompts, [greedy_params(n) for n in lengths])
     for prompt, n, output in zip(prompts, lengths, outputs, strict=True):
         assert output.outputs[0].token_ids == oracle.greedy(prompt, n)
@@ -41,15 +40,9 @@ def test_greedy_tokens_in_pools_from_barely_enough(
     """The smallest pool holds the longest request alone, so everything else is preempted again and again."""
     prompts = random_prompts(5, seed=spare_blocks, longest=40)
     max_tokens = 20
-    longest = max(len(prompt) for prompt in prompts) + max_tokens - 1
-    llm = LLM(
-        oracle.folder,
-        dtype="float32",
-        block_size=4,
-        num_blocks=-(-longest // 4) + spare_blocks,
-        enable_prefix_caching=prefix_caching,
-        preemption=preemption,
-    )
+    num_blocks = -(-(max(map(len, prompts)) + max_tokens - 1) // 4) + spare_blocks
+    options = {"enable_prefix_caching": prefix_caching, "preemption": preemption}
+    llm = LLM(oracle.folder, dtype="float32", block_size=4, num_blocks=num_blocks, **options)
     params = [greedy_params(max_tokens, ignore_eos=True)] * len(prompts)
     for prompt, output in zip(prompts, serve(llm, prompts, params), strict=True):
         assert output.outputs[0].token_ids == oracle.greedy(prompt, max_tokens, ignore_eos=True)
@@ -129,14 +122,8 @@ def test_the_other_backends_give_the_same_tokens(oracle: Oracle, backend: str) -
 def test_whole_prompts_only(oracle: Oracle) -> None:
     """Without chunked prefill no step holds a part of a prompt, and the tokens are the same."""
     prompts = random_prompts(8, seed=8, longest=60)
-    llm = LLM(
-        oracle.folder,
-        dtype="float32",
-        enable_chunked_prefill=False,
-        max_num_batched_tokens=100,
-        max_model_len=100,
-        num_blocks=100,
-    )
+    lengths = {"max_num_batched_tokens": 100, "max_model_len": 100, "num_blocks": 100}
+    llm = LLM(oracle.folder, dtype="float32", enable_chunked_prefill=False, **lengths)
     schedule = llm.engine.scheduler.schedule
 
     def checked_schedule() -> object:
@@ -156,17 +143,9 @@ def test_a_prompt_of_more_than_ten_thousand_tokens(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16384,
-        initializer_range=0.2,
-    )
-    model = LlamaForCausalLM(config).eval()
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16384}
+    model = LlamaForCausalLM(LlamaConfig(initializer_range=0.2, **sizes)).eval()
     model.save_pretrained(tmp_path)
     prompt = torch.randint(97, (12000,)).tolist()
     llm = LLM(tmp_path, num_blocks=-(-12007 // 16), max_model_len=12008, enable_prefix_caching=False)

@@ -10,7 +10,6 @@ import torch
 from conftest import MAX_MODEL_LEN, Oracle
 from faults import interrupt_at_line
 from serving import tokens_of
-from transformers import PreTrainedTokenizerBase
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 
@@ -22,11 +21,18 @@ def llm() -> LLM:
     return LLM(num_blocks=200)
 
 
-def test_messages_are_for_chat(llm: LLM) -> None:
+def test_what_is_no_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages; and 40 MB of text, which took two minutes and gigabytes to become tokens."""
     messages = [{"role": "user", "content": "Hi"}]
     for prompts in (messages, [messages]):
         with pytest.raises(ValueError, match=r"messages are for chat: llm.chat\(messages, params\)"):
             llm.generate(prompts, GREEDY, use_tqdm=False)
+    tokenizer = llm.get_tokenizer()
+    long = 8 * max(map(len, tokenizer.get_vocab())) * llm.engine.max_model_len
+    monkeypatch.setattr(tokenizer, "encode", lambda *args, **options: pytest.fail("it is tokenised"))
+    for prompt in ("x" * long, {"prompt": "é" * long}):
+        with pytest.raises(ValueError, match=r"the prompt has .* characters, but max_model_len is 2048"):
+            llm.generate(prompt, GREEDY, use_tqdm=False)
 
 
 def test_prompts_as_dicts(llm: LLM) -> None:
@@ -36,107 +42,77 @@ def test_prompts_as_dicts(llm: LLM) -> None:
         {"prompt_token_ids": ids},
         {"prompt": "shown", "prompt_token_ids": ids},
     ]
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert [output.prompt for output in outputs] == ["ROMEO:\n", None, "shown"]
+    outputs = llm.generate([*prompts, "ROMEO:\n", ids], GREEDY, use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["ROMEO:\n", None, "shown", "ROMEO:\n", None]
     assert all(output.prompt_token_ids == ids for output in outputs)
     (output,) = llm.generate(prompts[0], GREEDY, use_tqdm=False)
-    assert tokens_of([output]) * 3 == tokens_of(outputs)
+    assert tokens_of([output]) * 5 == tokens_of(outputs)
     llm.engine.add_request("a dict", prompts[0], GREEDY)
     llm.engine.abort_request("a dict")
-
-
-def test_prompts_with_a_cache_salt(llm: LLM) -> None:
-    """The K/V of a prompt is found again with the same salt only. None is no salt."""
-    llm.reset_prefix_cache()
-    for salt in (None, "a long salt, number 1", "a long salt, number 2"):
-        for found in (0, 32):
-            prompt = {"prompt_token_ids": list(range(3, 43)), "cache_salt": salt}
-            (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
-            assert output.num_cached_tokens == found
-    (output,) = llm.generate(list(range(3, 43)), GREEDY, use_tqdm=False)
-    assert output.num_cached_tokens == 32
 
 
 def test_the_output_of_a_tokenizer_is_a_prompt(llm: LLM) -> None:
     """transformers' BatchEncoding, of one text or many, with padding, as lists or tensors."""
     tokenizer = llm.get_tokenizer()
     one, many = tokenizer("ROMEO:\n"), tokenizer(["ROMEO:\n", "O"])
-    expected = [one["input_ids"], tokenizer.encode("O")]
-    padded = {
-        "input_ids": torch.tensor([expected[0], expected[1] + [0] * (len(expected[0]) - 1)]),
-        "attention_mask": torch.tensor([[1] * len(expected[0]), [1] + [0] * (len(expected[0]) - 1)]),
-    }
+    first, second = one["input_ids"], tokenizer.encode("O")
+    zeros = [0] * (len(first) - 1)
+    padded = {"input_ids": [first, second + zeros], "attention_mask": [[1] * len(first), [1] + zeros]}
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], return_dict=True)
     for prompts, token_ids in (
-        (one, expected[:1]),
-        ([one], expected[:1]),
-        (tokenizer("ROMEO:\n", return_tensors="pt"), expected[:1]),
-        (many, expected),
-        (padded, expected),
+        (one, [first]),
+        ([one], [first]),
+        (tokenizer("ROMEO:\n", return_tensors="pt"), [first]),
+        (many, [first, second]),
+        ({name: torch.tensor(rows) for name, rows in padded.items()}, [first, second]),
         (chat, [chat["input_ids"]]),
     ):
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [output.prompt_token_ids for output in outputs] == token_ids
     *_, last = llm.stream(one, GREEDY)
-    assert last.prompt_token_ids == expected[0]
+    assert last.prompt_token_ids == first
     for call in (llm.stream, lambda prompt: llm.engine.add_request("a", prompt)):
         with pytest.raises(ValueError, match="the tokens of 2 texts"):
             call(many)
     assert not llm.engine.has_unfinished_requests()
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """40 MB of text took two minutes and gigabytes to become tokens."""
-    tokenizer = llm.get_tokenizer()
-    most = max(map(len, tokenizer.get_vocab()), key=int) * llm.engine.max_model_len
-    monkeypatch.setattr(tokenizer, "encode", lambda *args, **options: pytest.fail("it is tokenised"))
-    for prompt in ("x" * (8 * most), {"prompt": "é" * (8 * most)}):
-        with pytest.raises(ValueError, match=r"the prompt has .* characters, but max_model_len is 2048"):
-            llm.generate(prompt, GREEDY, use_tqdm=False)
-
-
-def test_the_tokenizer(llm: LLM, qwen3: Oracle) -> None:
-    assert isinstance(llm.get_tokenizer(), PreTrainedTokenizerBase)
-    assert LLM(qwen3.folder, num_blocks=8).get_tokenizer() is None
-
-
 def test_max_tokens_none_is_as_many_as_the_model_allows(qwen3: Oracle) -> None:
     llm = LLM(qwen3.folder)
-    for params in (
-        SamplingParams(max_tokens=None, ignore_eos=True),
-        BeamSearchParams(beam_width=2, max_tokens=None, min_tokens=155, ignore_eos=True),
-    ):
+    assert llm.get_tokenizer() is None
+    rules = {"max_tokens": None, "min_tokens": 155, "ignore_eos": True}
+    for params in (SamplingParams(**rules), BeamSearchParams(beam_width=2, **rules)):
         (output,) = llm.generate([1, 2, 3], params, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == MAX_MODEL_LEN - 3
         assert output.outputs[0].finish_reason == "length"
 
 
-def test_tokens_found_in_the_cache_until_it_is_reset() -> None:
-    llm = LLM(num_blocks=100, block_size=16)
-    prompt, found = list(range(40)), []
-    for reset in (False, False, True, False):
-        if reset:
-            llm.reset_prefix_cache()
-        (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+def test_tokens_found_in_the_cache_until_it_is_reset(llm: LLM) -> None:
+    """And with the same salt only. None is no salt."""
+    ids = list(range(3, 43))
+
+    def num_cached(salt: str | None = None) -> int:
+        (output,) = llm.generate({"prompt_token_ids": ids, "cache_salt": salt}, GREEDY, use_tqdm=False)
         llm.engine.check_invariants()
-        found.append(output.num_cached_tokens)
-    assert found == [0, 32, 0, 32]
-    states = llm.stream(prompt, GREEDY)
+        return output.num_cached_tokens
+
+    for _ in range(2):
+        llm.reset_prefix_cache()
+        for salt in (None, "a long salt, number 1", "a long salt, number 2"):
+            assert [num_cached(salt), num_cached(salt)] == [0, 32]
+    (expected,) = llm.generate(ids, GREEDY, use_tqdm=False)
+    assert expected.num_cached_tokens == 32, "without a dict"
+    states = llm.stream(ids, GREEDY)
     next(states)
     llm.reset_prefix_cache()  # blocks in use are still shared
-    llm.engine.check_invariants()
-    (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
-    assert output.num_cached_tokens == 32
+    assert num_cached() == 32
     *_, last = states
-    assert tokens_of([last]) == tokens_of([output])
+    assert tokens_of([last]) == tokens_of([expected])
 
 
-def test_an_interrupt_while_the_cache_is_reset() -> None:
-    llm = LLM(num_blocks=100)
+def test_an_interrupt_while_the_cache_is_reset(llm: LLM) -> None:
     for line in count(1):
-        (output,) = llm.generate(list(range(80)), GREEDY, use_tqdm=False)
+        llm.generate(list(range(80)), GREEDY, use_tqdm=False)
         try:
             with interrupt_at_line(line):
                 llm.engine.reset_prefix_cache()
@@ -167,20 +143,16 @@ def thinker(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 
 def test_the_prompt_of_a_chat_is_the_rendered_text(thinker: LLM) -> None:
-    (output,) = thinker.chat([{"role": "user", "content": "Hi"}], GREEDY, use_tqdm=False)
-    assert output.prompt == "<user>Hi;<assistant>"
-    assert thinker.get_tokenizer().decode(output.prompt_token_ids) == output.prompt
-
-
-def test_options_of_the_chat_template(thinker: LLM) -> None:
+    """With options of the template."""
     messages = [{"role": "user", "content": "Hi"}]
-    (output,) = thinker.chat(
-        messages, GREEDY, use_tqdm=False, chat_template_kwargs={"enable_thinking": False}
-    )
-    assert output.prompt == "<user>Hi;<assistant><think></think>"
-    prompt = thinker.chat_prompt(messages, {"add_generation_prompt": False, "tokenize": True})
-    assert prompt["prompt"] == "<user>Hi;"
-    assert tokens_of(thinker.generate(thinker.chat_prompt(messages), GREEDY, use_tqdm=False))
+    for options, text in (
+        (None, "<user>Hi;<assistant>"),
+        ({"enable_thinking": False}, "<user>Hi;<assistant><think></think>"),
+        ({"add_generation_prompt": False, "tokenize": True}, "<user>Hi;"),
+    ):
+        (output,) = thinker.chat(messages, GREEDY, use_tqdm=False, chat_template_kwargs=options)
+        assert output.prompt == thinker.chat_prompt(messages, options)["prompt"] == text
+        assert thinker.get_tokenizer().decode(output.prompt_token_ids) == text
 
 
 def test_content_parts_and_tool_calls(thinker: LLM) -> None:
@@ -192,8 +164,6 @@ def test_content_parts_and_tool_calls(thinker: LLM) -> None:
         {"role": "assistant", "tool_calls": [call]},
     ]
     before = copy.deepcopy(messages)
-    (output,) = thinker.chat(messages, GREEDY, use_tqdm=False)
-    assert output.prompt == (
-        "<user>Hi\nthere;<assistant>[weather];<tool>rain;<assistant>[weather];<assistant>"
-    )
+    prompt = thinker.chat_prompt(messages)["prompt"]
+    assert prompt == "<user>Hi\nthere;<assistant>[weather];<tool>rain;<assistant>[weather];<assistant>"
     assert messages == before

@@ -4,7 +4,7 @@ Each finished request says what it says alone. The fake model checks every read 
 real sampler. The suite runs a hundred workloads of each kind, and goes on until all that they should meet has
 happened; a long run is
 
-    python -m pytest tests/test_random_runs.py -s --random-runs 20000
+    python -m pytest tests/engine/test_random_runs.py -s --random-runs 20000
 
 and `--first-seed 1234 --random-runs 1` runs one of them again.
 """
@@ -33,9 +33,8 @@ from transformers import PreTrainedTokenizerFast
 
 from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams, sampler
 from nanopaged.model.checkpoint import TINY_MODEL
+from nanopaged.outputs import CompletionOutput, Logprobs
 from nanopaged.sequence import Request
-from nanopaged.swap import Swapper
-from nanopaged.text.outputs import CompletionOutput, Logprobs
 
 TOLERANCE = {"fake": 0.0, "tiny": 1e-4}  # of log-probabilities
 uniform = sampler.uniform
@@ -71,10 +70,8 @@ def make_engine(model: str, config: EngineConfig) -> LLMEngine:
 @cache
 def large_engine(model: str) -> LLMEngine:
     """One request at a time has all that it needs in it: one block for each sequence, and no cache."""
-    return make_engine(
-        model,
-        EngineConfig(block_size=LONGEST, num_blocks=64, num_host_blocks=0, enable_prefix_caching=False),
-    )
+    blocks = {"block_size": LONGEST, "num_blocks": 64, "num_host_blocks": 0}
+    return make_engine(model, EngineConfig(enable_prefix_caching=False, **blocks))
 
 
 def run_alone(model: str, prompt: list[int], params: SamplingParams | BeamSearchParams) -> RequestOutput:
@@ -138,7 +135,7 @@ class Run:
     def abort(self, i: int) -> None:
         while str(i) in self.engine.requests:
             request = self.engine.requests[str(i)]
-            state = "waiting" if str(i) in self.engine.scheduler.waiting else "running"
+            state = "waiting" if request in self.engine.scheduler.waiting else "running"
             state = "swapped" if request.is_swapped else "ended" if request.finished else state
             output = self.attempt(lambda: self.engine.abort_request(str(i)))
             if str(i) not in self.engine.requests:
@@ -251,9 +248,7 @@ class Run:
             assert math.isclose(got.score or 0.0, whole.score or 0.0, abs_tol=tolerance)
             self.happened["stop by string"] += isinstance(got.stop_reason, str)
             self.happened["stop by token"] += isinstance(got.stop_reason, int)
-            self.happened["stop by end-of-sequence"] += (
-                got.finish_reason == "stop" and got.stop_reason is None
-            )
+            self.happened["stop by end-of-sequence"] += (got.finish_reason, got.stop_reason) == ("stop", None)
         if got.logprobs is not None:
             assert len(got.logprobs) == length, "one for each token"
             self.check_logprobs(got.logprobs, whole.logprobs)
@@ -278,7 +273,7 @@ class Run:
             logprobs=large_engine("tiny").vocab_size,
             prompt_logprobs=None,
         )
-        if params.is_greedy:
+        if params.temperature == 0:
             (logprobs,) = run_alone("tiny", prompt, params).outputs[-1].logprobs
             return abs(logprobs[ours] - logprobs[theirs]) < tolerance
         drawn = set()
@@ -318,18 +313,6 @@ EVENTS += ["recompute", "swap", "cache hit", "copy on write", "stop by string"]
 MIXED_EVENTS = ["abort while ended", "stop by token", "stop by end-of-sequence", "prompt scored"]
 
 
-def say_how_to_repeat(workload: Workload, make_workload: Callable[[int], Workload]) -> str:
-    name = make_workload.__name__
-    return f"""Again:
-python -m pytest tests/{Path(__file__).name} -k {name} --random-runs 1 --first-seed {workload.seed}
-or, in the folder of the tests:
-
-from random_workloads import *
-from test_random_runs import Run
-Run({workload}).serve()
-"""
-
-
 @pytest.mark.parametrize("make_workload", [mixed, forked, tiny])
 def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
     make_workload: Callable[[int], Workload], pytestconfig: pytest.Config
@@ -349,7 +332,8 @@ def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
             run = Run(workload)
             run.serve()
         except Exception as error:
-            raise AssertionError(f"{error}\n{say_how_to_repeat(workload, make_workload)}") from error
+            again = f"-k {make_workload.__name__} --random-runs 1 --first-seed {seed}"
+            raise AssertionError(f"{error}\nAgain: pytest {__file__} {again}\n{workload}") from error
         happened += run.happened
     print(f"{make_workload.__name__}: {seed - first} runs, {dict(sorted(happened.items()))}")
     missing = [event for event in events if not happened[event]]
@@ -367,20 +351,6 @@ def test_close_calls_are_told_from_wrong_tokens(temperature: float, monkeypatch:
     assert not run.is_close_call(asked, wrong, whole)
     monkeypatch.setitem(TOLERANCE, "tiny", 1.0 if temperature else 1e3)
     assert run.is_close_call(asked, wrong, whole)
-
-
-def test_a_failing_workload_prints_code_that_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a planted bug: the host blocks of swapped requests are not given back."""
-    monkeypatch.setattr(Swapper, "release", lambda self, request: None)
-    for workload in map(forked, range(50)):
-        try:
-            Run(workload).serve()
-        except AssertionError as error:
-            code = say_how_to_repeat(workload, forked).split("\n\n", 1)[1]
-            with pytest.raises(AssertionError, match=str(error)):
-                exec(code, {})
-            return
-    pytest.fail("no workload found the bug")
 
 
 def test_the_fake_model_notices_a_wrong_block() -> None:

@@ -17,7 +17,6 @@ from transformers import (
 )
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.checks.failures import NonFiniteLogits
 from nanopaged.sampler import (
     VOCAB_CHUNK,
     Draw,
@@ -27,8 +26,8 @@ from nanopaged.sampler import (
     sample_next_tokens,
     uniform,
 )
-from nanopaged.sequence import Request, ScheduledBatch, Sequence
-from nanopaged.text.stopping import StopRules
+from nanopaged.sequence import NonFiniteLogits, Request, ScheduledBatch, Sequence
+from nanopaged.text import StopRules
 
 VOCAB = 50
 CPU = torch.device("cpu")

@@ -29,6 +29,16 @@ def params(max_tokens: int, **extra: object) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **extra)
 
 
+EARLY_AND_LATE = (("early", tokens(1, 8), 20), ("late", tokens(2, 8), 20))
+
+
+def add(engine: LLMEngine, *requests: tuple[str, list[int], int]) -> LLMEngine:
+    """Requests of name, prompt and output tokens; usually two that outgrow the pool together."""
+    for name, prompt, max_tokens in requests or EARLY_AND_LATE:
+        engine.add_request(name, prompt, params(max_tokens))
+    return engine
+
+
 def step_until(engine: LLMEngine, condition: Callable[[], bool]) -> None:
     for _ in range(300):
         if condition():
@@ -36,6 +46,12 @@ def step_until(engine: LLMEngine, condition: Callable[[], bool]) -> None:
         engine.step()
         engine.check_invariants()
     raise AssertionError("it never happened")
+
+
+def swapped(engine: LLMEngine) -> LLMEngine:
+    """Until a request has left."""
+    step_until(engine, lambda: engine.stats().num_swapped == 1)
+    return engine
 
 
 def finish(engine: LLMEngine, done: dict[str, RequestOutput] | None = None) -> dict[str, RequestOutput]:
@@ -54,31 +70,21 @@ def finish(engine: LLMEngine, done: dict[str, RequestOutput] | None = None) -> d
 
 def test_a_victim_is_moved_and_comes_back(make: MakeEngine) -> None:
     """Two requests outgrow the pool: the later goes to host memory, and returns when the earlier is done."""
-    engine = make()
-    engine.add_request("early", tokens(1, 8), params(20))
-    engine.add_request("late", tokens(2, 8), params(20))
-    step_until(engine, lambda: engine.stats().num_swapped == 1)
+    engine = swapped(add(make()))
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting) == (1, 0)
     moved = stats.num_host_blocks - stats.num_free_host_blocks
     assert moved == stats.num_blocks_swapped_out > 0
-    done = finish(engine)
-    stats = engine.stats()
+    done, stats = finish(engine), engine.stats()
     assert stats.num_blocks_swapped_in == stats.num_blocks_swapped_out == moved
     assert (stats.num_preemptions_swap, stats.num_preemptions_recompute) == (1, 0)
-    assert done["early"].metrics.num_preemptions == 0
-    assert done["late"].metrics.num_preemptions == 1
-    assert list(done) == ["early", "late"]
+    assert [(name, done[name].metrics.num_preemptions) for name in done] == [("early", 0), ("late", 1)]
 
 
 def test_no_new_request_is_admitted_while_a_swapped_one_waits(make: MakeEngine) -> None:
-    engine = make()
-    engine.add_request("early", tokens(1, 8), params(20))
-    engine.add_request("late", tokens(2, 8), params(20))
-    step_until(engine, lambda: engine.stats().num_swapped == 1)
-    engine.add_request("new", tokens(3, 1), params(1))  # would fit at once
-    late = engine.requests["late"]
-    while late not in engine.scheduler.running:
+    engine = swapped(add(make()))
+    add(engine, ("new", tokens(3, 1), 1))  # would fit at once
+    while engine.requests["late"] not in engine.scheduler.running:
         assert "new" not in [request.request_id for request in engine.scheduler.running]
         engine.step()
     finish(engine)
@@ -89,9 +95,7 @@ def test_a_full_host_pool_falls_back_to_recompute(make: MakeEngine, missing: int
     """As many host blocks as the victim needs suffice; with one less it is recomputed."""
 
     def preempted(num_host_blocks: int) -> EngineStats:
-        engine = make(num_host_blocks=num_host_blocks)
-        engine.add_request("early", tokens(1, 8), params(20))
-        engine.add_request("late", tokens(2, 8), params(20))
+        engine = add(make(num_host_blocks=num_host_blocks))
         assert len(finish(engine)) == 2
         return engine.stats()
 
@@ -100,9 +104,7 @@ def test_a_full_host_pool_falls_back_to_recompute(make: MakeEngine, missing: int
 
 
 def test_a_victim_of_one_block_is_moved_as_well(make: MakeEngine) -> None:
-    engine = make(num_blocks=3)
-    engine.add_request("early", tokens(1, 4), params(8))
-    engine.add_request("late", tokens(2, 2), params(6))
+    engine = add(make(num_blocks=3), ("early", tokens(1, 4), 8), ("late", tokens(2, 2), 6))
     finish(engine)
     stats = engine.stats()
     assert (stats.num_preemptions_swap, stats.num_blocks_swapped_out) == (1, 1)
@@ -110,10 +112,7 @@ def test_a_victim_of_one_block_is_moved_as_well(make: MakeEngine) -> None:
 
 def test_a_victim_that_needs_every_block_comes_back(make: MakeEngine) -> None:
     """Three blocks are on the host, and the newest token needs a fourth, of four."""
-    engine = make(num_blocks=4)
-    engine.add_request("early", tokens(1, 1), params(4))
-    engine.add_request("late", tokens(2, 11), params(5))
-    step_until(engine, lambda: engine.stats().num_swapped == 1)
+    engine = swapped(add(make(num_blocks=4), ("early", tokens(1, 1), 4), ("late", tokens(2, 11), 5)))
     assert engine.stats().num_blocks_swapped_out == 3
     step_until(engine, lambda: engine.stats().num_swapped == 0)
     assert engine.stats().num_used_blocks == 4
@@ -122,16 +121,14 @@ def test_a_victim_that_needs_every_block_comes_back(make: MakeEngine) -> None:
 
 def test_shared_blocks_move_once_and_stay_shared(make: MakeEngine) -> None:
     """Three samples share five full blocks of their prompt: five blocks are moved out, and five back."""
-    engine = make(num_blocks=17)
-    engine.add_request("early", tokens(1, 30), params(28))
+    engine = add(make(num_blocks=17), ("early", tokens(1, 30), 28))
     engine.add_request("family", tokens(2, 21), params(8, n=3))
-    step_until(engine, lambda: engine.stats().num_swapped == 1)
+    swapped(engine)
     family = engine.requests["family"]
     host = [list(seq.host_table) for seq in family.live]
-    assert len(host) == 3
     assert [table[:5] for table in host] == [host[0][:5]] * 3
-    assert engine.stats().num_blocks_swapped_out == len({*host[0], *host[1], *host[2]})
-    assert engine.stats().num_blocks_swapped_out == sum(map(len, host)) - 10
+    moved = engine.stats().num_blocks_swapped_out
+    assert moved == len({*host[0], *host[1], *host[2]}) == sum(map(len, host)) - 10
     step_until(engine, lambda: family in engine.scheduler.running)
     assert len({tuple(seq.block_table[:5]) for seq in family.live}) == 1
     counts = [engine.block_manager.blocks[b].ref_count for b in family.live[0].block_table]
@@ -141,25 +138,19 @@ def test_shared_blocks_move_once_and_stay_shared(make: MakeEngine) -> None:
 
 def test_a_request_whose_prompt_another_one_uses_is_swapped_whole(make: MakeEngine) -> None:
     """It comes back to blocks of its own; the other request keeps the blocks that were shared."""
-    engine = make(num_blocks=14, enable_prefix_caching=True)
-    prompt = tokens(1, 17)
-    engine.add_request("early", prompt, params(28))
-    engine.add_request("late", prompt[:16] + [50, 51], params(24))
-    done = finish(engine)
+    engine, prompt = make(num_blocks=14, enable_prefix_caching=True), tokens(1, 17)
+    add(engine, ("early", prompt, 28), ("late", [*prompt[:16], 50, 51], 24))
+    assert len(finish(engine)) == 2
     stats = engine.stats()
     assert stats.num_preemptions_swap > 0
     assert stats.num_blocks_swapped_in == stats.num_blocks_swapped_out
-    assert len(done) == 2
 
 
 def test_a_half_prefilled_victim(make: MakeEngine) -> None:
     """Only what is computed is moved; the rest of the prompt goes on from there, not from the start."""
-    engine = make(num_blocks=11, max_num_batched_tokens=5)
-    engine.add_request("early", tokens(1, 4), params(30))
+    engine = add(make(num_blocks=11, max_num_batched_tokens=5), ("early", tokens(1, 4), 30))
     engine.step()
-    engine.add_request("late", tokens(2, 33), params(2))
-    step_until(engine, lambda: engine.stats().num_swapped == 1)
-    late = engine.requests["late"].sequences[0]
+    late = swapped(add(engine, ("late", tokens(2, 33), 2))).requests["late"].sequences[0]
     assert 0 < late.num_computed_tokens < 33
     assert len(late.host_table) == -(-late.num_computed_tokens // 4)
     finish(engine)
@@ -167,13 +158,10 @@ def test_a_half_prefilled_victim(make: MakeEngine) -> None:
 
 
 def test_abort_while_swapped(make: MakeEngine) -> None:
-    engine = make()
-    engine.add_request("early", tokens(1, 8), params(20))
-    engine.add_request("late", tokens(2, 8), params(20))
-    step_until(engine, lambda: engine.stats().num_swapped == 1)
-    output = engine.abort_request("late")
-    assert output.outputs[0].finish_reason == "abort"
-    assert len(output.outputs[0].token_ids) > 0
+    engine = swapped(add(make()))
+    (completion,) = engine.abort_request("late").outputs
+    assert completion.finish_reason == "abort"
+    assert len(completion.token_ids) > 0
     assert engine.stats().num_free_host_blocks == 40
     assert list(finish(engine)) == ["early"]
 
@@ -181,12 +169,8 @@ def test_abort_while_swapped(make: MakeEngine) -> None:
 @pytest.mark.parametrize("failing", ["out", "in"])
 def test_a_failed_step_with_a_swap_in_it(make: MakeEngine, failing: str) -> None:
     """Either way host copies are forgotten, the K/V is computed again, and the outputs are the same."""
-    engine = make()
-    engine.add_request("early", tokens(1, 8), params(20))
-    engine.add_request("late", tokens(2, 8), params(20))
-    expected = finish(make_twin(engine, make))
-    runner = engine.runner
-    execute = runner.execute
+    engine, expected = add(make()), finish(add(make(num_blocks=100)))
+    runner, execute = engine.runner, engine.runner.execute
 
     def fail_once(batch: object) -> object:
         if batch.swap_out if failing == "out" else batch.swap_in:
@@ -204,27 +188,17 @@ def test_a_failed_step_with_a_swap_in_it(make: MakeEngine, failing: str) -> None
         assert done[name].outputs[0].token_ids == expected[name].outputs[0].token_ids
 
 
-def make_twin(engine: LLMEngine, make: MakeEngine) -> LLMEngine:
-    """An engine with the same requests and an ample pool."""
-    twin = make(num_blocks=100)
-    for name, request in engine.requests.items():
-        twin.add_request(name, request.prompt_token_ids, request.params)
-    return twin
-
-
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 def test_auto_takes_the_way_that_was_measured_to_be_cheaper(
     make: MakeEngine, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeRunner, "cheaper_preemption", lambda self: way)
-    engine = make(preemption="auto")
-    engine.add_request("early", tokens(1, 8), params(20))
-    engine.add_request("late", tokens(2, 8), params(20))
+    engine = add(make(preemption="auto"))
     finish(engine)
     stats = engine.stats()
     assert stats.preemption == way
-    assert (stats.num_preemptions_swap > 0) == (way == "swap")
-    assert (stats.num_preemptions_recompute > 0) == (way == "recompute")
+    counts = {"swap": stats.num_preemptions_swap, "recompute": stats.num_preemptions_recompute}
+    assert {name for name, num in counts.items() if num} == {way}
 
 
 def test_auto_measures_and_says_what_it_chose() -> None:
@@ -257,35 +231,21 @@ def test_kv_is_the_same_after_the_round_trip_in_other_blocks(qwen3: Oracle) -> N
     assert torch.equal(cache.data[back[:full]], snapshot[:full])
     if rest:
         assert torch.equal(cache.data[back[full]][..., :rest, :], snapshot[full][..., :rest, :])
-    while engine.has_unfinished_requests():
-        engine.step()
-        engine.check_invariants()
+    finish(engine)
 
 
-def test_prompt_logprobs_survive_a_preemption_half_way(qwen3: Oracle) -> None:
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_prompt_logprobs_survive_a_preemption_half_way(qwen3: Oracle, preemption: str) -> None:
     """Past bug elsewhere: chunks scored before the preemption were lost, or scored twice after it."""
-    prompt = random_prompts(1, seed=3, longest=60)[0] * 3
-    prompt = prompt[:45]
-    for preemption in ("swap", "recompute"):
-        llm = LLM(
-            qwen3.folder,
-            dtype="float32",
-            block_size=4,
-            num_blocks=14,
-            max_num_batched_tokens=6,
-            preemption=preemption,
-        )
-        engine = llm.engine
-        engine.add_request("early", [1, 2, 3], params(40))
-        engine.step()
-        engine.add_request("late", prompt, params(2, prompt_logprobs=1))
-        outputs = {}
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                outputs[output.request_id] = output
-        late = outputs["late"]
-        assert late.metrics.num_preemptions > 0
-        expected = qwen3.logprobs(prompt)
-        assert len(late.prompt_logprobs) == len(prompt)
-        for p, row in enumerate(late.prompt_logprobs[1:]):
-            assert row[prompt[p + 1]] == pytest.approx(expected[p, prompt[p + 1]].item(), abs=1e-4)
+    prompt = (random_prompts(1, seed=3, longest=60)[0] * 3)[:45]
+    options = {"block_size": 4, "num_blocks": 14, "max_num_batched_tokens": 6, "preemption": preemption}
+    engine = LLM(qwen3.folder, dtype="float32", **options).engine
+    engine.add_request("early", [1, 2, 3], params(40))
+    engine.step()
+    engine.add_request("late", prompt, params(2, prompt_logprobs=1))
+    late = finish(engine)["late"]
+    assert late.metrics.num_preemptions > 0
+    expected = qwen3.logprobs(prompt)
+    assert len(late.prompt_logprobs) == len(prompt)
+    for p, row in enumerate(late.prompt_logprobs[1:]):
+        assert row[prompt[p + 1]] == pytest.approx(expected[p, prompt[p + 1]].item(), abs=1e-4)

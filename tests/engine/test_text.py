@@ -13,11 +13,10 @@ from faults import interrupt_at_line
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase
 
-from nanopaged import LLM, EngineConfig, LLMEngine, SamplingParams
+from nanopaged import LLM, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from nanopaged.outputs import CompletionOutput
 from nanopaged.sequence import Request, Sample
-from nanopaged.text.detokenizer import Detokenizer
-from nanopaged.text.stopping import StopRules
-from nanopaged.views.outputs import completion_output
+from nanopaged.text import Detokenizer, StopRules
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +38,6 @@ def feed(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stop: tuple[s
         if stopped:
             break
     return shown
-
-
-@pytest.mark.parametrize("text", ["éàü", "漢字かな", "🙂🙃 and 👩‍👩‍👧‍👦", "mixed é漢🙂x"])
-def test_no_broken_character_is_ever_shown(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    """The tiny tokenizer knows bytes only, so each of these characters takes two to four tokens."""
-    token_ids = tokenizer.encode(text)
-    assert len(token_ids) > len(text)
-    shown = feed(tokenizer, token_ids)
-    assert shown[-1] == text
-    for earlier, later in zip(shown, shown[1:], strict=False):
-        assert "\ufffd" not in earlier
-        assert later.startswith(earlier)
 
 
 # Characters of one to four bytes, in scripts that a vocabulary may have as words, parts or bytes only.
@@ -172,16 +159,13 @@ def test_a_stop_string_cuts_the_decode_of_the_tokens_so_far() -> None:
 
 def test_a_korean_text_in_tokens_of_a_real_vocabulary() -> None:
     """쀤툁 in Qwen's tokens: EC | 80 | A4 ED | 88 | 81. The third ends one character and begins the next."""
-    names = ["ì", "Ģ", "¤í", "Ī", "ģ"]
-    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(["ì", "Ģ", "¤í", "Ī", "ģ"])}, []))
     tokenizer.decoder = decoders.ByteLevel()
-    assert tokenizer.decode([*range(5)]) == "쀤툁"
-    shown = [Detokenizer(tokenizer).visible([*range(n)], finished=False) for n in range(1, 6)]
-    assert shown == ["", "", "쀤", "쀤", "쀤툁"]
-    for stop in ((), ("x",)):
-        detokenizer = Detokenizer(tokenizer, stop)
-        assert [detokenizer.visible([*range(n)], finished=False) for n in range(1, 6)] == shown
-        assert detokenizer.visible([*range(5)], finished=True) == "쀤툁"
+    for make in (lambda: Detokenizer(tokenizer), lambda: Detokenizer(tokenizer, ("x",))):
+        detokenizer = make()
+        for a in (detokenizer, None):  # step by step, and each asked for the first time
+            shown = [(a or make()).visible([*range(n)], finished=False) for n in range(1, 6)]
+            assert shown == ["", "", "쀤", "쀤", "쀤툁"]
 
 
 def test_no_token_is_decoded_again_and_again(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -204,35 +188,17 @@ def test_no_token_is_decoded_again_and_again(tokenizer: PreTrainedTokenizerBase)
         assert counting.num_decoded < 100_000
 
 
-def test_a_stop_string_split_over_tokens_ends_the_text_before_it(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_a_stop_string_split_over_tokens_ends_the_text_before_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Of several, the first in the text; what is shown is never taken back."""
     text = "To be, or not to be: that is the question."
-    token_ids = tokenizer.encode(text)
-    for begin in range(len(text) - 3):
-        stop = text[begin : begin + 4]
-        shown = feed(tokenizer, token_ids, (stop,))
-        assert shown[-1] == text[: text.index(stop)]
-        assert all(shown[-1].startswith(partial) for partial in shown), "what is shown is never taken back"
+    stops = [(text[begin : begin + 4],) for begin in range(len(text) - 3)]
+    for stop in [*stops, ("that", "not", "ot"), ("he", "th")]:
+        shown = feed(tokenizer, tokenizer.encode(text), stop)
+        assert shown[-1] == text[: min(map(text.index, stop))]
+        assert all(shown[-1].startswith(partial) for partial in shown)
 
 
-def test_the_first_of_several_stop_strings_wins(tokenizer: PreTrainedTokenizerBase) -> None:
-    shown = feed(tokenizer, tokenizer.encode("one two three"), ("three", "two", "wo"))
-    assert shown[-1] == "one "
-
-
-def test_of_two_stop_strings_in_one_token_the_first_in_the_text_wins(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    (token_id,) = tokenizer.encode(" the")
-    detokenizer = Detokenizer(tokenizer.backend_tokenizer, ("he", "th"))
-    assert detokenizer.find_stop([token_id]) == "th"
-    assert detokenizer.visible([token_id], finished=True) == " "
-
-
-def test_an_unfinished_stop_string_is_held_back_and_then_released(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_an_unfinished_stop_string_is_held_back_and_then_released(tokenizer: PreTrainedTokenizerBase) -> None:
     detokenizer = Detokenizer(tokenizer.backend_tokenizer, ("abcd",))
     output = tokenizer.encode("xab")
     for n in range(1, len(output) + 1):
@@ -245,63 +211,48 @@ def test_an_unfinished_stop_string_is_held_back_and_then_released(
 
 # ── through the engine ────────────────────────────────────────────────────────────────────────────
 
-GREEDY = {"temperature": 0, "max_tokens": 40}
 
+def test_stop_strings_and_tokens(llm: LLM) -> None:
+    """The output without them shows where it must end. A stop token is in token_ids, not in the text."""
 
-def test_stop_string(llm: LLM) -> None:
-    """The text generated without a stop string shows where it must end with one."""
-    (plain,) = llm.generate("ROMEO:\n", SamplingParams(**GREEDY, ignore_eos=True), use_tqdm=False)
-    text = plain.outputs[0].text
+    def greedy(**stop: object) -> CompletionOutput:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, **stop)
+        return llm.generate("ROMEO:\n", params, use_tqdm=False)[0].outputs[0]
+
+    plain, decode = greedy(), llm.engine.tokenizer.decode
+    text, token_ids = plain.text, plain.token_ids
     stop = text[10:14]
-    (output,) = llm.generate("ROMEO:\n", SamplingParams(**GREEDY, ignore_eos=True, stop=stop), use_tqdm=False)
-    completion = output.outputs[0]
-    assert completion.text == text[: text.index(stop)]
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-    assert completion.token_ids == plain.outputs[0].token_ids[: len(completion.token_ids)]
-    assert stop in llm.engine.tokenizer.decode(completion.token_ids)
-
-
-def test_stop_token(llm: LLM) -> None:
-    """The stop token is in token_ids, not in the text."""
-    (plain,) = llm.generate("ROMEO:\n", SamplingParams(**GREEDY, ignore_eos=True), use_tqdm=False)
-    token_ids = plain.outputs[0].token_ids
-    stop_id = token_ids[9]
-    (output,) = llm.generate(
-        "ROMEO:\n", SamplingParams(**GREEDY, ignore_eos=True, stop_token_ids=[stop_id]), use_tqdm=False
-    )
-    completion = output.outputs[0]
-    first = token_ids.index(stop_id)
-    assert completion.token_ids == token_ids[: first + 1]
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop_id)
-    assert completion.text == llm.engine.tokenizer.decode(token_ids[:first])
+    ended = greedy(stop=stop)
+    assert ended.text == text[: text.index(stop)]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
+    assert ended.token_ids == token_ids[: len(ended.token_ids)]
+    assert stop in decode(ended.token_ids)
+    stop_id, first = token_ids[9], token_ids.index(token_ids[9])
+    ended = greedy(stop_token_ids=[stop_id])
+    assert ended.token_ids == token_ids[: first + 1]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", stop_id)
+    assert ended.text == decode(token_ids[:first])
 
 
 def test_chat_ends_by_itself(llm: LLM) -> None:
-    """<|im_end|> is the tokenizer's end-of-sequence; a special token never appears in the text."""
-    messages = [{"role": "user", "content": "Good morrow, my lord."}]
-    outputs = llm.chat([messages] * 8, SamplingParams(max_tokens=300, seed=1), use_tqdm=False)
-    assert all("<|" not in output.outputs[0].text for output in outputs)
-    ended = [output.outputs[0] for output in outputs if output.outputs[0].finish_reason == "stop"]
-    assert ended
-    assert all(completion.token_ids[-1] in llm.engine.prompts.eos_token_ids for completion in ended)
-    assert all(completion.stop_reason is None for completion in ended)
+    """<|im_end|> is the tokenizer's end-of-sequence; a special token never appears in the text.
 
-
-def test_min_tokens_holds_back_every_way_to_stop(llm: LLM) -> None:
-    """Of 16 seeded answers some end by themselves; told to go on for ten tokens more, they do."""
-    prompt = llm.chat_prompt([{"role": "user", "content": "Peace!"}])
+    Of 16 seeded answers some end by themselves; told to go on for ten tokens more, they do.
+    """
+    prompt, ends = llm.chat_prompt([{"role": "user", "content": "Peace!"}]), llm.engine.prompts.eos_token_ids
     natural = [SamplingParams(seed=i, max_tokens=150) for i in range(16)]
-    outputs = llm.generate([prompt] * 16, natural, use_tqdm=False)
-    completions = [output.outputs[0] for output in outputs]
+    completions = [out.outputs[0] for out in llm.generate([prompt] * 16, natural, use_tqdm=False)]
+    assert all("<|" not in completion.text for completion in completions)
     ended = [(i, len(c.token_ids)) for i, c in enumerate(completions) if c.finish_reason == "stop"]
     assert ended
+    for i, _ in ended:
+        assert (completions[i].token_ids[-1] in ends, completions[i].stop_reason) == (True, None)
     longer = [SamplingParams(seed=i, max_tokens=n + 30, min_tokens=n + 10) for i, n in ended]
-    for (_, n), output in zip(
-        ended, llm.generate([prompt] * len(ended), longer, use_tqdm=False), strict=True
-    ):
+    outputs = llm.generate([prompt] * len(ended), longer, use_tqdm=False)
+    for (_, n), output in zip(ended, outputs, strict=True):
         token_ids = output.outputs[0].token_ids
         assert len(token_ids) >= n + 10
-        assert not llm.engine.prompts.eos_token_ids & set(token_ids[: n + 9])
+        assert not ends & set(token_ids[: n + 9])
 
 
 def test_stop_strings_are_not_looked_for_before_min_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -312,41 +263,32 @@ def test_stop_strings_are_not_looked_for_before_min_tokens(tokenizer: PreTrained
     seq.detokenizer = Detokenizer(tokenizer.backend_tokenizer, ("ab",))
     assert [seq.append(Sample(t, 0.0)) for t in token_ids] == [False] * (len(token_ids) - 1) + [True]
     assert (seq.finish_reason, seq.stop_reason) == ("stop", "ab")
-    assert completion_output(seq).text == "ab", "the earlier one stays in the text"
+    assert seq.output().text == "ab", "the earlier one stays in the text"
 
 
 def test_max_model_len_ends_a_sequence() -> None:
     llm = LLM(dtype="float32", max_model_len=20, num_blocks=8)
     (output,) = llm.generate([5] * 15, SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 5
-    assert output.outputs[0].finish_reason == "length"
-
-
-def test_stream_grows_to_what_generate_gives(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=30, seed=3, ignore_eos=True)
-    (whole,) = llm.generate("JULIET:\n", params, use_tqdm=False)
-    states = list(llm.stream("JULIET:\n", params))
-    assert [len(state.outputs[0].token_ids) for state in states] == list(range(1, 31))
-    assert [state.finished for state in states] == [False] * 29 + [True]
-    assert states[-1].outputs[0].text == whole.outputs[0].text
-    for earlier, later in zip(states, states[1:], strict=False):
-        assert later.outputs[0].text.startswith(earlier.outputs[0].text)
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (5, "length")
 
 
 def test_two_streams_interleave(llm: LLM) -> None:
-    """Each step serves both; neither loses what the other's step produced."""
-    params = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
-    alone = [list(llm.stream(p, params))[-1].outputs[0].text for p in ("ROMEO:\n", "JULIET:\n")]
-    a, b = llm.stream("ROMEO:\n", params), llm.stream("JULIET:\n", params)
-    for _ in range(4):
-        next(a)
-        next(b)
-    ends = [list(b)[-1].outputs[0].text, list(a)[-1].outputs[0].text]
-    assert ends == alone[::-1]
-
-
-def test_leaving_a_stream_early_aborts_the_request(llm: LLM) -> None:
-    for _ in llm.stream("ROMEO:\n", SamplingParams(max_tokens=30)):
+    """Each step serves both; neither loses what the other's step produced. One that is left is aborted."""
+    params = SamplingParams(max_tokens=30, seed=3, ignore_eos=True)
+    prompts = ["ROMEO:\n", "JULIET:\n"]
+    alone = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    states: list[list[RequestOutput]] = [[], []]
+    streams = [llm.stream(prompt, params) for prompt in prompts]
+    for stream, mine in [*zip(streams, states, strict=True)] * 4:
+        mine.append(next(stream))
+    for stream, mine, text in [*zip(streams, states, alone, strict=True)][::-1]:
+        mine += stream
+        assert mine[-1].outputs[0].text == text
+        assert [state.finished for state in mine] == [False] * (len(mine) - 1) + [True]
+        for earlier, later in pairwise(mine):
+            assert later.outputs[0].text.startswith(earlier.outputs[0].text)
+    assert [len(state.outputs[0].token_ids) for state in states[1]] == [1, 3, 5, 7, *range(8, 31)]
+    for _ in llm.stream("ROMEO:\n", params):
         break
     assert not llm.engine.has_unfinished_requests()
     assert llm.engine.stats().num_used_blocks == 0
@@ -358,19 +300,17 @@ def test_an_interrupt_at_any_line_leaves_the_texts_right(monkeypatch: pytest.Mon
     engine = LLMEngine(EngineConfig(), FakeRunner(16, 16))
     params = SamplingParams(n=2, max_tokens=3, ignore_eos=True)
     expected = [engine.tokenizer.decode(range(302 + i, 305 + i)) for i in range(2)]
-    for line in count(1):
-        engine.add_request("a", [5, 6], params)
-        engine.add_request("b", [5, 6], params)
-        texts, interrupted = {}, False
-        for step in count():
-            if not engine.has_unfinished_requests():
-                break
+    interrupted, lines = True, count(1)
+    while interrupted:
+        line, texts, steps, interrupted = next(lines), {}, count(), False
+        for name in "ab":
+            engine.add_request(name, [5, 6], params)
+        while engine.has_unfinished_requests():
             try:
-                with interrupt_at_line(line if step == 2 else 10**9):
+                with interrupt_at_line(line if next(steps) == 2 else 10**9):
                     outputs = engine.step()
             except KeyboardInterrupt:
                 interrupted, outputs = True, []
             texts |= {out.request_id: [c.text for c in out.outputs] for out in outputs if out.finished}
         assert texts == {"a": expected, "b": expected}, f"after an interrupt at line {line} of the step"
-        if not interrupted:
-            break
+    assert line > 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Thread
+from threading import Barrier, Thread
 
 import pytest
 from serving import tokens_of
@@ -21,7 +21,7 @@ def llm() -> LLM:
     return LLM(num_blocks=200)
 
 
-def test_threads_take_turns(llm: LLM) -> None:
+def test_threads_share_steps(llm: LLM) -> None:
     prompts = [f"{name}:\n" for name in ("ROMEO", "JULIET", "HAMLET", "OPHELIA")]
     params = SamplingParams(temperature=0, max_tokens=20)
 
@@ -39,6 +39,28 @@ def test_threads_take_turns(llm: LLM) -> None:
             assert [*streamed] == expected
             assert [*generated] == expected
     assert llm.engine.stats().num_used_blocks == 0
+
+
+def test_generate_calls_of_two_threads_share_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call has the lock for a step at a time, so the other one's requests come in between."""
+    execute, batches, both = llm.engine.runner.execute, [], Barrier(2)
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+    def watched(batch: ScheduledBatch) -> StepResult:
+        batches.append({seq.request.prompt for seq in batch.sequences})
+        return execute(batch)
+
+    def call(prompt: str) -> list[list[int]]:
+        both.wait(60)
+        return tokens_of(llm.generate(prompt, params, use_tqdm=False))
+
+    prompts = ["ROMEO:\n", "JULIET:\n"]
+    expected = [tokens_of(llm.generate(prompt, params, use_tqdm=False)) for prompt in prompts]
+    monkeypatch.setattr(llm.engine.runner, "execute", watched)
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(call, prompts)] == expected
+    assert set(prompts) in batches
+    assert len(batches) < 400, "the steps of one call are those of the other, too"
 
 
 def in_another_thread(work: Callable[[], object]) -> None:
@@ -73,6 +95,6 @@ def test_a_stream_is_garbage_in_the_middle_of_a_step(
     monkeypatch.setattr(llm.engine.runner, "execute", collect)
     (output,) = llm.generate("JULIET:\n", GREEDY, use_tqdm=False)
     assert tokens_of([output]) == tokens_of([expected])
-    assert num_sequences == [2] * 8  # it leaves with the end of the other call
+    assert num_sequences == [2] + [1] * 7  # it leaves with the end of that step
     assert not llm.engine.has_unfinished_requests()
     assert llm.engine.stats().num_used_blocks == 0

@@ -1,15 +1,10 @@
-"""The C++ kernels: numbers, the engine with them, and what happens where they cannot be built.
-
-cpp_mistakes.py, which is run by hand, plants mistakes in the kernels; each makes a test of this file fail.
-"""
+"""The C++ kernels: numbers, the engine with them, and what happens where they cannot be built."""
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import subprocess
-import sys
+import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +18,10 @@ from test_attention import CASES, CPU, LAYER, Case
 from torch import Tensor
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.attention import cpp_backend, make_attention
+from nanopaged.attention import choose_backend, cpp_backend, make_attention
+from nanopaged.attention.cpp_backend import find_shared_blocks
 from nanopaged.attention.metadata import AttentionMetadata
-from nanopaged.kernels import cpp
+from nanopaged.kernels import build, cpp
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model import layers
 
@@ -36,7 +32,7 @@ BUILT = Path(tempfile.gettempdir()) / f"nanopaged-test-kernels-{os.getuid() if h
 @pytest.fixture(autouse=True)
 def built_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of these sources, in a folder of the tests."""
-    if cpp.compiler() is None:
+    if build.compiler() is None:
         pytest.skip("no C++ compiler (Debian and Ubuntu: apt install g++)")
     monkeypatch.setenv("NANOPAGED_CACHE", str(BUILT))
     monkeypatch.setattr(cpp_backend, "MIN_SAVED_KEYS", 1)  # blocks that are shared are read once, however few
@@ -106,6 +102,35 @@ def test_shared_blocks_and_runs(
     torch.testing.assert_close(outs[1], outs[0], atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_shared_blocks_are_found(seed: int) -> None:
+    """All of them: what is left to read is each prefix once. Every group saves enough, and is alike."""
+    rng = random.Random(seed)
+    ids, tables, limits = iter(rng.sample(range(400), 400)), [], []
+    for _ in range(rng.randint(1, 20)):  # as forks, beams and prefix hits leave them
+        parent = rng.choice([*tables, []])
+        tables.append(
+            parent[: rng.randint(0, min(len(parent), 12))] + [next(ids) for _ in range(rng.randint(1, 4))]
+        )
+        limits.append(rng.randint(0, len(tables[-1]) - 1))
+    saved = {}
+    for min_saved in (1, 2, 5, 1000):
+        ends = [0] * len(tables)
+        groups = find_shared_blocks(tables, limits, min_saved)
+        for seqs, first, end in sorted(groups, key=lambda group: group[1]):
+            assert len({tuple(tables[seq][:end]) for seq in seqs}) == 1
+            assert (len(seqs) - 1) * (end - first) >= min_saved
+            for seq in seqs:
+                assert first == ends[seq] < end <= limits[seq]
+                ends[seq] = end
+        saved[min_saved] = sum((len(seqs) - 1) * (end - first) for seqs, first, end in groups)
+    prefixes = {
+        tuple(table[: i + 1]) for table, limit in zip(tables, limits, strict=True) for i in range(limit)
+    }
+    assert saved[1] == sum(limits) - len(prefixes)
+    assert saved[1] >= saved[2] >= saved[5] >= saved[1000] == 0
+
+
 def test_a_nan_of_a_live_token_is_not_hidden() -> None:
     """The engine refuses logits that are not finite, so attention must not swallow what makes them so."""
     for place in ("queries", "keys", "values"):
@@ -114,13 +139,6 @@ def test_a_nan_of_a_live_token_is_not_hidden() -> None:
         out = case.run("cpp")
         assert out[0].isfinite().all()
         assert out[1].isnan().all(), place
-
-
-def test_scores_of_any_size() -> None:
-    """The largest of them has all the weight, and exp2 neither overflows nor underflows to NaN."""
-    case = Case([(40, 1)], 4, (2, 2), 8)
-    case.queries[0] *= 1e4
-    torch.testing.assert_close(case.run("cpp"), case.dense(), atol=1e-3, rtol=1e-3)
 
 
 # ── the fused operations ──────────────────────────────────────────────────────────────────────────
@@ -138,17 +156,8 @@ def test_rms_norm(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     skip_without(dtype)
     wide, weight = torch.randn(num_tokens, 2 * size).to(dtype) * 3, torch.randn(size).to(dtype)
     x = wide[:, :size]  # rows that are not contiguous
-    actual = cpp.fused_rms_norm(x, 1e-3, weight)
+    actual = cpp.rms_norm(x, 1e-3, weight)
     assert_close(actual, layers.rms_norm(x.float(), 1e-3, weight.float()), dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_results_are_rounded_to_the_nearest(dtype: torch.dtype) -> None:
-    """As PyTorch rounds what float32 gives."""
-    skip_without(dtype)
-    x, weight = torch.randn(50, 64).to(dtype), torch.randn(64).to(dtype)
-    exact = cpp.fused_rms_norm(x.float(), 1e-6, weight.float())
-    assert torch.equal(cpp.fused_rms_norm(x, 1e-6, weight), exact.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -164,7 +173,7 @@ def test_norm_rotate(num_q: int, num_k: int, head_dim: int, normalise: bool, dty
     before, qk = qkv.clone(), qkv[:, : num_q + num_k]
     floats = (weights[0].float(), weights[1].float()) if weights is not None else None
     expected = layers.norm_rotate(qk.float(), num_q, floats, 1e-3, cos.float(), sin.float())
-    assert_close(cpp.fused_norm_rotate(qk, num_q, weights, 1e-3, cos, sin), expected, dtype)
+    assert_close(cpp.norm_rotate(qk, num_q, weights, 1e-3, cos, sin), expected, dtype)
     assert torch.equal(qkv[:, num_q + num_k :], before[:, num_q + num_k :])
 
 
@@ -175,9 +184,7 @@ def test_silu_mul(width: int, dtype: torch.dtype) -> None:
     skip_without(dtype)
     gate_up = torch.randn(70, 2 * width).to(dtype) * 5
     gate_up[:3, 0] = torch.tensor([-1000, 1000, math.nan])
-    assert_close(
-        cpp.fused_silu_mul(gate_up).nan_to_num(99), layers.silu_mul(gate_up.float()).nan_to_num(99), dtype
-    )
+    assert_close(cpp.silu_mul(gate_up).nan_to_num(99), layers.silu_mul(gate_up.float()).nan_to_num(99), dtype)
 
 
 # ── the engine ────────────────────────────────────────────────────────────────────────────────────
@@ -188,22 +195,33 @@ def test_the_engine_gives_the_tokens_of_transformers(oracle: Oracle) -> None:
     prompts = random_prompts(4, seed=5, longest=60)
     prompts += [prompts[-1] + [3, 4]]
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
-    llm = LLM(
-        oracle.folder,
-        dtype="float32",
-        attention_backend="cpp",
-        block_size=4,
-        num_blocks=100,
-        max_num_batched_tokens=24,
-    )
+    options = {"block_size": 4, "num_blocks": 100, "max_num_batched_tokens": 24}
+    llm = LLM(oracle.folder, dtype="float32", attention_backend="cpp", **options)
     for prompt, output in zip(prompts, serve(llm, prompts, [params] * 5), strict=True):
-        completion = output.outputs[0]
-        assert completion.token_ids == oracle.greedy(prompt, 8)
-        expected = oracle.logprobs(prompt + completion.token_ids)
-        for row, token, reference in zip(
-            completion.logprobs, completion.token_ids, expected[len(prompt) - 1 :], strict=False
-        ):
+        tokens, logprobs = output.outputs[0].token_ids, output.outputs[0].logprobs
+        assert tokens == oracle.greedy(prompt, 8)
+        expected = oracle.logprobs(prompt + tokens)[len(prompt) - 1 :]
+        for row, token, reference in zip(logprobs, tokens, expected, strict=False):
             assert row[token] == pytest.approx(reference[token].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"])
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_no_tensor_depends_on_a_process_wide_default(
+    qwen3: Oracle, backend: str, default: torch.dtype | str
+) -> None:
+    """A float32 or CPU tensor that was only assumed to be one would be overrun by the kernels."""
+    (prompt,) = random_prompts(1, seed=8, longest=40)
+    params, expected = SamplingParams(temperature=0, max_tokens=8), qwen3.greedy(prompt, 8)
+    torch.set_default_device("meta" if default == "meta" else None)
+    torch.set_default_dtype(torch.float32 if default == "meta" else default)
+    try:
+        cpp.load.cache_clear()
+        llm = LLM(qwen3.folder, dtype="float32", attention_backend=backend, block_size=4, num_blocks=60)
+        assert serve(llm, [prompt], [params])[0].outputs[0].token_ids == expected
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
@@ -214,28 +232,12 @@ def test_samples_and_beams_in_a_small_pool(qwen3: Oracle, preemption: str) -> No
     params = [sampled, BeamSearchParams(beam_width=3, max_tokens=10)] * 3
     texts = []
     for backend in ("torch", "cpp"):
-        llm = LLM(
-            qwen3.folder,
-            dtype="float32",
-            attention_backend=backend,
-            block_size=4,
-            num_blocks=40,
-            preemption=preemption,
-        )
+        options = {"block_size": 4, "num_blocks": 40, "preemption": preemption}
+        llm = LLM(qwen3.folder, dtype="float32", attention_backend=backend, **options)
         outputs = serve(llm, prompts, params)
         texts.append([[completion.token_ids for completion in output.outputs] for output in outputs])
         assert getattr(llm.engine.stats(), f"num_preemptions_{preemption}") > 0
     assert texts[0] == texts[1]
-
-
-@pytest.mark.slow
-def test_two_ranks(qwen3: Oracle) -> None:
-    """Each of two processes has the kernels, and half of the heads."""
-    prompts = random_prompts(3, seed=9, longest=30)
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    llm = LLM(qwen3.folder, attention_backend="cpp", num_blocks=64, tensor_parallel_size=2, dtype="float32")
-    for prompt, output in zip(prompts, serve(llm, prompts, [params] * 3), strict=True):
-        assert output.outputs[0].token_ids == qwen3.greedy(prompt, 6)
 
 
 # ── building ──────────────────────────────────────────────────────────────────────────────────────
@@ -243,116 +245,108 @@ def test_two_ranks(qwen3: Oracle) -> None:
 
 @pytest.fixture
 def nothing_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder for the library, in a process that has loaded none."""
+    """A folder for the library that does not exist yet, in a process that has loaded none."""
     monkeypatch.setenv("NANOPAGED_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("NANOPAGED_BUILD")
     cpp.load.cache_clear()
     yield tmp_path / "cache"
     cpp.load.cache_clear()
 
 
-def fake_compiler(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler of our own: a script that gets the arguments."""
-    path = folder / "c++"
-    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
-    path.chmod(0o755)
-    monkeypatch.setenv("CXX", str(path))
-
-
-def backend_of(qwen3: Oracle, backend: str) -> str:
-    return type(LLM(qwen3.folder, attention_backend=backend, num_blocks=8).engine.runner.attention).__name__
+def backend_of(backend: str) -> str:
+    return choose_backend(backend, CPU, KVShape(1, 1, 8, torch.float32))
 
 
 @pytest.mark.slow
-def test_auto_takes_the_kernels_only_if_they_have_been_built(
-    qwen3: Oracle, nothing_built: Path, caplog: pytest.LogCaptureFixture
+def test_auto_builds_the_kernels_once(
+    nothing_built: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert backend_of(qwen3, "auto") == "TorchAttention"
+    """Not with NANOPAGED_BUILD=0, which takes what was built. Half a file, or one of zeros, is not taken."""
+    with monkeypatch.context() as patch:
+        patch.setenv("NANOPAGED_BUILD", "0")
+        assert backend_of("auto") == "torch"
     assert not nothing_built.exists()
-    environment = os.environ | {"PYTHONPATH": str(cpp.FOLDER.parents[1])}
-    for _ in range(2):  # the second finds the first's
-        done = subprocess.run(
-            [sys.executable, "-m", "nanopaged.kernels.build"], env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert str(cpp.library_path()) in done.stdout
-    assert backend_of(qwen3, "auto") == "CppAttention"
-    assert len(list(nothing_built.iterdir())) == 1
     assert not caplog.records
-
-
-def test_without_a_compiler_the_error_says_what_to_install(
-    qwen3: Oracle, nothing_built: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ValueError, match="no 'no-such-compiler': install one .*apt install g\\+\\+"):
-        backend_of(qwen3, "cpp")
-    assert backend_of(qwen3, "auto") == "TorchAttention"
-
-
-def test_a_compiler_that_fails_is_quoted(
-    qwen3: Oracle, nothing_built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_compiler(tmp_path, "echo 'error: unknown type name' >&2; exit 1", monkeypatch)
-    with pytest.raises(ValueError, match="(?s)could not build.*unknown type name"):
-        backend_of(qwen3, "cpp")
-    assert not list(nothing_built.iterdir())
-
-
-def test_a_broken_library_is_not_used(
-    qwen3: Oracle, nothing_built: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """ "auto" goes on without it and warns; "cpp" says what to delete."""
-    nothing_built.mkdir()
-    cpp.library_path().write_bytes(b"no library")
-    assert backend_of(qwen3, "auto") == "TorchAttention"
-    assert "the C++ kernels are not used" in caplog.text
-    with pytest.raises(ValueError, match="cannot be loaded .*delete it"):
-        backend_of(qwen3, "cpp")
+    assert backend_of("auto") == "cpp"
+    (line,) = caplog.messages
+    assert line.startswith("building the C++ kernels with ")
+    (path,) = nothing_built.iterdir()
+    whole = path.read_bytes()
+    monkeypatch.setenv("NANOPAGED_BUILD", "0")
+    for content, backend in ((whole[:1000], "torch"), (bytes(len(whole)), "torch"), (whole, "cpp")):
+        path.unlink()  # the file that is loaded stays as it is
+        path.write_bytes(content)
+        cpp.load.cache_clear()
+        assert backend_of("auto") == backend
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.slow
 def test_a_library_with_wrong_results_is_not_used(
-    qwen3: Oracle, nothing_built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nothing_built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a compiler with a bug: here one that is told to compute sigmoid(-x)."""
-    wrong = tmp_path / "fused.cpp"
-    text = (cpp.FOLDER / "fused.cpp").read_text(encoding="utf-8")
-    wrong.write_text(
-        text.replace("-1.44269504f", "1.44269504f").replace('"vectors.h"', f'"{cpp.HEADER}"'),
-        encoding="utf-8",
-    )
-    monkeypatch.setattr(cpp, "SOURCES", [cpp.SOURCES[0], wrong])
-    with pytest.raises(ValueError, match="computes wrong results: delete it"):
-        backend_of(qwen3, "cpp")
-    assert backend_of(qwen3, "auto") == "TorchAttention"
+    text = (build.FOLDER / "fused.cpp").read_text(encoding="utf-8")
+    text = text.replace("-1.44269504f", "1.44269504f").replace('"vectors.h"', f'"{build.HEADER}"')
+    (tmp_path / "fused.cpp").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(build, "SOURCES", [build.SOURCES[0], tmp_path / "fused.cpp"])
+    with pytest.raises(ValueError, match="computes wrong results: set CXX"):
+        backend_of("cpp")
+    assert backend_of("auto") == "torch"
 
 
-def test_a_library_of_other_sources_is_not_used(
-    qwen3: Oracle, nothing_built: Path, caplog: pytest.LogCaptureFixture
+def test_without_a_compiler_the_error_says_what_to_install(
+    nothing_built: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nothing_built.mkdir()
-    (nothing_built / "kernels-0123.so").write_bytes(b"of last month")
-    with caplog.at_level(logging.WARNING):
-        assert backend_of(qwen3, "auto") == "TorchAttention"
-    assert "python -m nanopaged.kernels.build builds them again" in caplog.text
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match="there is no C\\+\\+ compiler: install one .*apt install g\\+\\+"):
+        backend_of("cpp")
+    assert backend_of("auto") == "torch"
+    assert not caplog.records
 
 
-@pytest.mark.slow
-def test_two_processes_that_build_at_once(nothing_built: Path) -> None:
-    """Each has a whole library in the end, and there is one."""
-    code = "from nanopaged.kernels import cpp; cpp.load(); print('loaded')"
-    environment = os.environ | {"PYTHONPATH": str(cpp.FOLDER.parents[1])}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    assert [process.communicate()[0].strip() for process in processes] == ["loaded"] * 2
-    assert len(list(nothing_built.iterdir())) == 1
+TROUBLES = {  # what a compiler of our own does → what is said
+    "echo 'error: no such type' >&2; exit 1": "could not build.*no such type",
+    "exec sleep 60": "cannot be built or loaded .*timed out.*: set NANOPAGED_CACHE",
+    "true": "cannot be built or loaded .*: set NANOPAGED_CACHE",  # it writes nothing
+    'while [ "$1" != -o ]; do shift; done; echo x > "$2"': "built or loaded .*: set NANOPAGED_CACHE",
+}
+
+
+@pytest.mark.parametrize("folder", ["new", "a file", "no home"])
+@pytest.mark.parametrize("script", TROUBLES)
+def test_what_goes_wrong_is_said_once(
+    script: str,
+    folder: str,
+    nothing_built: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ "cpp" raises one ValueError, "auto" warns and goes on with PyTorch."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "TIMEOUT", 0.5)
+    if folder == "a file":
+        nothing_built.write_text("a file", encoding="utf-8")
+    if folder == "no home":
+        monkeypatch.delenv("NANOPAGED_CACHE")
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("there is no home")))
+    said = TROUBLES[script] if folder == "new" else TROUBLES["true"]
+    with pytest.raises(ValueError, match=f"(?s)attention_backend='cpp' cannot run here: .*{said}"):
+        backend_of("cpp")
+    caplog.clear()
+    cpp.load.cache_clear()
+    assert backend_of("auto") == "torch"
+    (warning,) = (message for message in caplog.messages if not message.startswith("building"))
+    assert "the C++ kernels are not used" in warning
 
 
 def test_what_the_kernels_cannot_do_is_refused() -> None:
     cache = KVCache(KVShape(1, 1, 264, torch.float32), 2, 4, CPU)
-    with pytest.raises(ValueError, match="heads of up to 256 numbers, and this model has 264"):
+    with pytest.raises(ValueError, match="a head_dim of up to 256, not 264"):
         make_attention("cpp", cache, 1.0)
     small = KVCache(KVShape(1, 1, 8, torch.float32), 2, 4, CPU)
     with pytest.raises(ValueError, match="no place for a score_mod"):

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="decodes in graphs read their pages by Trit
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.attention.triton_backend import BlockTables
-from nanopaged.model.cuda_graphs import DecodeGraphs, graph_sizes
+from nanopaged.cuda_graphs import DecodeGraphs, graph_sizes
 
 
 def compute_again(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
@@ -24,19 +24,9 @@ def compute_again(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None
     return out, lambda: out.copy_(work())
 
 
-def greedy_params(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens)
-
-
 def with_graphs(folder: str, max_num_seqs: int, **options: object) -> LLM:
-    llm = LLM(
-        folder,
-        dtype="float32",
-        attention_backend="triton",
-        max_num_seqs=max_num_seqs,
-        preemption="recompute",
-        **options,
-    )
+    options |= {"dtype": "float32", "attention_backend": "triton", "preemption": "recompute"}
+    llm = LLM(folder, max_num_seqs=max_num_seqs, **options)
     runner = llm.engine.runner
     runner.graphs = DecodeGraphs(runner.model, runner.attention, max_num_seqs, MAX_MODEL_LEN, compute_again)
     return llm
@@ -64,7 +54,7 @@ def test_graphs_give_the_same_tokens(oracle: Oracle) -> None:
 
     graphs.run = counted
     prompts = random_prompts(8, seed=3, longest=20)
-    params = [greedy_params(n) for n in (9, 3, 12, 6, 1, 7, 5, 10)]
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (9, 3, 12, 6, 1, 7, 5, 10)]
     for prompt, p, output in zip(prompts, params, llm.generate(prompts, params, use_tqdm=False), strict=True):
         assert output.outputs[0].token_ids == oracle.greedy(prompt, p.max_tokens)
     assert sizes & set(graphs.sizes), "no batch filled a graph"
@@ -86,10 +76,8 @@ def test_forks_in_graphs(qwen3: Oracle) -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=9, ignore_eos=True)
     prompt = [5, 6, 7, 8, 9, 10]
     plain = LLM(qwen3.folder, dtype="float32", block_size=4, num_blocks=40)
-    expected = plain.generate([prompt], params, use_tqdm=False)[0]
-    actual = with_graphs(qwen3.folder, 6, block_size=4, num_blocks=40).generate(
-        [prompt], params, use_tqdm=False
-    )[0]
+    graphed = with_graphs(qwen3.folder, 6, block_size=4, num_blocks=40)
+    actual, expected = (llm.generate([prompt], params, use_tqdm=False)[0] for llm in (graphed, plain))
     assert [out.token_ids for out in actual.outputs] == [out.token_ids for out in expected.outputs]
 
 
@@ -98,7 +86,7 @@ def test_padding_touches_no_block(qwen3: Oracle) -> None:
     llm = with_graphs(qwen3.folder, 4, block_size=4, num_blocks=12)
     data = llm.engine.runner.kv_cache.data.zero_()
     for i in range(3):
-        llm.engine.add_request(str(i), [3 + i] * (2 + i), greedy_params(4))
+        llm.engine.add_request(str(i), [3 + i] * (2 + i), SamplingParams(temperature=0, max_tokens=4))
     llm.engine.step()
     before = data.clone()
     llm.engine.step()
@@ -110,14 +98,6 @@ def test_padding_touches_no_block(qwen3: Oracle) -> None:
         if (n := seq.num_tokens - 2)
     }
     assert {tuple(slot) for slot in written.nonzero().tolist()} == expected
-
-
-def test_capturing_touches_no_block(qwen3: Oracle) -> None:
-    llm = LLM(qwen3.folder, dtype="float32", attention_backend="triton", num_blocks=6)
-    runner = llm.engine.runner
-    runner.kv_cache.data.fill_(7.0)
-    DecodeGraphs(runner.model, runner.attention, 3, MAX_MODEL_LEN, compute_again)
-    assert (runner.kv_cache.data == 7.0).all()
 
 
 # ── block tables on the device ────────────────────────────────────────────────────────────────────

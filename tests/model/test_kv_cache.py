@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Oracle, random_prompts
 
-from nanopaged import LLM, SamplingParams
+from nanopaged import LLM
 from nanopaged.kv_cache import KVCache, KVShape
 
 CPU = torch.device("cpu")
@@ -37,22 +36,6 @@ def test_the_order_of_moves_within_a_step() -> None:
     assert (cache.data[1:] == 7.0).all()
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_all_kv_is_packed_and_unpacked(qwen3: Oracle, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With K/V stored back to front the tokens are the same: prompts whole and in chunks, found in the cache,
-    and decodes. So no reader or writer of slots leaves one of the two out."""
-    monkeypatch.setattr(KVCache, "pack", lambda self, kv: kv.flip(-1))
-    monkeypatch.setattr(KVCache, "unpack", lambda self, stored: stored.flip(-1))
-    config = {"dtype": "float32", "num_blocks": 30, "max_num_batched_tokens": 30, "block_size": 8}
-    llm = LLM(qwen3.folder, attention_backend=backend, **config)
-    params = SamplingParams(temperature=0, max_tokens=10)
-    prompts = random_prompts(3, seed=1)
-    for _ in range(2):
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert [output.outputs[0].token_ids for output in outputs] == [qwen3.greedy(p, 10) for p in prompts]
-    assert llm.engine.stats().prefix_cache_hits > 0
-
-
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -78,17 +61,3 @@ def test_block_major_blocks_are_contiguous() -> None:
     shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=5, dtype=torch.bfloat16)
     assert KVCache(shape, 4, 8, CPU).data[1].is_contiguous()
     assert shape.block_bytes(8) == 3 * 2 * 2 * 5 * 2 * 8
-
-
-@pytest.mark.parametrize("layer", [0, 2])
-def test_head_blocks(layer: int) -> None:
-    """The row of a block and a head holds that head's slots of the block, in any layer."""
-    cache = KVCache(KVShape(num_layers=3, num_kv_heads=2, head_dim=5, dtype=torch.float32), 6, 4, CPU)
-    cache.data.normal_()
-    k_cache, v_cache = cache.layer(layer)
-    rows, ids = cache.head_blocks(layer), cache.head_block_ids(torch.tensor([[5, 0], [2, 2]]))
-    assert ids.shape == (2, 2, 2, 2)
-    assert ids[:, 0, 0].tolist() == [[60, 61], [62, 63]]
-    for head in range(2):
-        assert torch.equal(rows[ids[0, 0, 0, head]], k_cache[5, head].flatten())
-        assert torch.equal(rows[ids[1, 1, 0, head]], v_cache[2, head].flatten())

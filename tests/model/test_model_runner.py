@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, Oracle
+from conftest import MAX_MODEL_LEN, Oracle, random_prompts
 
-from nanopaged import LLM, EngineConfig
+from nanopaged import LLM, EngineConfig, SamplingParams, memory
 from nanopaged.kv_cache import KVShape
-from nanopaged.model import sizing
-from nanopaged.model.prompt_scores import LOGITS_TILE
+from nanopaged.model.layers import PLAIN
+from nanopaged.model_runner import choose_operations
+from nanopaged.sampler import LOGITS_TILE
 
 GB = 1 << 30
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)  # 2 MiB a block of 16
 
 
@@ -27,9 +30,9 @@ def config_of(max_model_len: int, **options: object) -> EngineConfig:
 def size_on_a_gpu(monkeypatch: pytest.MonkeyPatch, peak: int, **options: object) -> int:
     """A card of 80 GB of which 16 GB are in use, and a largest step of `peak` bytes."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (64 * GB, 80 * GB))
-    monkeypatch.setattr(sizing, "peak_memory", lambda work, device: peak)
+    monkeypatch.setattr(memory, "peak_memory", lambda work, device: peak)
     model = SimpleNamespace(embed_tokens=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
-    return sizing.measure_num_blocks(config_of(8192, **options), model, SHAPE)
+    return memory.measure_num_blocks(config_of(8192, **options), model, SHAPE)
 
 
 def test_what_is_left_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +67,9 @@ def test_a_gpu_too_small_for_one_sequence(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_share_of_a_computers_memory(
     free: int, max_model_len: int, options: dict[str, Any], num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sizing, "available_memory", lambda: free)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     model = SimpleNamespace(embed_tokens=torch.nn.Embedding(1, 1))
-    num_blocks = sizing.measure_num_blocks(config_of(max_model_len, **options), model, SHAPE)
+    num_blocks = memory.measure_num_blocks(config_of(max_model_len, **options), model, SHAPE)
     assert num_blocks * SHAPE.block_bytes(16) == num_bytes
 
 
@@ -88,11 +91,11 @@ def test_the_largest_step(
     llm = LLM(qwen3.folder, dtype="float32", num_blocks=20, **options)
     runner, drawn = llm.engine.runner, []
     before = runner.kv_cache.data.fill_(1.0).clone()
-    sample = sizing.sample
-    monkeypatch.setattr(sizing, "sample", lambda logits, rows: drawn.append(logits) or sample(logits, rows))
+    sample = memory.sample
+    monkeypatch.setattr(memory, "sample", lambda logits, rows: drawn.append(logits) or sample(logits, rows))
     computed = []
     hook = runner.model.register_forward_pre_hook(lambda _, args: computed.append(args[1]))
-    sizing.largest_step(llm.engine.config, runner.model, runner.kv_cache.shape)
+    memory.largest_step(llm.engine.config, runner.model, runner.kv_cache.shape)
     hook.remove()
     (positions,), (logits,) = computed, drawn
     assert len(positions) == budget
@@ -110,8 +113,8 @@ def test_the_cheaper_preemption(
     runner = LLM(qwen3.folder, dtype="float32", num_blocks=20, preemption="swap").engine.runner
     before = runner.kv_cache.data.fill_(3.0).clone()
     seconds = iter([1.0, 2.0] if choice == "swap" else [2.0, 0.1])  # 8 blocks out and in; 64 tokens
-    measure = sizing.seconds
-    monkeypatch.setattr(sizing, "seconds", lambda *args: measure(*args) * 0 + next(seconds))
+    measure = memory.seconds
+    monkeypatch.setattr(memory, "seconds", lambda *args: measure(*args) * 0 + next(seconds))
     with caplog.at_level(logging.INFO, "nanopaged"):
         assert runner.cheaper_preemption() == choice
     assert f"preemption by {choice}: " in caplog.text
@@ -129,3 +132,18 @@ def test_host_blocks_are_for_swapping(qwen3: Oracle) -> None:
 def test_without_host_blocks_there_is_no_choice(qwen3: Oracle) -> None:
     runner = LLM(qwen3.folder, num_blocks=20, num_host_blocks=0, preemption="swap").engine.runner
     assert runner.cheaper_preemption() == "recompute"
+
+
+def test_compiled_operations_give_the_same_tokens(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU runs, traced for any number of tokens; here without the slow compiler behind it."""
+    torch.compiler.reset()  # what other tests have compiled, or kept from being compiled
+    compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(torch, "compile", compiled)
+    operations = choose_operations("torch", torch.device("cuda"), enforce_eager=False)
+    assert choose_operations("torch", torch.device("cuda"), enforce_eager=True) == PLAIN
+    assert choose_operations("torch", torch.device("cpu"), enforce_eager=False) == PLAIN
+    monkeypatch.setattr("nanopaged.model_runner.choose_operations", lambda *_: operations)
+    llm = LLM(oracle.folder, dtype="float32", num_blocks=64, attention_backend="torch")
+    prompts = random_prompts(4, seed=3)
+    for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+        assert output.outputs[0].token_ids == oracle.greedy(prompt, 12)

@@ -6,18 +6,15 @@ import copy
 import json
 import logging
 import math
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import FAMILIES, LLAMA3_ROPE, Oracle, make_checkpoint, random_prompts
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -30,10 +27,9 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanopaged import LLM, EngineConfig, SamplingParams
-from nanopaged.model import model_config
 from nanopaged.model.checkpoint import TINY_MODEL, load_model, read_eos_token_ids
-from nanopaged.model.layers import ACTIVATIONS, Linear, rotary_frequencies
-from nanopaged.model.model_config import LIMITS, MAY_BE_NULL, Family, read_model_config
+from nanopaged.model.layers import Linear, rotary_frequencies
+from nanopaged.model.model_config import read_model_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
@@ -86,15 +82,6 @@ def test_configs_of_transformers_4_and_5(oracle: Oracle, folder: Path) -> None:
     assert read_model_config(folder) == new
     (prompt,) = random_prompts(1, seed=0)
     assert greedy(folder, prompt) == oracle.greedy(prompt, 10)
-
-
-@pytest.mark.parametrize("style", ["new", "old"])
-def test_rope_theta_is_read_from_any_format(qwen3_folder: Path, style: str) -> None:
-    """Not a default value, so a fallback would be noticed."""
-    edit_config(qwen3_folder, lambda c: c["rope_parameters"].update(rope_theta=12345.0))
-    if style == "old":
-        edit_config(qwen3_folder, old_style)
-    assert read_model_config(qwen3_folder).rope_theta == 12345.0
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
@@ -163,9 +150,10 @@ def test_qwen2_has_the_same_biases_in_all_checkpoints(tmp_path: Path, attention_
     assert (config.qkv_bias, config.o_bias) == (True, False)
 
 
-def test_a_window_that_no_layer_uses(qwen3_folder: Path, qwen3: Oracle) -> None:
-    """From layer 2 on, of two layers."""
-    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "layer_types": None}
+@pytest.mark.parametrize("used", [True, False])
+def test_a_window_that_no_layer_uses(qwen3_folder: Path, qwen3: Oracle, used: bool) -> None:
+    """From layer 2 on, of two layers; or the field is there and not used, as in many Qwen2 checkpoints."""
+    window = {"use_sliding_window": used, "sliding_window": 4, "max_window_layers": 2, "layer_types": None}
     edit_config(qwen3_folder, lambda c: c.update(window))
     assert greedy(qwen3_folder, [1, 2, 3] * 5) == qwen3.greedy([1, 2, 3] * 5, 10)
 
@@ -203,26 +191,23 @@ def test_weights_are_packed_where_the_cpu_can(
     assert caplog.text.count(WITHOUT_PACKING) == (0 if works else 1)
 
 
+@pytest.mark.parametrize("missing", [True, False])
 def test_weights_that_cannot_be_packed(
-    oracle: Oracle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    qwen3: Oracle, missing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """This CPU lacks an instruction; or PyTorch is built without oneDNN, as for Apple's chips."""
+
     def fail(*args: object) -> None:
-        raise RuntimeError("this CPU lacks an instruction\nand much more")
+        raise RuntimeError("no such instruction\nand much more")
 
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", fail)
+    if missing:
+        monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    else:
+        monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", fail)
     with caplog.at_level(logging.INFO, "nanopaged"):
-        assert greedy(oracle.folder, [1, 2, 3]) == oracle.greedy([1, 2, 3], 10)
-    assert f"{WITHOUT_PACKING}: this CPU lacks an instruction\n" in caplog.text
-
-
-def test_a_pytorch_without_onednn(
-    oracle: Oracle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """PyTorch for Apple's chips is built without it: the operators do not exist."""
-    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
-    with caplog.at_level(logging.INFO, "nanopaged"):
-        assert greedy(oracle.folder, [1, 2, 3]) == oracle.greedy([1, 2, 3], 10)
-    assert caplog.text.count(f"{WITHOUT_PACKING}: ") == 1
+        assert greedy(qwen3.folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
+    reason = "" if missing else "no such instruction\n"
+    assert caplog.text.count(f"{WITHOUT_PACKING}: {reason}") == 1
 
 
 def test_auto_dtype_is_the_checkpoints(qwen3: Oracle, tmp_path: Path) -> None:
@@ -294,22 +279,11 @@ def test_eos_ids_come_from_generation_config_and_tokenizer(tmp_path: Path) -> No
 @pytest.mark.parametrize("eos", ["7", ["7"], [7, None], -1, True, 7.0, {"a": 1}, [[7]]])
 def test_eos_ids_that_are_no_ids(qwen3_folder: Path, eos: object) -> None:
     edit_config(qwen3_folder, lambda c: c.update(eos_token_id=eos), "generation_config.json")
-    with pytest.raises(ValueError, match=r"generation_config\.json has eos_token_id .*, but token ids are"):
+    with pytest.raises(ValueError, match=r"has eos_token_id .*, but token ids are"):
         LLM(qwen3_folder, num_blocks=8)
 
 
 # ── what a new family may change ──────────────────────────────────────────────────────────────────
-
-
-def test_a_family_with_another_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of the table of families and a function; the other families still refuse its name."""
-    model = make_checkpoint("llama", tmp_path, hidden_act="gelu_pytorch_tanh")
-    with pytest.raises(ValueError, match="hidden_act 'gelu_pytorch_tanh', but only 'silu' or 'swish' is"):
-        LLM(tmp_path, num_blocks=8)
-    llama = replace(model_config.FAMILIES["llama"], activations=("gelu_pytorch_tanh",))
-    monkeypatch.setitem(model_config.FAMILIES, "llama", llama)
-    monkeypatch.setitem(ACTIVATIONS, "gelu_pytorch_tanh", partial(F.gelu, approximate="tanh"))
-    compare_logprobs(LLM(tmp_path, num_blocks=8), model)
 
 
 def test_the_attention_scale_is_the_configs(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,15 +322,19 @@ def compare_logprobs(llm: LLM, model: PreTrainedModel) -> None:
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForSequenceClassification"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config .*awq"),
+        ({"num_attention_heads": 0}, "'num_heads': 0.*, but only sizes above 0"),
+        ({"num_key_value_heads": 4}, "num_heads a multiple of num_kv_heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"hidden_size": 48.0}, "'hidden_size' expected int"),
+        ({"vocab_size": 1 << 24, "hidden_size": 1 << 24}, "vocab_size=16777216, hidden_size=16777216"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
         (
             {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "dynamic",
         ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "one JSON object, for all layers"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
@@ -369,13 +347,11 @@ def compare_logprobs(llm: LLM, model: PreTrainedModel) -> None:
         ({"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ({"is_causal": False}, "is_causal False"),
         ({"per_layer_config": {"1": {"rms_norm_eps": 0.1}}}, "per_layer_config"),
-        ({"quantization_config": "awq"}, "quantised model .awq"),
         ({"model_type": ["qwen3"]}, "model_type .'qwen3'., which is not supported"),
         ({"model_type": "llama"}, "Qwen3ForCausalLM.* and model_type 'llama', which is not supported"),
         ({"architectures": "MixtralForCausalLM"}, "architectures 'MixtralForCausalLM'"),
-        ({"architectures": [1]}, r"architectures \[1\]"),
         ({"dtype": "float64"}, "dtype 'float64'"),
-        ({"dtype": "auto"}, "dtype 'auto'"),
+        ({"dtype": "auto"}, "auto"),
         # Newer transformers checks the type; to older ones it is a model whose biases are missing.
         ({"attention_bias": "yes"}, "config.json cannot be used: .*'attention_bias'|missing: .*k_proj.bias"),
     ],
@@ -386,42 +362,6 @@ def test_what_is_not_supported_is_refused_by_name(qwen3_folder: Path, edit: dict
         LLM(qwen3_folder, num_blocks=8)
 
 
-@pytest.mark.parametrize("name", LIMITS)
-def test_numbers_out_of_range_are_named(qwen3_folder: Path, name: str) -> None:
-    """Every number that is read, with its value and its limit; never an error from inside torch."""
-    original = json.loads((qwen3_folder / "config.json").read_text(encoding="utf-8")) | {
-        "rope_parameters": LLAMA3_ROPE
-    }
-    for value in (0, -1, 10**31, 10**400, math.nan, math.inf, True, None, "1", [1]):
-        if value is None and name in MAY_BE_NULL:
-            continue
-        config = copy.deepcopy(original)
-        (config["rope_parameters"] if name in LLAMA3_ROPE else config)[name] = value
-        (qwen3_folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        message = f"config.json has {name} {value!r}, but needs a "
-        with pytest.raises(ValueError, match=re.escape(message) + ".*number above 0, at most"):
-            read_model_config(qwen3_folder)
-
-
-def test_no_field_ends_in_a_traceback(qwen3_folder: Path) -> None:
-    """Each field that config.json has or may have, with each hostile value: it is read, or a ValueError."""
-    path = qwen3_folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    names = {*config, "rope_scaling", "rope_theta", "quantization_config", "sliding_window", "num_labels"}
-    num_read = num_refused = 0
-    for value in (None, True, 0, -1, 0.5, 10**30, math.nan, "", "x", [], ["x"], [[]], {}, {"a": {}}):
-        spoilt = [config | {name: value} for name in names]
-        spoilt += [config | {"rope_scaling": LLAMA3_ROPE | {name: value}} for name in LLAMA3_ROPE]
-        for contents in spoilt:
-            path.write_text(json.dumps(contents), encoding="utf-8")
-            try:
-                read_model_config(qwen3_folder)
-                num_read += 1
-            except ValueError:
-                num_refused += 1
-    assert min(num_read, num_refused) > 50
-
-
 def test_sizes_that_are_worked_out(tmp_path: Path) -> None:
     """null: as many KV heads as query heads, which share the hidden size."""
     make_checkpoint("llama", tmp_path)
@@ -429,38 +369,8 @@ def test_sizes_that_are_worked_out(tmp_path: Path) -> None:
     config = read_model_config(tmp_path)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (6, 6, 8)
     edit_config(tmp_path, lambda c: c.update(hidden_size=6))
-    with pytest.raises(ValueError, match="head_dim 1, but"):
+    with pytest.raises(ValueError, match="'head_dim': 1,"):
         read_model_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        ({"num_key_value_heads": 4}, "num_attention_heads 6, num_key_value_heads 4"),
-        ({"head_dim": 15}, "head_dim.*15"),
-        ({"hidden_size": 48.0}, "hidden_size 48.0, but needs a whole number"),
-        ({"vocab_size": 1 << 24, "hidden_size": 1 << 24}, "vocab_size=16777216, hidden_size=16777216"),
-        ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor must be below"),
-    ],
-)
-def test_sizes_that_do_not_go_together(qwen3_folder: Path, edit: dict, message: str) -> None:
-    edit_config(qwen3_folder, lambda c: c.update(edit))
-    with pytest.raises(ValueError, match=message):
-        LLM(qwen3_folder, num_blocks=8)
-
-
-def test_names_of_labels_are_not_made(qwen3_folder: Path) -> None:
-    """transformers would make a dict of so many."""
-    edit_config(qwen3_folder, lambda c: c.update(num_labels=10**12))
-    assert read_model_config(qwen3_folder).vocab_size == 97
-
-
-def test_an_unused_window_is_accepted(qwen3: Oracle, qwen3_folder: Path) -> None:
-    """As in many checkpoints of Qwen2: the field is there, and no layer uses it."""
-    edit_config(
-        qwen3_folder, lambda c: c.update(sliding_window=4, use_sliding_window=False, layer_types=None)
-    )
-    assert greedy(qwen3_folder, [1, 2, 3] * 5) == qwen3.greedy([1, 2, 3] * 5, 10)
 
 
 def test_a_window_in_a_llama(tmp_path: Path) -> None:
@@ -471,41 +381,35 @@ def test_a_window_in_a_llama(tmp_path: Path) -> None:
         LLM(tmp_path, num_blocks=8)
 
 
-def test_a_window_that_is_its_familys_default(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row in the table makes a family. Mistral's config has a window even if the file does not say so."""
-    monkeypatch.setitem(model_config.FAMILIES, "mistral", Family("MistralForCausalLM"))
-    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-    edit_config(folder, lambda c: c.update(mistral))
-    edit_config(folder, lambda c: c.pop("layer_types", None))
-    edit_config(folder, lambda c: c.pop("sliding_window", None))
-    with pytest.raises(ValueError, match="sliding_window 4096"):
-        read_model_config(folder)
-    edit_config(folder, lambda c: c.update(sliding_window=None))
-    assert read_model_config(folder).num_layers == 2
-
-
 def edit_weights(folder: Path, edit: Callable[[dict], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_missing_weights_are_named(folder: Path) -> None:
-    edit_weights(folder, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
-    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.self_attn\.k_proj\.weight"):
-        LLM(folder, num_blocks=8)
-
-
-def test_unexpected_weights_are_named(folder: Path) -> None:
-    edit_weights(folder, lambda t: t.update({"model.layers.0.self_attn.sinks": torch.zeros(3)}))
-    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.0\.self_attn\.sinks"):
-        LLM(folder, num_blocks=8)
-
-
-def test_a_wrong_shape_is_named(folder: Path) -> None:
-    edit_weights(folder, lambda t: t.update({"model.norm.weight": torch.zeros(5)}))
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[5\].*\[48\]"):
-        LLM(folder, num_blocks=8)
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"),
+            r"missing: model\.layers\.1\.self_attn\.k_",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.sinks": torch.zeros(3)}),
+            r"unexpected: model\.layers\.0\.sinks",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(5)}),
+            r"model\.norm\.weight has shape \[5\].*\[48\]",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(
+    qwen3_folder: Path, edit: Callable[[dict], object], message: str
+) -> None:
+    edit_weights(qwen3_folder, edit)
+    with pytest.raises(ValueError, match=message):
+        LLM(qwen3_folder, num_blocks=8)
 
 
 def test_redundant_weights_are_ignored(qwen3: Oracle, qwen3_folder: Path) -> None:
@@ -528,11 +432,6 @@ def test_weights_that_are_no_floats(qwen3_folder: Path, dtype: torch.dtype) -> N
         LLM(qwen3_folder, num_blocks=8)
 
 
-def test_weights_of_64_bits(qwen3: Oracle, qwen3_folder: Path) -> None:
-    edit_weights(qwen3_folder, lambda t: t.update({name: weight.double() for name, weight in t.items()}))
-    assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
-
-
 @pytest.mark.parametrize(
     ("value", "dtype"), [(math.nan, "float32"), (-math.inf, "float32"), (1e5, "float16")]
 )
@@ -549,19 +448,6 @@ def test_weights_that_are_not_finite(qwen3_folder: Path, value: float, dtype: st
 INDEX = "model.safetensors.index.json"
 
 
-def test_the_index_says_which_shard_holds_a_weight(oracle: Oracle, tmp_path: Path) -> None:
-    """A stale copy in another shard is not read, be that shard earlier or later."""
-    oracle.model.save_pretrained(tmp_path, max_shard_size="20KB")
-    name = "model.norm.weight"
-    home = json.loads((tmp_path / INDEX).read_text(encoding="utf-8"))["weight_map"][name]
-    shards = sorted(tmp_path.glob("*.safetensors"))
-    for shard in (shards[0], shards[-1]):
-        if shard.name != home:
-            save_file(load_file(shard) | {name: torch.zeros(48)}, shard)
-    (prompt,) = random_prompts(1, seed=0)
-    assert greedy(tmp_path, prompt) == oracle.greedy(prompt, 10)
-
-
 def test_the_index_names_a_shard_without_the_weight(oracle: Oracle, tmp_path: Path) -> None:
     oracle.model.save_pretrained(tmp_path, max_shard_size="20KB")
     name = "model.norm.weight"
@@ -569,29 +455,6 @@ def test_the_index_names_a_shard_without_the_weight(oracle: Oracle, tmp_path: Pa
     edit_config(tmp_path, lambda c: c["weight_map"].update({name: other}), INDEX)
     with pytest.raises(ValueError, match=rf"{other} .*model\.norm\.weight"):
         LLM(tmp_path, num_blocks=8)
-
-
-def test_a_weight_in_two_files_without_an_index(qwen3_folder: Path) -> None:
-    tensors = load_file(qwen3_folder / "model.safetensors")
-    (qwen3_folder / "model.safetensors").rename(qwen3_folder / "a.safetensors")
-    save_file({"model.norm.weight": tensors["model.norm.weight"]}, qwen3_folder / "b.safetensors")
-    with pytest.raises(
-        ValueError, match=r"model\.norm\.weight is in both .*a\.safetensors and .*b\.safetensors"
-    ):
-        LLM(qwen3_folder, num_blocks=8)
-
-
-@pytest.mark.parametrize("absolute", [True, False])
-def test_the_index_names_a_file_outside(qwen3_folder: Path, absolute: bool) -> None:
-    outside = qwen3_folder.parent / "outside.safetensors"
-    tensors = load_file(qwen3_folder / "model.safetensors")
-    (qwen3_folder / "model.safetensors").rename(outside)
-    name = str(outside) if absolute else "../outside.safetensors"
-    (qwen3_folder / INDEX).write_text(
-        json.dumps({"weight_map": dict.fromkeys(tensors, name)}), encoding="utf-8"
-    )
-    with pytest.raises(ValueError, match=r"outside\.safetensors', but weights must lie in the folder itself"):
-        LLM(qwen3_folder, num_blocks=8)
 
 
 def test_links_to_elsewhere_as_in_the_hubs_cache(qwen3: Oracle, qwen3_folder: Path) -> None:
@@ -607,34 +470,16 @@ def test_links_to_elsewhere_as_in_the_hubs_cache(qwen3: Oracle, qwen3_folder: Pa
     assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
 
 
-@pytest.mark.parametrize("name", ["", "..", "no\0name", "x" * 5000])
-def test_the_index_names_what_cannot_be_a_file(qwen3_folder: Path, name: str) -> None:
-    (qwen3_folder / INDEX).write_text(
-        json.dumps({"weight_map": {"model.norm.weight": name}}), encoding="utf-8"
-    )
-    with pytest.raises(
-        FileNotFoundError, match=r"is missing, though model\.safetensors\.index\.json names it"
-    ):
-        LLM(qwen3_folder, num_blocks=8)
-
-
-@pytest.mark.parametrize("weight_map", [None, 1, [], {"model.norm.weight": 1}, {"a": None}, {"a": ["b"]}])
-def test_an_index_that_maps_no_names(qwen3_folder: Path, weight_map: object) -> None:
-    (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"index\.json needs a weight_map"):
-        LLM(qwen3_folder, num_blocks=8)
-
-
-def test_a_folder_in_place_of_the_weights(qwen3_folder: Path) -> None:
-    (qwen3_folder / "model.safetensors").unlink()
-    (qwen3_folder / "model.safetensors").mkdir()
-    with pytest.raises(ValueError, match=r"model\.safetensors is broken or cut short"):
-        LLM(qwen3_folder, num_blocks=8)
-
-
-def test_truncated_weights(qwen3_folder: Path) -> None:
+@pytest.mark.parametrize("cut", [True, False])
+def test_weights_that_cannot_be_read(qwen3_folder: Path, cut: bool) -> None:
+    """Cut short, or a folder."""
     path = qwen3_folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
+    contents = path.read_bytes()
+    path.unlink()
+    if cut:
+        path.write_bytes(contents[:-1000])
+    else:
+        path.mkdir()
     with pytest.raises(ValueError, match=r"model\.safetensors is broken or cut short"):
         LLM(qwen3_folder, num_blocks=8)
 
@@ -654,7 +499,7 @@ def test_missing_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(FileNotFoundError, match="no-such-folder"):
         LLM(tmp_path / "no-such-folder")
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(FileNotFoundError, match="is a file"):
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
         LLM(tmp_path / "file")
     for name in ("x" * 5000, "no\0name"):
         with pytest.raises(FileNotFoundError, match="is not a folder"):
@@ -667,15 +512,6 @@ def test_a_path_is_not_a_hub_id(model: str, monkeypatch: pytest.MonkeyPatch) -> 
     for name in (model, Path(model)):
         with pytest.raises(FileNotFoundError, match="is not a folder: name the one that holds"):
             LLM(name)
-
-
-def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> str:
-        raise OSError("no network")
-
-    monkeypatch.setattr("nanopaged.model.checkpoint.snapshot_download", refuse)
-    with pytest.raises(FileNotFoundError, match="no-lab/nothing.*no network"):
-        LLM("no-lab/nothing")
 
 
 def test_a_hub_id_is_downloaded(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -691,26 +527,19 @@ def test_a_hub_id_is_downloaded(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) 
     assert fnmatch("consolidated.safetensors", *asked["some-lab/model"]["ignore_patterns"])
 
 
-def test_broken_json(qwen3_folder: Path) -> None:
-    (qwen3_folder / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
-        LLM(qwen3_folder, num_blocks=8)
-    (qwen3_folder / "config.json").write_text("[" * 100_000, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
-        LLM(qwen3_folder, num_blocks=8)
-    (qwen3_folder / "config.json").write_text("[1]", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"config\.json holds a list"):
-        LLM(qwen3_folder, num_blocks=8)
-    (qwen3_folder / "config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError, match="model_type None, which is not supported"):
-        LLM(qwen3_folder, num_blocks=8)
-
-
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
-def test_a_folder_in_place_of_a_file(qwen3_folder: Path, name: str) -> None:
-    (qwen3_folder / name).unlink(missing_ok=True)
-    (qwen3_folder / name).mkdir()
-    with pytest.raises(ValueError, match=rf"{name} cannot be read as JSON"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"config\.json cannot be read as a JSON object"),
+        ("[" * 100_000, r"config\.json cannot be read as a JSON object"),
+        ("[1]", r"config\.json cannot be read as a JSON object"),
+        ("{}", "model_type None, which is not supported"),
+    ],
+    ids=["cut", "deep", "list", "empty"],
+)
+def test_broken_json(qwen3_folder: Path, text: str, message: str) -> None:
+    (qwen3_folder / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
         LLM(qwen3_folder, num_blocks=8)
 
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import io
 import os
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from itertools import count
 
 import pytest
 
-import nanopaged
 from nanopaged import LLM, SamplingParams
-from nanopaged.terminal.chat import chat, main
+from nanopaged.__main__ import chat
 
-TINY = Path(__file__).parents[1] / "nanopaged" / "tiny"
-COMMAND = [sys.executable, "-m", "nanopaged"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+Talk = Callable[..., str]
 GREEDY = SamplingParams(temperature=0, max_tokens=60)
 
 
@@ -27,21 +24,16 @@ def llm() -> LLM:
     return LLM(max_num_seqs=1, dtype="float32")
 
 
-class Talk:
-    """What `chat` prints for the lines that are typed."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch, self.capsys = monkeypatch, capsys
-
-    def __call__(self, llm: LLM, *lines: str, params: SamplingParams = GREEDY) -> str:
-        self.monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        chat(llm, params)
-        return self.capsys.readouterr().out
-
-
 @pytest.fixture
 def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
-    return Talk(monkeypatch, capsys)
+    """What `chat` prints for the lines that are typed."""
+
+    def talk(llm: LLM, *lines: str, params: SamplingParams = GREEDY) -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        chat(llm, params)
+        return capsys.readouterr().out
+
+    return talk
 
 
 def answers_of(llm: LLM, *questions: str) -> list[str]:
@@ -105,28 +97,23 @@ def test_a_conversation_that_is_too_long(talk: Talk) -> None:
     assert grown.endswith(answer)
 
 
-def test_without_a_template_the_text_goes_on(talk: Talk, tmp_path: Path) -> None:
-    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "tokenizer_config.json").unlink()
-    llm, params = LLM(tmp_path, max_num_seqs=1), SamplingParams(temperature=0, max_tokens=9)
-    printed = talk(llm, "To be, or", "ROMEO:", params=params)
-
-    def continued(text: str) -> str:
-        return llm.generate(text, params, use_tqdm=False)[0].outputs[0].text
-
-    first = continued("To be, or")
-    second = continued(f"To be, or{first}\nROMEO:")
-    assert printed == f"{first}\n{second}\n"
+def test_without_a_template_the_text_goes_on(llm: LLM, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", None)
+    answers, text = [], ""
+    for line in ("To be, or", "ROMEO:"):
+        text += line
+        (output,) = llm.generate(text, GREEDY, use_tqdm=False)
+        answers.append(f"{output.outputs[0].text}\n")
+        text += answers[-1]
+    assert talk(llm, "To be, or", "ROMEO:") == "".join(answers)
 
 
 def test_ctrl_c_stops_an_answer(llm: LLM, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was shown is remembered, nothing is left running, and the chat goes on."""
-    whole = answers_of(llm, "What news?")[0]
-    steps, step = [], llm.engine.step
+    whole, number, step = answers_of(llm, "What news?")[0], count(1), llm.engine.step
 
     def interrupted(*args: object, **options: object) -> object:
-        steps.append(None)
-        if len(steps) == 5:
+        if next(number) == 5:
             raise KeyboardInterrupt
         return step(*args, **options)
 
@@ -142,55 +129,11 @@ def test_ctrl_c_stops_an_answer(llm: LLM, talk: Talk, monkeypatch: pytest.Monkey
     assert printed.endswith(f"\n{next_answer.outputs[0].text}\n")
 
 
-def test_an_answer_appears_token_by_token(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    class Terminal(io.StringIO):
-        def flush(self) -> None:
-            seen.append((self.getvalue(), llm.engine.stats().num_generated_tokens))
-
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What news?\n"))
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    before = llm.engine.stats().num_generated_tokens
-    chat(llm, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
-    assert {count - before for _, count in seen} >= set(range(1, 11)), "after each token"
-    assert len({text for text, _ in seen}) > 5, "not each token adds a character"
-
-
 def test_a_pipe() -> None:
     """No prompt is drawn, and /quit ends the chat before the rest."""
-    talk = "What news?\n/quit\nWho is dead?\n"
-    options = ["--temperature", "0", "--max-tokens", "20"]
-    done = subprocess.run(
-        [*COMMAND, *options], input=talk, capture_output=True, encoding="utf-8", env=ENVIRONMENT
-    )
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, "-m", "nanopaged", "--temperature", "0", "--max-tokens", "60"]
+    typed = "What news?\n/quit\nWho is dead?\n"
+    done = subprocess.run(command, input=typed, capture_output=True, encoding="utf-8", env=env)
     assert done.returncode == 0, done.stderr
-    chat = [{"role": "user", "content": "What news?"}]
-    (output,) = LLM(max_num_seqs=1).chat(chat, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
-    assert done.stdout == f"{output.outputs[0].text}\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--temperature", "-1"], "temperature is -1.0, but must lie in [0.0, 1000000.0]"),
-        (["--max-tokens", "0"], "max_tokens is 0, but must be at least 1"),
-        (["--model", "./typo"], "typo is not a folder: name the one that holds config.json, or a hub id"),
-    ],
-)
-def test_a_mistake_is_told_in_one_line(arguments: list[str], complaint: str) -> None:
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env=ENVIRONMENT)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("python -m nanopaged: error: ")
-    assert complaint in line
-
-
-def test_streams_of_another_program(llm: LLM, talk: Talk) -> None:
-    """A program that runs the chat may have streams of its own, which have no encoding to change."""
-    talk.monkeypatch.setattr(nanopaged, "LLM", lambda **_: llm)
-    talk.monkeypatch.setattr(sys, "argv", ["nanopaged", "--temperature", "0", "--max-tokens", "60"])
-    talk.monkeypatch.setattr(sys, "stdin", io.StringIO("What news?\n"))
-    main()
-    assert talk.capsys.readouterr().out == f"{answers_of(llm, 'What news?')[0]}\n"
+    assert done.stdout == f"{answers_of(LLM(max_num_seqs=1), 'What news?')[0]}\n"

@@ -27,28 +27,17 @@ atexit.register(print, "the last line")
 threading.Thread(target=lambda: (time.sleep(0.2), print("a thread is waited for"))).start()
 print("to stderr", file=sys.stderr)
 """
-ENDS = {
-    "": 0,
-    "sys.exit(None)": 0,
-    "sys.exit(7)": 7,
-    "sys.exit(-1)": 255,
-    "sys.exit(True)": 1,
-    "sys.exit('a complaint')": 1,
-    "raise ValueError('Höre')": 1,
-    "os._exit(3)": 3,
-    "os.kill(os.getpid(), 9)": -9,
-    "print(undefined": 1,
-}
+LIBRARY = "library/of_the_copy.py"
+ENDS = {"": 0, "sys.exit(7)": 7, "sys.exit(-1)": 255, "sys.exit('a complaint')": 1, "sys.exit(None)": 0}
+ENDS |= {"raise ValueError('Höre')": 1, "os._exit(3)": 3, "os.kill(os.getpid(), 9)": -9, "print(undefined": 1}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """With a program, a package that can be run, and a module that PYTHONPATH leads to."""
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "library").mkdir()
-    (tmp_path / "library" / "of_the_copy.py").touch()
-    for file in ("scripts/look.py", "look_here.py"):
-        (tmp_path / file).write_text(LOOK_AROUND, encoding="utf-8")
+    for file, code in (("scripts/look.py", LOOK_AROUND), ("look_here.py", LOOK_AROUND), (LIBRARY, "")):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(code, encoding="utf-8")
     return tmp_path
 
 
@@ -88,28 +77,21 @@ os.environ["LEFT"] = "behind"
 sys.path.append("left")
 """
     for _ in range(2):
-        done = run_program(["-c", code], Path(__file__).parents[1], environment())
+        done = run_program(["-c", code], Path(__file__).parents[2], environment())
         parent, *seen = done.stdout.split()
         assert seen == ["1", "True", "True", "False", "False", "False", "None", "False"], done.stderr
         assert psutil.Process(int(parent)).ppid() == os.getpid()
 
 
-@pytest.mark.parametrize(
-    ("command", "changes"),
-    [
-        ("python -c 'import sys; print(\"torch\" in sys.modules)'", {}),
-        ('python -c "print(1 != 1)" | cat', {}),
-        ('cd . && python -c "print(1 != 1)"', {}),
+def test_what_is_no_plain_program_has_a_process(tmp_path: Path) -> None:
+    """A line of shell, an option of the interpreter, an environment that the libraries would have read."""
+    for command, changes in (
+        ('cd . && python -c "print(1 != 1)" | cat', {}),
         ('python -I -c "print(1 != 1)"', {}),
         ("python -c \"print('torch' in __import__('sys').modules)\"", {"TRITON_INTERPRET": "1"}),
-    ],
-)
-def test_what_is_no_plain_program_has_a_process(
-    tmp_path: Path, command: str, changes: dict[str, str]
-) -> None:
-    """A line of shell, an option of the interpreter, an environment that the libraries would have read."""
-    done = run_line(command, tmp_path, environment(**changes))
-    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    ):
+        done = run_line(command, tmp_path, environment(**changes))
+        assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
 def test_a_program_that_takes_too_long_is_killed(tmp_path: Path) -> None:

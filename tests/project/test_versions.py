@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
-import pytest
 import versions
 from versions import COLUMNS, ROOT
 
@@ -34,30 +31,3 @@ def test_every_promise_was_tried_at_its_lower_bound() -> None:
     [oldest] = filter(has, rows_of_the_page())
     assert oldest["failed"] == "0"
     assert int(oldest["passed"]) > 0
-
-
-@pytest.mark.slow
-def test_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors of a fixture and of a file that cannot be collected are failures."""
-    (tmp_path / "test_some.py").write_text(
-        "import pytest\n"
-        "@pytest.fixture\ndef broken(): raise ValueError\n"
-        "def test_a(): pass\ndef test_b(): pass\ndef test_c(): assert False\ndef test_d(broken): pass\n"
-        "@pytest.mark.skip\ndef test_e(): pass\n",
-        encoding="utf-8",
-    )
-    broken = "import a_module_that_is_not_there"
-    (tmp_path / "test_not_a_file_of_tests.py").write_text(broken, encoding="utf-8")
-    monkeypatch.setattr(versions, "ROOT", tmp_path)
-    monkeypatch.setattr(versions, "SELECTIONS", [["test_some.py"], ["test_not_a_file_of_tests.py"]])
-    assert versions.run_tests(sys.executable, tmp_path) == {"passed": 2, "failed": 3, "skipped": 1}
-    monkeypatch.setattr(versions, "SELECTIONS", [["--no-such-option"]])
-    with pytest.raises(RuntimeError, match="--no-such-option exited with 4 and wrote no report"):
-        versions.run_tests(sys.executable, tmp_path)
-
-
-def test_a_word_that_no_pair_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["versions.py", "2.7"])
-    with pytest.raises(SystemExit):
-        versions.main()
-    assert "no pair has one of 2.7" in capsys.readouterr().err

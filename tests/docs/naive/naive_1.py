@@ -4,28 +4,23 @@
 from __future__ import annotations
 
 
-def gather_context(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
+def gather_context(cache: Tensor, block_tables: Tensor, num_keys: int) -> Tensor:
     block_size = cache.shape[2]
-    tokens = [cache[block_table[p // block_size], :, p % block_size] for p in range(context_len)]
-    return torch.stack(tokens, dim=1)
+    tokens = [cache[block_tables[..., p // block_size], :, p % block_size] for p in range(num_keys)]
+    return torch.stack(tokens, dim=-2)
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, num_seen: int, score_mod: LayerMod = None
 ) -> Tensor:
-    group = q.shape[1] // k.shape[0]
-    k, v = k.float().repeat_interleave(group, dim=0), v.float().repeat_interleave(group, dim=0)
-    first = k.shape[1] - q.shape[0]  # the position of query 0
-    out = []
-    for i, query in enumerate(q.float()):
-        position = first + i
-        keys = torch.arange(position + 1)
-        scores = (k[:, keys] * query[:, None]).sum(-1)
-        if score_mod is not None:
-            scores = score_mod(scores, torch.tensor([position]), keys)
-        weights = torch.softmax(scores, dim=-1)
-        out.append((weights[..., None] * v[:, keys]).sum(1))
-    return torch.stack(out).to(q.dtype)
+    keys = torch.arange(k.shape[-2], device=q.device)
+    scores = (q.float()[..., None, :] * k.float()[..., None, :, :]).sum(-1)
+    if score_mod is not None:
+        scores = score_mod(scores, queries, keys)
+    scores = torch.where(keys <= queries, scores, -torch.inf)
+    weights = torch.exp(scores - scores.max(-1, keepdim=True).values)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return (weights[..., None] * v.float()[..., None, :, :]).sum(-2).to(q.dtype)
 
 
 def reference_paged_attention(

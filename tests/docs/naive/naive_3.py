@@ -12,9 +12,6 @@ class Scheduler:
             return sum(seq.num_scheduled_tokens for seq in decodes + prefills)
 
         decodes, prefills = [], []
-        self.running = [
-            request for _, request in sorted(enumerate(self.running), key=lambda x: (self.rank(x[1]), x[0]))
-        ]
         for request in tuple(self.running):
             if scheduled() == self.max_num_batched_tokens or request not in self.running:
                 continue
@@ -30,16 +27,14 @@ class Scheduler:
                 batch.copies.extend(copies)
                 self._schedule_tokens(request, self.max_num_batched_tokens - scheduled(), decodes, prefills)
 
-        while True:
-            if len(self.waiting) == 0:
-                break
-            self.waiting.update_ranks(self.rank)
-            request = self.waiting.first()
+        while len(self.waiting) > 0:
+            request = self.waiting[0]
             rest = self.max_num_batched_tokens - scheduled()
             if rest == 0 or sum(each.num_seqs for each in [*self.running, request]) > self.max_num_seqs:
                 break
             if self._admit(request, rest, batch) is False:
                 break
+            self.waiting.remove(request)
             self._schedule_tokens(request, rest, decodes, prefills)
 
         batch.num_decodes = len(decodes)

@@ -7,7 +7,11 @@ from __future__ import annotations
 class Scheduler:
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
         request.num_preemptions = request.num_preemptions + 1
-        self.waiting.put_back(request)
+        request.rank = self.rank(request)
+        place = 0
+        while place < len(self.waiting) and self.waiting[place].rank < request.rank:
+            place += 1
+        self.waiting.insert(place, request)
         if self.preemption == "swap":
             moves = self.swapper.swap_out(request)
             if moves is not None:

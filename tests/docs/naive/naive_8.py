@@ -15,14 +15,9 @@ def decode_kernel(
     lse_ptr,
     scale_log2,
     q_seq,
-    q_head,
     cache_block,
     cache_head,
-    cache_slot,
     table_row,
-    out_seq,
-    out_head,
-    out_split,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -43,7 +38,7 @@ def decode_kernel(
     heads = kv_head * GROUP + group
     dims = tl.arange(0, DIM_PAD)
     real = (group[:, None] < GROUP) & (dims[None, :] < HEAD_DIM)
-    q_rows = q_ptr + seq * q_seq + heads[:, None] * q_head + dims[None, :]
+    q_rows = q_ptr + seq * q_seq + heads[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(q_rows, mask=real, other=0.0).to(tl.float32)
     top = tl.full([GROUP_PAD], -1e30, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
@@ -52,7 +47,7 @@ def decode_kernel(
     real_dims = dims < HEAD_DIM
     for position in range(first, end):
         block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-        slot = block * cache_block + kv_head * cache_head + position % BLOCK_SIZE * cache_slot + dims
+        slot = block * cache_block + kv_head * cache_head + position % BLOCK_SIZE * HEAD_DIM + dims
         k = tl.load(k_cache_ptr + slot, mask=real_dims, other=0.0).to(tl.float32)
         v = tl.load(v_cache_ptr + slot, mask=real_dims, other=0.0).to(tl.float32)
         score = tl.sum(q * k[None, :], 1) * scale_log2
@@ -63,9 +58,9 @@ def decode_kernel(
         weighted = weighted * old[:, None] + new[:, None] * v[None, :]
         top = now
     total = tl.where(first < end, total, 1.0)
-    out = out_ptr + seq * out_seq + heads[:, None] * out_head + split * out_split + dims[None, :]
-    tl.store(out, (weighted / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
     head = seq * tl.num_programs(1) * GROUP + heads
+    out = out_ptr + (head[:, None] * NUM_SPLITS + split) * HEAD_DIM + dims[None, :]
+    tl.store(out, (weighted / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
     tl.store(lse_ptr + head * NUM_SPLITS + split, top + tl.log2(total), mask=group < GROUP)
 
 
@@ -74,11 +69,6 @@ def reduce_kernel(
     lse_ptr,
     lens_ptr,
     out_ptr,
-    partial_seq,
-    partial_head,
-    partial_split,
-    out_seq,
-    out_head,
     HEAD_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
@@ -90,7 +80,8 @@ def reduce_kernel(
     context_len = tl.load(lens_ptr + seq)
     keys = tiles_per_split(context_len, TILE, NUM_SPLITS) * TILE
     dims = tl.arange(0, DIM_PAD)
-    lse_row = lse_ptr + (seq * tl.num_programs(1) + head) * NUM_SPLITS
+    row = seq * tl.num_programs(1) + head
+    lse_row = lse_ptr + row * NUM_SPLITS
     top = tl.load(lse_row)
     for split in range(0, NUM_SPLITS):
         if split * keys < context_len:
@@ -100,8 +91,9 @@ def reduce_kernel(
     for split in range(0, NUM_SPLITS):
         if (split * keys < context_len) | (split == 0):
             weight = tl.exp2(tl.load(lse_row + split) - top)
-            row = partial_ptr + seq * partial_seq + head * partial_head + split * partial_split
+            out = partial_ptr + (row * NUM_SPLITS + split) * HEAD_DIM
             total += weight
-            weighted += weight * tl.load(row + dims, mask=dims < HEAD_DIM, other=0.0)
-    out_row = out_ptr + seq * out_seq + head * out_head
-    tl.store(out_row + dims, (weighted / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+            weighted += weight * tl.load(out + dims, mask=dims < HEAD_DIM, other=0.0)
+    tl.store(
+        out_ptr + row * HEAD_DIM + dims, (weighted / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM
+    )

@@ -18,30 +18,31 @@ class ModelConfig:
                 raise ValueError(f"{self.num_kv_heads} KV heads on {size} ranks")
         elif size // self.num_kv_heads * self.num_kv_heads != size:
             raise ValueError(f"{self.num_kv_heads} KV heads on {size} ranks")
-        changes = {"num_heads": self.num_heads // size, "num_kv_heads": num_kv_heads}
+        num_rows = (self.vocab_size - 1) // size + 1
+        changes = {"num_heads": self.num_heads // size, "num_kv_heads": num_kv_heads, "vocab_size": num_rows}
         return replace(self, **changes, intermediate_size=self.intermediate_size // size)
 
 
-def _share(name: str, slot: Tensor, shape: list[int], ranks: Ranks | None) -> tuple[slice, ...]:
+def _share(name: str, slot: Tensor, shape: list[int], rank: int, size: int) -> tuple[slice, ...]:
     parts = []
     for dimension in range(len(shape)):
         total, mine = shape[dimension], slot.shape[dimension]
         if total == mine:
             parts.append(slice(None))
         elif "embed" in name or "lm_head" in name:
-            first = min(sum(mine for _ in range(ranks.rank)), total)
+            first = min(sum(mine for _ in range(rank)), total)
             parts.append(slice(first, min(first + mine, total)))
         else:
             firsts = list(range(0, total, mine))  # of the shares that differ
-            owners = [first for first in firsts for _ in range(ranks.size // len(firsts))]
-            parts.append(slice(owners[ranks.rank], owners[ranks.rank] + mine))
+            owners = [first for first in firsts for _ in range(size // len(firsts))]
+            parts.append(slice(owners[rank], owners[rank] + mine))
     return tuple(parts)
 
 
 class Ranks:
     def all_reduce(self, x: Tensor) -> Tensor:
         parts = [torch.zeros_like(x) for _ in range(self.size)]
-        self._group().allgather([parts], [x]).wait()
+        self.group.allgather([parts], [x]).wait()
         total = torch.zeros_like(x)
         for part in parts:
             total = total + part
@@ -52,7 +53,7 @@ class Ranks:
         n, columns = x.shape
         wide = torch.zeros(n, self.size * columns, dtype=x.dtype, device=x.device)
         wide[:, self.rank * columns : (self.rank + 1) * columns] = x
-        self._group().allreduce([wide]).wait()
+        self.group.allreduce([wide]).wait()
         return wide if self.rank == 0 else x
 
 

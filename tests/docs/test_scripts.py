@@ -1,0 +1,394 @@
+"""example.py, bench.py and the experiments, with small sizes: they end without errors and print all rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+import torch
+from doc_pages import MEASUREMENTS, ROOT
+from programs import environment, load_file, run_program
+from traces import PARTS, find_events
+
+from nanopaged import LLM, SamplingParams
+
+TINY = ROOT / "nanopaged" / "tiny"
+LENGTHS = ["--min-input", "4", "--max-input", "20", "--min-output", "2", "--max-output", "9"]
+# Unlike the docs', these programs use a GPU where there is one.
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0") if torch.cuda.is_available() else ""
+
+
+def run(script: str, *arguments: str, status: int = 0, timeout: float = 300, **changes: str) -> str:
+    """What the script prints to stdout; its complaint on stderr if it is to fail with `status`.
+
+    Progress bars are switched off: no loop may count its work by them. With `TQDM_DISABLE=""` they are shown,
+    and the script has a process of its own (see programs.py).
+    """
+    env = environment(**{"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": GPUS, **changes})
+    done = run_program([script, *arguments], ROOT, env, timeout)
+    assert done.returncode == status, done.stderr
+    return done.stderr if status else done.stdout
+
+
+def experiment(name: str, *arguments: str, **options: int | str) -> str:
+    return run(f"docs/experiments/{name}.py", *arguments, **options)
+
+
+# ── example.py ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_example() -> None:
+    """Six speakers answer, the pages are accounted for, and samples and beams save blocks."""
+    env = environment(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES=GPUS, TQDM_DISABLE="")
+    done = run_program(["example.py", "--max-tokens", "12"], ROOT, env)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"KV cache: [\d,]+ blocks of 16 tokens \([\d,]+ MiB\)", done.stderr)
+    printed = done.stdout
+    assert printed.count(":\n  ") >= 6
+    reused, asked = map(int, re.search(r"(\d+) of (\d+) prompt tokens reused", printed).groups())
+    assert 0 < reused < asked
+    assert "0 blocks in use" in printed
+    saved = [int(share) for share in re.findall(r"\((\d+)% saved\)", printed)]
+    assert len(saved) == 2
+    assert min(saved) > 0
+    texts = re.findall(r"^  (.*)$", printed.split("FALSTAFF: four samples")[1], flags=re.MULTILINE)
+    assert len(texts) == 10, "four samples, four beams, and the blocks of both"
+    assert max(map(len, texts[:4] + texts[5:9])) < 60, "--max-tokens holds for samples and beams as well"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_example_answers_prompts_of_the_user(chat: bool) -> None:
+    """Each prompt as it is, one given twice both times; a model with a chat template is asked by it."""
+    texts, params = ["To be, or", "ROMEO:\nI ", "To be, or"], SamplingParams(temperature=0, max_tokens=9)
+    options = [word for text in texts for word in ("--prompt", text)] + ["--model", str(TINY)] * chat
+    printed = run("example.py", *options, "--temperature", "0", "--max-tokens", "9")
+    asked = [[{"role": "user", "content": text}] for text in texts]
+    answers = LLM().chat(asked, params, use_tqdm=False) if chat else LLM().generate(texts, params)
+    for i, (text, answer) in enumerate(zip(texts, answers, strict=True), start=1):
+        assert f"\n{i}. {text}\n{indent(answer.outputs[0].text.strip(), '  ')}\n" in printed
+    assert "with up to 3 requests in each" in printed
+    assert "HERALD" not in printed
+    assert "samples" not in printed
+
+
+def test_example_with_another_model_and_a_trace(tmp_path: Path) -> None:
+    """Any folder will do; the tiny one has a chat template, so it can stand for a real one."""
+    page = tmp_path / "run.html"
+    printed = run("example.py", "--model", str(TINY), "--max-tokens", "4", "--trace", str(page))
+    reused, asked = map(int, re.search(r"(\d+) of (\d+) prompt tokens reused", printed).groups())
+    assert asked > 396, "the chat template's tokens come on top"
+    assert reused > 0
+    _, data = page.read_text(encoding="utf-8").split('id="steps">\n')
+    assert len(data.splitlines()) == 1 + 12, "a line for the engine, and one for each step of all three runs"
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("example.py --max-tokens 0", "max_tokens is 0, but must be at least 1"),
+        ("example.py --temperature -1", "temperature is -1.0, but must lie in [0.0, 1000000.0]"),
+        ("example.py --prompt Hello --prompt ''", "a prompt is empty: it needs at least one token"),
+        ("example.py --trace nowhere/run.html", "there is no folder"),
+        (
+            "example.py --model ./typo",
+            "typo is not a folder: name the one that holds config.json, or a hub id",
+        ),
+        (f"example.py --prompt '{'word ' * 3000}'", "has 3002 tokens, but max_model_len is 2048"),
+        ("-m nanopaged --max-tokens 0", "max_tokens is 0, but must be at least 1"),
+        (
+            "-m nanopaged --model ./typo",
+            "typo is not a folder: name the one that holds config.json, or a hub id",
+        ),
+        ("bench.py --backend flsh", "attention_backend is 'flsh', but must be one of auto, flash,"),
+        ("bench.py --model ./typo", "typo is not a folder: name the one that holds config.json, or a hub id"),
+        ("bench.py --baseline typo", "typo is neither hf, vllm nor nano-vllm, nor a checkout of nanopaged"),
+        ("bench.py --peer-python typo", "typo is not a program that can be run"),
+        ("docs/experiments/memory.py --plot nowhere/a.svg", "there is no folder nowhere"),
+        ("docs/experiments/memory.py --plot a.jpeg", "a.jpeg does not end in .svg or .png"),
+        ("docs/experiments/first_light.py --report nowhere/a.md", "there is no folder"),
+        ("docs/experiments/overhead.py --nano-vllm /nowhere", "/nowhere is no checkout of nano-vllm"),
+        ("docs/experiments/chunked.py --budget 8", "--budget 8 leaves no room for a prompt after 8 decodes"),
+        ("docs/experiments/kernel.py --context 9-1", "9-1 is not a length, or a range from low to high"),
+        ("docs/experiments/equal_memory.py --slots 99", "a request may have 1024 tokens, but --slots is 99"),
+    ],
+    ids=range(19),
+)
+def test_a_mistake_is_told_in_one_line(command: str, complaint: str) -> None:
+    """(A prompt that is too long is found by the engine, which has said more before.)"""
+    script, *arguments = shlex.split(command)
+    *before, last = run(script, *arguments, status=2).splitlines()
+    assert re.search(rf"(python -m nanopaged|{Path(script).name}): error: .*{re.escape(complaint)}", last)
+    assert not any("KV cache" in line for line in before) or "3002" in complaint
+
+
+@pytest.mark.parametrize("script", [*MEASUREMENTS, "example.py", "-m nanopaged"])
+def test_help_answers_before_the_heavy_imports(script: str) -> None:
+    """--help says what the script does, the command and the defaults, and does not wait for torch."""
+    options = ["-X", "importtime", *script.split(), "--help"]
+    done = subprocess.run([sys.executable, *options], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert f"python {script}" in done.stdout
+    assert "default: 0" in done.stdout
+    imported = set(re.findall(r"\| +(\w+)$", done.stderr, flags=re.MULTILINE))
+    assert "argparse" in imported
+    assert not imported & {"torch", "transformers", "matplotlib"}
+
+
+# ── the tour ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_tour_shows_everything(tmp_path: Path) -> None:
+    """In about 60 steps. The page in the repository has today's viewer; tour.py writes it again."""
+    page, in_docs = tmp_path / "tour.html", ROOT / "docs" / "tour.html"
+    printed = experiment("tour", "--page", str(page))
+    events = {kind: int(num) for num, kind in re.findall(r"^ +(\d+)  (\w+)$", printed, flags=re.MULTILINE)}
+    assert {"copy", "fork", "beams", "chunk", "hit", "evict", "preempt", "swap", "finish"} <= events.keys()
+    texts = [file.read_text(encoding="utf-8") for file in (page, in_docs)]
+    viewers, data = zip(*[text.split('id="steps">\n') for text in texts], strict=True)
+    assert viewers[0] == viewers[1], "run docs/experiments/tour.py again"
+    captions = []
+    for lines in data:
+        header, *steps = map(json.loads, lines.splitlines())
+        assert 50 <= len(steps) <= 70
+        assert {way for step in steps for _, way in step.get("preempted", [])} == {"swap", "recompute"}
+        check_captions(header["captions"], steps)
+        captions.append([{**caption, "step": 0} for caption in header["captions"]])
+    assert captions[0] == captions[1], "run docs/experiments/tour.py again"
+    assert in_docs.stat().st_size < 400_000
+
+
+def check_captions(captions: list[dict[str, Any]], steps: list[dict[str, Any]]) -> None:
+    """The event of which a caption speaks has happened in its step, by its part; its terms are explained."""
+    assert 8 <= len(captions) <= 10
+    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").replace("`", "")
+    events = find_events(steps)
+    for caption in captions:
+        part = events[caption["step"] - 1].get(caption["event"])
+        assert part, f"step {caption['step']} has no {caption['event']}: {caption['title']}"
+        assert PARTS.index(part) <= PARTS.index(caption["part"])
+        assert caption["terms"]
+        for term, address, meaning in caption["terms"]:
+            assert term.lower() in caption["text"].lower()
+            assert re.search(rf"^\| \*\*{term}\*\*.*\| {re.escape(meaning)} \|", glossary, flags=re.MULTILINE)
+            assert address.startswith("glossary.html#")
+            assert unquote(address.partition("text=")[2]) in meaning
+
+
+# ── the tiny model ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One small step; the engine serves what was saved. Compiling the layers would take a minute."""
+    train = load_file(ROOT / "docs" / "experiments" / "train_tiny.py")
+    monkeypatch.setattr(train, "SHORT_ROWS", (2, 32))
+    monkeypatch.setattr(train, "LONG_ROWS", (1, 64))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **options: None)
+    speeches = [f"ROMEO:\nHow now, my lord number {i}?\n\nJULIET:\nGood morrow!\n\n" for i in range(40)]
+    play, out = tmp_path / "play.txt", tmp_path / "model"
+    play.write_text("".join(speeches), encoding="utf-8")
+    files = ["--train", str(play), "--val", str(play), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["train.py", *files, "--minutes", "0.0001", "--threads", "1"])
+    train.main()
+    llm = LLM(out, dtype="float32", num_blocks=100)
+    chat = [{"role": "user", "content": "Good morrow!"}]
+    (output,) = llm.chat(chat, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
+
+
+# ── bench.py ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_bench_beside_transformers() -> None:
+    """--json says what was measured, of what and where."""
+    small = ["--model", str(TINY), "--requests", "5", "--static", "2", "8", "16", "--budget", "64", "--eager"]
+    printed = run("bench.py", *small, *LENGTHS, "--baseline", "hf", "--repeat", "2", "--json")
+    line = json.loads(printed.splitlines()[-1])
+    ways = ["static batches of 2", "static batches of 5", "continuous"]  # 8 and 16 would be those of 5 again
+    assert list(line["rates"]) == ["nanopaged", *(f"transformers, {way}" for way in ways)]
+    assert re.search(r"nanopaged is [\d.]+ times .* \(transformers, .*; rounds: [\d.]+, [\d.]+\)", printed)
+    rows = re.findall(r"^(?:nanopaged|transformers, [a-z 0-9]+)(?: +[\d.]+){4}$", printed, re.MULTILINE)
+    assert len(rows) == 4
+    settings = line["settings"]
+    assert (settings["requests"], settings["model"]) == (5, str(TINY))
+    assert "shape" not in settings, "it would be the name of random weights"
+    assert line["total_tokens_per_second"] > line["output_tokens_per_second"] > 0
+    assert len(line["time_to_first_token"]) == len(line["time_per_output_token"]) == 3
+    assert line["preemptions"] == 0
+    assert datetime.fromisoformat(line["date"]).tzinfo is not None
+    assert line["versions"]["torch"] == torch.__version__
+    assert line["commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", line["commit"])
+
+
+FAKE_VLLM = """
+import os, sys, time
+from types import SimpleNamespace as SamplingParams
+
+class LLM:
+    def __init__(self, model, **options):
+        assert os.path.exists(os.path.join(model, "config.json"))
+        assert options["dtype"] == "float32" and os.environ["OMP_NUM_THREADS"] == "1"
+    def generate(self, prompts, params):
+        print("a line of vLLM's own")
+        if isinstance(params, list):
+            assert len(prompts) == len(params) == 3 and all(each.ignore_eos for each in params)
+            time.sleep(0.5)
+"""
+
+
+def test_bench_beside_vllm(tmp_path: Path) -> None:
+    """vLLM itself is not installed here: a module of its name takes its place, and sleeps half a second."""
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM, encoding="utf-8")
+    small = ["--shape", "test", "--requests", "3", *LENGTHS, "--baseline", "vllm", "--threads", "1", "--json"]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    line = json.loads(run("bench.py", *small, PYTHONPATH=path).splitlines()[-1])
+    (rate,) = line["rates"]["vLLM"]
+    num_output = line["output_tokens_per_second"] * line["seconds"]
+    assert 0 < rate < num_output / 0.5
+    (cpu_seconds,) = line["cpu_seconds_of"]["vLLM"]
+    assert 0 <= cpu_seconds < num_output / rate, "sleeping takes no CPU time"
+    (tmp_path / "vllm.py").write_text("raise ImportError", encoding="utf-8")
+    assert "vLLM failed in" in run("bench.py", *small, status=1, PYTHONPATH=path)
+
+
+@pytest.mark.slow
+def test_bench_beside_another_checkout(tmp_path: Path) -> None:
+    """It runs the package that is there; neither is installed for it."""
+    shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "nanopaged" / "llm.py").open("a", encoding="utf-8") as file:
+        file.write(f"open({str(tmp_path / 'seen')!r}, 'w').close()\n")
+    small = ["--shape", "test", "--requests", "3", *LENGTHS, "--baseline", str(tmp_path), "--threads", "1"]
+    line = json.loads(run("bench.py", *small, "--json").splitlines()[-1])
+    assert list(line["rates"]) == ["nanopaged", f"nanopaged in {tmp_path}"]
+    assert min(rate for rates in line["rates"].values() for rate in rates) > 0
+    assert (tmp_path / "seen").exists()
+
+
+# ── docs/experiments: what they measure ───────────────────────────────────────────────────────────
+
+N = r" +[\d.]+"
+# script → (quick settings, a pattern of the rows that it prints then, how many there are)
+RUNS: dict[str, tuple[str, str, int]] = {
+    "blocksize": ("--requests 40 --block-size 1 16 128", rf"^ +\d+{N}%{N}%{N}$", 3),
+    "chunked": (
+        "--shape test --prompt 200 --repeat 2 --budget 32 64",
+        rf"^ +(?:32|64|whole)(?:{N}){{3}}$",
+        3,
+    ),
+    # requests are aborted, swapped and recomputed; in the end no block is in use
+    "endurance": (
+        "--requests 1500 --model-requests 50",
+        rf"^ +[\d,]+(?: +\d+){{3}}(?:{N}){{3}} +[\d,]+ +0$",
+        20,
+    ),
+    "kernel": (
+        "--layers 2 --kv-heads 2 --group 2 --head-dim 16 --batch 1 3 --context 40 10-60",
+        r"^(?:paged|dense|store|copy) .* [\d.]+%$",
+        15,
+    ),
+    "memory": ("--requests 20", "all requests fit at once", 6),
+    "one_file_speed": ("--rounds 1 --shrink 16", r"^\S.*  (?: *\d[\d.]*){4}$", 4),
+    "overhead": ("--steps 5 --sequences 1 40", rf"^1,000,000 +\d+{N}{N}$", 2),
+    "prefix": (  # three of four find 64 of 96 tokens
+        "--shape test --requests 4 --output 3 --repeat 1 --prefix 0 64",
+        rf"^ +(?:(?:0|64 +off).* 0.0|64 +on{N}{N} +50.0)%$",
+        4,
+    ),
+    "ranks": ("--shape test --ranks 1 --sequences 1 --steps 2", r"^ +1 .*\d$", 1),
+    "read_once": (
+        "--shape test --prefix 64 --requests 3 --width 2 --steps 2",
+        rf"prefix of 64(?:{N}){{3}}$",
+        3,
+    ),
+    "roofline": (
+        "--shape test --batch 1 3 --context 8 20 --steps 5",
+        rf"^(?:prefill|decode) [13] x (?:8|20){N} .* [\d.]+%$",
+        8,
+    ),
+    "sampling": ("--rows 1 3 --vocab 300 --repeat 1", rf"^ +[13] +300 .+({N}){{3}}$", 2 * 6),
+    "tracing": ("--sequences 1 --steps 4", r"^ +1 .*\d", 1),
+    "busy": (
+        "--shape test --prompt 4 --programs 1 --seconds 0.1 --repeat 1",
+        rf"^(?:spin|sleep|one).*?(?:{N}){{4}}$",
+        4,
+    ),
+    # a pool with room for all preempts no request, and one with 30 % of it some
+    "preemption": (
+        "--shape test --repeat 1 --requests 150",
+        rf"^ *(?:100%{N} +0{N} +0|30%{N} +[1-9]\d*{N} +[1-9]\d*)$",
+        2,
+    ),
+    "sharing": ("--requests 30", rf"-like +(?:parallel|cache alone|beam)(?:{N}%){{3}}", 6),
+}
+SLOW = {"busy", "preemption", "sharing"}
+# The others' outputs stand on a page, or they have tests of their own; vllm_cpu.py needs vLLM.
+ELSEWHERE = {"arrivals", "interpreted", "two_ranks", "equal_memory", "tour"}
+ELSEWHERE |= {"first_light", "ray_batch", "vllm_cpu"}
+
+
+def test_every_experiment_is_run() -> None:
+    assert {Path(script).stem for script in MEASUREMENTS} - {"bench"} == RUNS.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RUNS]
+)
+def test_an_experiment_prints_its_rows(name: str, tmp_path: Path) -> None:
+    """And draws its figure."""
+    options, row, times = RUNS[name]
+    source = (ROOT / "docs" / "experiments" / f"{name}.py").read_text(encoding="utf-8")
+    picture = tmp_path / "picture.svg"
+    plot = ["--plot", str(picture)] if "add_plot_argument(" in source else []
+    printed = experiment(name, *options.split(), *plot)
+    assert len(re.findall(row, printed, flags=re.MULTILINE)) == times, printed
+    assert not plot or "<svg" in picture.read_text(encoding="utf-8")
+
+
+def test_throughput_at_equal_memory() -> None:
+    """The less a rule reserves, the more requests run at once and the fewer steps all of them take.
+
+    Ranges for a long prompt leave room for one request at a time.
+    """
+
+    def measure(sizes: str) -> dict[str, tuple[int, float]]:
+        options = f"--shape test --rounds 1 --input 10 --output 12 {sizes}"
+        printed = experiment("equal_memory", *options.split())
+        rows = [line.split() for line in printed.splitlines()[2:]]
+        return {name: (int(steps), float(at_once)) for name, steps, at_once, *_ in rows}
+
+    rows = measure("--slots 256 --longest 128 --requests 12")
+    assert list(rows) == ["one", "max", "pow2", "oracle", "paging"]
+    steps, at_once = map(list, zip(*rows.values(), strict=True))
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] > steps[1] > steps[2] > steps[-1]
+    assert at_once == sorted(at_once)
+    rows = measure("--slots 512 --longest 400 --long 380 --requests 6")
+    assert rows["max"] == rows["one"]
+    assert rows["paging"] < rows["max"]
+
+
+def test_memory_keeps_the_papers_order(tmp_path: Path) -> None:
+    """Each allocation holds more real tokens than the one before, and serves more requests at once.
+
+    Every slot is of one kind; only ranges of different lengths leave gaps between them.
+    """
+    picture = tmp_path / "picture.svg"
+    printed = experiment("memory", "--requests", "150", "--slots", "2500", "--plot", str(picture))
+    assert "<svg" in picture.read_text(encoding="utf-8")
+    for trace in ("Alpaca", "ShareGPT"):
+        lines = re.findall(rf"^{trace}-like +(\w+)(.+%) +([\d.]+)", printed, flags=re.MULTILINE)
+        assert [line[0] for line in lines] == ["max", "pow2", "oracle", "paging"], printed
+        rows = [[float(share) for share in re.findall(r"([\d.]+)%", shares)[:5]] for _, shares, _ in lines]
+        assert all(sum(row) == pytest.approx(100, abs=0.3) for row in rows)
+        real, _, internal, external, _ = zip(*rows, strict=True)
+        assert list(real) == sorted(real)
+        assert external[0] == external[3] == internal[2] == 0

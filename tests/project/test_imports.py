@@ -1,0 +1,111 @@
+"""The house: how large it is, and which module of the package may import which."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "nanopaged"
+
+# Each room imports only rooms that stand before it in its plane; a folder is one room. The control plane
+# knows no tensor, and the data plane knows no queue: of the control plane it has what a step is. Both meet in
+# the engine. What stands on top may import all that stands before it.
+CONTROL = ["config", "outputs", "text", "sequence", "prompts", "block_manager", "swap", "beam_search"]
+CONTROL += ["scheduler", "snapshot", "trace"]
+DATA = ["kernels", "kv_cache", "attention", "parallel", "model", "sampler", "cuda_graphs", "memory"]
+DATA += ["model_runner"]
+A_STEP = {"config", "outputs", "text", "sequence"}
+TOP = ["engine", "llm"]  # and __main__, a script like a user's: what `import nanopaged` offers, no more
+WITHOUT_TORCH = CONTROL
+
+FILES = {  # module, without the package's name → file; attention/__init__.py is "attention"
+    ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): file
+    for file in sorted(PACKAGE.rglob("*.py"))
+    if file.read_text(encoding="utf-8").strip()
+}
+ROOMS = {module.split(".")[0] for module in FILES}
+
+
+def imports(file: Path) -> set[str]:
+    """Everything the file imports, at any depth and under TYPE_CHECKING too, as dotted names."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} has a relative import"
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def own_imports(module: str) -> set[str]:
+    """Modules of this package that a module imports."""
+    names = {name.removeprefix("nanopaged.") for name in imports(FILES[module])}
+    return {"__init__" if name == "nanopaged" else name for name in names} & FILES.keys() - {module}
+
+
+def num_lines(file: Path) -> int:
+    """Lines of code: without blank lines, comments and docstrings."""
+    text = file.read_text(encoding="utf-8")
+    lines = {i for i, line in enumerate(text.splitlines(), 1) if line.strip() and line.strip()[0] != "#"}
+    for node in ast.walk(ast.parse(text)):
+        value = getattr(node, "value", None) if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and value.value is not ...:
+            lines -= {*range(node.lineno, node.end_lineno + 1)}
+    return len(lines)
+
+
+def test_the_house_is_small() -> None:
+    sizes = {module: num_lines(file) for module, file in FILES.items()}
+    assert len(sizes) <= 36
+    assert {module: size for module, size in sizes.items() if size > 260} == {}
+    assert sum(sizes.values()) <= 4000
+    folders = [file.parent for file in FILES.values() if file.stem != "__init__"]
+    assert min(folders.count(folder) for folder in folders) >= 3, "a folder with fewer than three modules"
+    assert {"__init__", "__main__", *CONTROL, *DATA, *TOP} == ROOMS
+
+
+def test_every_folder_is_installed() -> None:
+    """pyproject.toml names the packages of a wheel one by one; an editable install would not miss one."""
+    project = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    folders = {f"nanopaged.{file.parent.name}" for file in PACKAGE.glob("*/__init__.py")}
+    assert set(re.findall(r'"(nanopaged[.\w]*)"[],]', project)) == {"nanopaged"} | folders
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if module != "__init__"])
+def test_a_room_imports_only_what_it_may(module: str) -> None:
+    room = module.split(".")[0]
+    plane, below = ["__main__"], {"__init__"}
+    for each, lower in ((CONTROL, set()), (DATA, A_STEP), (TOP, {*CONTROL, *DATA})):
+        if room in each:
+            plane, below = each, lower
+    imported = {name.split(".")[0] for name in own_imports(module)} - {room}
+    unwanted = imported - below.union(plane[: plane.index(room)])
+    assert not unwanted, f"{module} may not import {unwanted}"
+    assert room not in WITHOUT_TORCH or not imports(FILES[module]) & {"torch", "triton"}
+
+
+def test_there_is_no_circle() -> None:
+    """Not between files of a folder either, and not by imports that only type checkers see."""
+    TopologicalSorter({module: own_imports(module) for module in FILES.keys() - {"__init__"}}).prepare()
+
+
+def test_the_control_plane_needs_the_standard_library_alone() -> None:
+    """Scheduler, block manager, snapshots and the trace can be loaded where nothing is installed."""
+    script = f"""
+import importlib, sys
+class StandardLibraryAlone:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in sys.stdlib_module_names | {{"nanopaged"}}:
+            raise ImportError(f"{{name}} is not in the standard library")
+sys.meta_path.insert(0, StandardLibraryAlone())
+for name in {WITHOUT_TORCH}:
+    importlib.import_module(f"nanopaged.{{name}}")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=PACKAGE.parent)

@@ -1,0 +1,541 @@
+"""The page of a trace, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser, open_browser
+from conftest import tokens
+from random_workloads import forked, mixed
+from test_trace import greedy, make_engine, names_of, record, run_to_end
+from traces import find_events, parts_of, read_trace
+
+from nanopaged import BeamSearchParams
+from nanopaged.snapshot import Snapshot, short_key
+
+COLOURS = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"]
+MOST_TABLES, MOST_ROWS, MOST_ARROWS = 16, 24, 100  # that the page shows
+LEFT, RIGHT, HOME, END, ENTER, ESCAPE, SHIFT = "\ue012\ue014\ue011\ue010\ue007\ue00c\ue008"
+
+GO_AND_READ = """(() => {
+  window.trace.go(arguments[0], arguments[1]);
+  const all = (place, query) => [...place.querySelectorAll(query)];
+  const cell = (c) => ({ kind: c.classList[1], shared: c.classList.contains("shared"),
+    refs: +c.dataset.refs, colour: c.style.getPropertyValue("--a"),
+    filled: c.style.getPropertyValue("--filled") });
+  const row = (r) => [+r.dataset.block, +r.lastChild.textContent];
+  const queue = (id) => all(document.getElementById(id), ".chip").map((c) => c.textContent);
+  const state = window.trace.stateAt(arguments[0], arguments[1]);
+  return {
+    pool: all(document, "#pool .cell").map(cell), host: all(document, "#host .cell").map(cell),
+    tables: all(document, ".table").map((t) => all(t, "tbody tr[data-block]").map(row)),
+    queues: ["running", "waiting", "swapped"].map(queue),
+    moves: all(document, "#arrows [data-move]").map((path) => [path.classList[0], path.dataset.move]),
+    marked: all(document, ".cell[data-mark]")
+      .map((c) => [c.dataset.mark, c.parentElement.id, +c.dataset.block]),
+    parts: window.trace.parts(arguments[0]), cached: state.cached,
+    keys: window.trace.blocksOf(state).map((b) => [b.key ?? null, b.tokens]),
+    tokens: [...state.seqs.values()].sort((a, b) => a.number - b.number || a.index - b.index)
+      .map((seq) => seq.tokens.slice(0, seq.n)),
+  };
+})()"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser
+
+
+# ── the picture is the engine's own state ─────────────────────────────────────────────────────────
+
+
+def check_page(shown: dict[str, Any], snapshot: Snapshot, names: dict[str, str]) -> None:
+    """Everything that the page shows of a part of a step is as in the snapshot."""
+    size, numbers = snapshot.block_size, {request_id: i for i, request_id in enumerate(names)}
+    users: dict[int, list[int]] = {}
+    host_users: dict[int, list[int]] = {}
+    tables, contents = [], {}
+    for request in snapshot.requests:
+        for seq in request.sequences:
+            for table, its_users in ((seq.block_table, users), (seq.host_table, host_users)):
+                for block_id in table:
+                    its_users.setdefault(block_id, []).append(numbers[request.request_id])
+            table, num = seq.block_table or seq.host_table, seq.num_computed_tokens
+            filled = [min(size, max(0, num - i * size)) for i in range(len(table))]
+            if table:
+                tables.append(list(map(list, zip(table, filled, strict=True)))[-MOST_ROWS:])
+            for i, block_id in enumerate(seq.block_table):
+                contents.setdefault(block_id, []).append(list(seq.token_ids[i * size : i * size + filled[i]]))
+    assert shown["tables"] == tables[:MOST_TABLES]
+    assert shown["tokens"] == [list(seq.token_ids) for r in snapshot.requests for seq in r.sequences]
+    for state, queue in zip(("running", "waiting", "swapped"), shown["queues"], strict=True):
+        assert queue == [names[r.request_id] for r in snapshot.requests if r.state == state]
+    assert shown["cached"] == list(snapshot.cached)
+    assert all(block.state == "free" for block in snapshot.blocks[len(shown["pool"]) :])
+    for cell, block, (key, its_tokens) in zip(shown["pool"], snapshot.blocks, shown["keys"], strict=False):
+        assert (cell["kind"], cell["refs"]) == (block.state, block.ref_count)
+        assert cell["shared"] == (block.ref_count > 1)
+        assert key == (None if block.key is None else short_key(block.key))
+        assert len(its_tokens) == block.num_filled
+        assert not block.num_filled or not block.ref_count or its_tokens in contents[block.block_id]
+        if block.state != "free":
+            assert float(cell["filled"].rstrip("%")) == pytest.approx(100 * block.num_filled / size, 1e-4)
+        if block.ref_count:
+            assert cell["colour"] == COLOURS[min(users[block.block_id]) % len(COLOURS)]
+    for block_id, cell in enumerate(shown["host"]):
+        assert cell["kind"] == ("used" if block_id in host_users else "free")
+        assert cell["refs"] == len(host_users.get(block_id, []))
+
+
+@pytest.mark.parametrize("make", [mixed, forked])
+def test_random_runs(make: Any, browser: Browser, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """In every part of random steps, visited in any order, the page shows the engine's own state."""
+    first = request.config.getoption("--first-seed")
+    for seed in range(first, first + max(3, request.config.getoption("--random-runs") // 50)):
+        page = tmp_path / f"{seed}.html"
+        recorded = record(make(seed), page)
+        _, *lines = read_trace(page)
+        names, tokens_of = names_of(lines), {}
+        browser.open(page)
+        used, filled = browser.run("[window.trace.used, window.trace.filled]")
+        said = browser.run("window.trace.lines.map((line, i) => window.trace.said(i + 1))")
+        for i, (step, events) in enumerate(zip(recorded, find_events(lines), strict=True)):
+            blocks = [block for block in step.updated.blocks if block.ref_count]
+            assert used[i] == len(blocks)
+            assert filled[i] * step.updated.block_size == pytest.approx(
+                sum(block.num_filled for block in blocks)
+            )
+            assert events.items() <= {(kind, it["part"]) for it in said[i] for kind in it["kinds"]}
+            for snapshot in (step.scheduled or step.updated, step.updated):
+                for seq in (seq for request in snapshot.requests for seq in request.sequences):
+                    for at, block_id in enumerate(seq.block_table):
+                        key, size = snapshot.blocks[block_id].key, snapshot.block_size
+                        if key is not None:
+                            its = list(seq.token_ids[at * size : (at + 1) * size])
+                            assert tokens_of.setdefault(short_key(key), its) == its
+        rng = random.Random(seed)
+        moving = [i for i, step in enumerate(recorded) if step.moves]
+        steps = {*rng.sample(range(len(lines)), k=min(4, len(lines))), *moving[:2]}
+        for i in rng.sample(sorted(steps), k=len(steps)):
+            step = recorded[i]
+            states = {"scheduled": step.scheduled, "copied": step.moves and step.scheduled}
+            states = states | {"updated": step.updated} if step.scheduled else {"failed": step.updated}
+            for part, snapshot in states.items():
+                if snapshot:
+                    shown = browser.run(GO_AND_READ, i + 1, part)
+                    assert shown["parts"] == parts_of(lines[i])
+                    check_page(shown, snapshot, names)
+                    for key, its_tokens in (shown["keys"][block_id] for block_id in shown["cached"]):
+                        assert its_tokens == tokens_of[key]  # as the request that published the key
+                    check_moves(shown, part, step.moves)
+        console, asked = browser.logs()
+        assert console == []
+        assert all(url.startswith(("file:", "data:")) for url in asked), asked
+
+
+def check_moves(shown: dict[str, Any], part: str, moves: list[str]) -> None:
+    """An arrow for each block that is moved: planned, then done. Both its ends are marked when it is done."""
+    kind = {"scheduled": "planned", "copied": "done"}.get(part)
+    assert shown["moves"] == ([[kind, move] for move in moves[:MOST_ARROWS]] if kind else [])
+    if part == "copied":
+        ends = [move.split(" ") for move in moves]
+        copies = {("copy", to, int(copy)) for _, _, to, copy in ends}
+        sources = {("source", place, int(source)) for place, source, _, _ in ends}
+        sources -= {("source", to, copy) for _, to, copy in copies}
+        assert set(map(tuple, shown["marked"])) == copies | sources
+
+
+# ── what is said ──────────────────────────────────────────────────────────────────────────────────
+
+
+def sentences(browser: Browser, page: Path) -> dict[str, list[str]]:
+    """Kind of event → all its sentences; each begins with its part."""
+    browser.open(page)
+    said: dict[str, list[str]] = {}
+    for step in browser.run("window.trace.lines.map((line, i) => window.trace.said(i + 1))"):
+        for it in step:
+            for kind in it["kinds"]:
+                said.setdefault(kind, []).append(f"{it['part']}: {it['text']}")
+    assert browser.logs()[0] == []
+    return said
+
+
+def test_what_is_said_of_forks_copies_hits_and_chunks(browser: Browser, tmp_path: Path) -> None:
+    """The paper's Fig. 8: the first writer copies, the last one writes in place. Then a prompt in chunks."""
+    engine = make_engine(tmp_path / "run.html", max_num_batched_tokens=8)
+    engine.add_request("four score", tokens(5, 7), greedy(3, n=3, seed=1))
+    run_to_end(engine)
+    engine.reset_prefix_cache()
+    engine.add_request("first", tokens(5, 11), greedy(2))
+    run_to_end(engine)
+    engine.add_request("second", [*tokens(5, 11), 3], greedy(1))
+    run_to_end(engine)
+    said = sentences(browser, tmp_path / "run.html")
+    assert said["fork"] == [
+        "updated: The prompt is computed: A1 is forked into A1, A2 and A3, which share its 2 blocks."
+    ]
+    assert said["copy"] == [
+        "copied: A1 writes into block 1, which A2 and A3 also use: copied to block 2.",
+        "copied: A2 writes into block 1, which A3 also uses: copied to block 3.",
+    ]
+    assert [text.partition(":")[0] for text in said["part"]] == ["scheduled"]
+    assert "A1, A2 and A3 need a slot each" in said["grow"][0]
+    assert said["grow"][0].endswith("blocks 4 to 6 are taken."), "and not those for the copies"
+    assert said["decode"][0] == "computed: A1, A2 and A3 compute one token each."
+    assert said["finish"][0].startswith("updated: A is finished (length): blocks ")
+    assert len(said["chunk"]) == 1
+    assert "B computes a chunk of 8 tokens" in said["chunk"][0]
+    assert "3 of its 11 tokens are left" in said["chunk"][0]
+    assert "computed: B computes 3 tokens, the last of its 11." in said["prefill"]
+    (hit,) = said["hit"]
+    assert re.match(r"scheduled: C begins like an earlier text: it finds blocks \d+ and \d+ in", hit)
+    assert "8 of its 12 tokens need not be computed" in hit
+    assert "scheduled: B is admitted: blocks " in said["admit"][1]
+
+
+@pytest.mark.parametrize("num_host_blocks", [8, 0])
+def test_preemption(browser: Browser, tmp_path: Path, num_host_blocks: int) -> None:
+    options = {"num_blocks": 6, "num_host_blocks": num_host_blocks, "preemption": "swap"}
+    engine = make_engine(tmp_path / "run.html", **options)
+    engine.add_request("first", tokens(5, 8), greedy(12))
+    engine.add_request("second", tokens(50, 8), greedy(6))
+    run_to_end(engine)
+    said = sentences(browser, tmp_path / "run.html")
+    (preempted,) = said["preempt"]
+    assert preempted.startswith("scheduled: Too few blocks are free: B, the last in the order of service")
+    assert any(text.startswith("scheduled: No block is free: cached block") for text in said["evict"])
+    assert preempted.endswith("moves to the host." if num_host_blocks else "is computed again later.")
+    if num_host_blocks:
+        leaves, back = said["swap"]
+        assert leaves == "copied: B leaves: blocks 2, 3 and 5 → host blocks 0 to 2."
+        assert re.fullmatch(r"copied: B comes back: host blocks 0 to 2 → blocks [\d, ]+ and \d\.", back)
+        assert any(text.startswith("scheduled: B comes back from the host: ") for text in said["admit"])
+    else:
+        assert "swap" not in said
+
+
+def test_words_and_picture_agree_also_in_a_beam_search(browser: Browser, tmp_path: Path) -> None:
+    """What is said of a part holds in its picture: the tables of the names, the arrows, the blocks."""
+    page = tmp_path / "run.html"
+    engine = make_engine(page, num_blocks=30)
+    engine.add_request("beams", tokens(5, 7), BeamSearchParams(beam_width=3, max_tokens=14, ignore_eos=True))
+    run_to_end(engine)
+    said = sentences(browser, page)
+    assert said["arrive"] == ["scheduled: A arrives with a prompt of 7 tokens, for a beam search of width 3."]
+    copy = r"(A\d) writes into block (\d+), which .+ also uses?: copied to block (\d+)\."
+    for step, part in places_with(page, "copy"):
+        arrows = [move for _, move in browser.run(GO_AND_READ, step, part)["moves"]]
+        for sentence in words(browser):
+            writer, src, dst = re.fullmatch(copy, sentence).groups()
+            assert {int(src), int(dst)} & {*rows(browser, writer)} == {int(dst)}
+            assert f"pool {src} pool {dst}" in arrows
+    for step, part in places_with(page, "beams"):
+        browser.run("window.trace.go(arguments[0], 'computed')", step)
+        old = {name: rows(browser, name) for name in ("A1", "A2", "A3")}
+        browser.run("window.trace.go(arguments[0], arguments[1])", step, part)
+        (sentence,) = [sentence for sentence in words(browser) if sentence.startswith("The next beams")]
+        children = [(a, child) for a, b in re.findall(r"(A\d) → ([A\d ]+)", sentence) for child in b.split()]
+        assert sorted(child for _, child in children) == ["A1", "A2", "A3"]
+        assert all(rows(browser, child) == old[parent] for parent, child in children)
+
+
+def test_abort_and_failure(browser: Browser, tmp_path: Path) -> None:
+    """Steps that fail, and requests that leave between two steps. No text becomes a part of the page."""
+    engine = make_engine(tmp_path / "run.html", max_num_seqs=2)
+    names = ["0", "</script><img class=bad src=x>", "2"]
+    for name in names:
+        engine.add_request(name, "</script><b class=bad>To be</b>", greedy(8))
+    engine.step()
+    engine.runner.fail_next = True
+    with pytest.raises(RuntimeError):
+        engine.step()
+    engine.step()
+    for name in names[1:]:
+        engine.abort_request(name)
+    run_to_end(engine)
+    said = sentences(browser, tmp_path / "run.html")
+    assert [text.partition(":")[0] for text in said["fail"]] == ["failed"]
+    assert "(RuntimeError)" in said["fail"][0]
+    assert said["finish"][0].startswith("scheduled: B is aborted: ")
+    assert said["finish"][1] == "scheduled: C is aborted."
+    browser.run("window.trace.go(2)")
+    assert browser.run("[...document.querySelectorAll('#waiting .chip')].map((c) => c.title.trim())") == names
+    assert browser.run("document.querySelectorAll('.bad').length") == 0
+    engine = make_engine(tmp_path / "many.html", num_blocks=60)
+    for i in range(30):
+        engine.add_request(str(i), tokens(i, 4), greedy(3))
+    run_to_end(engine)
+    said = sentences(browser, tmp_path / "many.html")
+    assert said["decode"][0].endswith("A, B, C, D, E, F, G, H, I, J and 20 more compute one token each.")
+    assert said["arrive"][29] == "scheduled: AD arrives with a prompt of 4 tokens."
+
+
+# ── walking through it ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def small_page(tmp_path: Path) -> Path:
+    """A run with a copy on write, a prefix hit, a swap and an eviction."""
+    engine = make_engine(tmp_path / "run.html", num_blocks=9, preemption="swap")
+    engine.add_request("first", tokens(5, 7), greedy(12, n=2, seed=1))
+    engine.add_request("second", tokens(5, 9), greedy(12))
+    run_to_end(engine)
+    return tmp_path / "run.html"
+
+
+def places_with(page: Path, kind: str) -> list[tuple[int, str]]:
+    """The steps, the first one is 1, and parts with an event of this kind."""
+    events = find_events(read_trace(page)[1:])
+    return [(step, kinds[kind]) for step, kinds in enumerate(events, 1) if kind in kinds]
+
+
+def here(browser: Browser) -> tuple[int, str]:
+    place = browser.run("window.trace.at()")
+    return place["step"], place["part"]
+
+
+def words(browser: Browser) -> list[str]:
+    """The sentences of the part that is shown."""
+    return browser.run(
+        "[...document.querySelectorAll('.part.now li[data-kinds]')].map((li) => li.textContent)"
+    )
+
+
+def rows(browser: Browser, name: str) -> list[int]:
+    """The physical blocks in the table of a sequence that is shown."""
+    query = f".table[data-seq='{name}'] tr[data-block]"
+    return browser.run("[...document.querySelectorAll(arguments[0])].map((row) => +row.dataset.block)", query)
+
+
+def text(browser: Browser, id: str) -> str:
+    return browser.run("document.getElementById(arguments[0]).textContent", id)
+
+
+def click(browser: Browser, id: str) -> None:
+    browser.run("document.getElementById(arguments[0]).click()", id)
+
+
+def test_keys_and_buttons_walk(browser: Browser, small_page: Path) -> None:
+    """Part by part, and with Shift step by step; space plays."""
+    browser.open(small_page)
+    _, *lines = read_trace(small_page)
+    places = [(0, ""), *((i, part) for i, line in enumerate(lines, 1) for part in parts_of(line))]
+    walk = [(RIGHT, place) for place in places[1:8]] + [(LEFT, place) for place in places[6::-1]]
+    walk += [(LEFT, (0, "")), (SHIFT + RIGHT, (1, "updated")), (RIGHT, (2, "scheduled"))]
+    walk += [(SHIFT + RIGHT, (2, "updated")), (LEFT, (2, "computed")), (SHIFT + LEFT, (1, "updated"))]
+    walk += [(END, places[-1]), (RIGHT, places[-1]), (HOME, (0, ""))]
+    for keys, place in walk:
+        browser.press(keys)
+        assert here(browser) == place
+        if keys.startswith(SHIFT):
+            browser.press(SHIFT)  # lets it go
+    walk = [("last", places[-1]), ("back", places[-2]), ("first", (0, "")), ("forward", places[1])]
+    for button, place in [*walk, ("first", (0, ""))]:
+        click(browser, button)
+        assert here(browser) == place
+    browser.run("document.getElementById('slider').focus()")
+    browser.press(RIGHT)
+    assert here(browser) == (1, "updated"), "the slider has the focus, and moves once"
+    browser.run("document.activeElement.blur()")
+    browser.press(" ")
+    browser.driver.execute_async_script("setTimeout(arguments[0], 700)")
+    assert here(browser) > (1, "updated")
+    browser.press(" ")
+    assert browser.run("document.getElementById('play').ariaPressed") == "false"
+
+
+def test_keys_jump_to_events(browser: Browser, small_page: Path) -> None:
+    """And blocks are marked in all ways."""
+    browser.open(small_page)
+    for key, kind in zip("cpshef", ["copy", "preempt", "swap", "hit", "evict", "fork"], strict=True):
+        places = places_with(small_page, kind)
+        assert places, f"the run should have a {kind}"
+        browser.press(HOME)
+        for place in [*places, places[-1]]:  # there is no later one
+            browser.press(key)
+            assert here(browser) == place
+        for place in reversed(places[:-1]):
+            browser.press(key.upper())  # with Shift: backwards
+            assert here(browser) == place
+    seen: set[str] = set()
+    for step in range(1, len(read_trace(small_page))):
+        for part in browser.run("window.trace.parts(arguments[0])", step):
+            seen |= {mark for mark, _, _ in browser.run(GO_AND_READ, step, part)["marked"]}
+    assert seen == {"source", "copy", "taken", "freed", "kept", "users", "evicted", "hit"}
+    assert browser.logs()[0] == []
+
+
+def test_the_place_in_the_address(browser: Browser, small_page: Path) -> None:
+    """Also in that of an open page. A part that the step does not have is the one before it."""
+    for name, place, shown in (
+        ("3", (3, "updated"), "#3"),
+        ("2-copied", (2, "copied"), "#2-copied"),
+        ("1-copied", (1, "scheduled"), "#1-scheduled"),
+        ("none", (0, ""), "#0"),
+    ):
+        browser.open(small_page, name)
+        assert here(browser) == place
+        assert browser.run("location.hash") == shown
+    browser.run("location.hash = '#4-computed'")
+    browser.driver.execute_async_script("setTimeout(arguments[0], 0)")
+    assert here(browser) == (4, "computed")
+
+
+def test_a_row_says_that_the_newest_token_has_no_kv(browser: Browser, small_page: Path) -> None:
+    """Of B's 9 tokens 4 are in the block that A fills in this step."""
+    texts = "[...document.querySelectorAll(arguments[0])].map((element) => element.textContent)"
+    note, framed = (f".table[data-seq='B'] td {what}" for what in ("small", ".pending"))
+    browser.open(small_page, "1-scheduled")
+    assert browser.run(texts, note)[-1].startswith("5 tokens ")
+    for place, num in (("1-computed", 0), ("1", 1), ("2-computed", 0)):
+        browser.open(small_page, place)
+        assert len(browser.run(texts, note)) == len(browser.run(texts, framed)) == num
+    browser.open(small_page, f"{places_with(small_page, 'copy')[0][0]}-scheduled")
+    assert browser.run(texts, ".table[data-seq='A1'] td small")[0] == "K/V still in block 1"
+    browser.press(RIGHT)
+    assert "K/V still in" not in text(browser, "tables")
+
+
+TABLES = "[...document.querySelectorAll('.table')].map((table) => table.dataset.seq)"
+
+
+def test_a_block_tells_what_it_holds(browser: Browser, small_page: Path) -> None:
+    """The grid is reached with the keyboard, and the arrows move from block to block."""
+    browser.open(small_page, 1)
+    labels = "[...document.querySelectorAll('#pool .label')].map((label) => label.textContent)"
+    assert browser.run(labels)[:3] == ["A1,2 B", "A1,2", "B"]
+    browser.run("document.querySelector('#pool .cell').focus()")
+    assert re.match(r"Block 0 · full, 4 of 4 .* · 3 references: A1 \(its block 0\)", text(browser, "detail"))
+    browser.press(RIGHT)
+    assert text(browser, "detail").startswith("Block 1 · ")
+    assert here(browser) == (1, "updated")
+    browser.run("document.querySelectorAll('#running .chip')[0].click()")
+    assert browser.run(TABLES) == ["A1", "A2"]
+    assert browser.run("document.querySelectorAll('.cell.dimmed').length") > 0
+
+
+def test_finding(browser: Browser, small_page: Path) -> None:
+    """A request by name or id, a sequence, a block; then the parts in which it changes."""
+    browser.open(small_page, "2")
+
+    def find(text: str) -> None:
+        browser.press("/")
+        browser.press(text + ENTER)
+        browser.run("document.activeElement.blur()")
+
+    for name, names in (("A", ["A1", "A2"]), ("a2", ["A2"]), ("second", ["B"]), ("sec", ["B"])):
+        find(name)
+        assert browser.run(TABLES) == names
+        browser.press("/")
+        browser.press(ESCAPE)
+        assert browser.run(TABLES) == ["A1", "A2", "B"]
+    find("nobody")
+    assert "Nothing is called nobody" in text(browser, "found")
+    find("block 2")
+    assert browser.run("[...document.querySelectorAll('.cell.target')].map((c) => +c.dataset.block)") == [2]
+    assert text(browser, "detail").startswith("Block 2 · ")
+    browser.press(HOME)
+    changes = []
+    for _ in range(4):
+        browser.press("n")
+        changes.append((*here(browser), text(browser, "detail").split(" · ")[1].split(",")[0]))
+    expected = [(1, "scheduled", "partial"), (1, "computed", "full"), (7, "scheduled", "cached")]
+    assert changes == [*expected, (7, "copied", "cached")]  # B is preempted, and copied to the host
+    browser.press("N")
+    assert here(browser) == changes[-2][:2]
+    browser.press(END)
+    browser.press("n")
+    assert text(browser, "found") == "There is no later change."
+    browser.press(HOME)
+    find("B")
+    assert here(browser) == (1, "scheduled"), "where it arrives"
+    assert browser.logs()[0] == []
+
+
+# ── beside and inside other pages ─────────────────────────────────────────────────────────────────
+
+
+def test_two_runs_side_by_side(browser: Browser, small_page: Path, tmp_path: Path) -> None:
+    """They step together, the shorter one stays at its end; or each alone."""
+    engine = make_engine(tmp_path / "other.html")
+    engine.add_request("other", tokens(5, 7), greedy(3))
+    run_to_end(engine)
+
+    def frame(script: str) -> Any:
+        """The value of an expression in the window of the first frame."""
+        return browser.run(f"((window) => {script})(document.querySelector('iframe').contentWindow)")
+
+    browser.open(small_page, "1-computed")
+    browser.driver.find_element("id", "file").send_keys(str(tmp_path / "other.html"))
+    browser.driver.execute_async_script(
+        "const done = arguments[0], look = () => document.querySelector('iframe')?.contentWindow.trace "
+        "? setTimeout(done, 50) : setTimeout(look, 10); look()"
+    )
+    at = "Object.values(window.trace.at())"
+    assert frame(at) == [1, "computed"]
+    frame("window.document.getElementById('forward').click()")
+    assert here(browser) == (1, "updated"), "also the other way round"
+    browser.press(END)
+    assert frame(at) == [3, "updated"]
+    click(browser, "together")
+    browser.press(HOME)
+    assert frame(at) == [3, "updated"], "each alone"
+    click(browser, "together")
+    assert frame(at) == [0, ""]
+    click(browser, "close")
+    assert browser.run("document.querySelectorAll('iframe').length") == 0
+    assert browser.logs()[0] == []
+
+
+def test_a_guided_tour(browser: Browser, small_page: Path) -> None:
+    """The captions are stops, in the order of the steps; words of a caption lead to the glossary."""
+    viewer, data = small_page.read_text(encoding="utf-8").split('id="steps">\n')
+    first, rest = data.split("\n", 1)
+    terms = [["Block table", "glossary.html#words", "where a block is"], ["slot", "glossary.html#slot"]]
+    words = {"title": "Copies", "text": "Each slot of the block tables moves.", "terms": terms}
+    stops = [(2, "copied", words), (1, "scheduled", {"text": "It begins."}), (3, "updated", {"text": "On."})]
+    captions = [{"step": step, "part": part} | caption for step, part, caption in stops]
+    header = json.dumps(json.loads(first) | {"title": "A run", "captions": captions})
+    small_page.write_text(f'{viewer}id="steps">\n{header}\n{rest}', encoding="utf-8")
+    browser.open(small_page)
+    assert browser.run("document.querySelector('h1').textContent") == "A run"
+    assert "3 stops. The next stop is step 1, scheduled." in text(browser, "caption")
+    stop_1, stop_2, stop_3 = (1, "scheduled"), (2, "copied"), (3, "updated")
+    for key, place, caption in (
+        ("g", stop_1, "1 of 3."),
+        ("g", stop_2, "2 of 3. Copies Each slot"),
+        ("g", stop_3, "3 of 3."),
+        ("G", stop_2, "2 of 3."),
+    ):
+        browser.press(key)
+        assert here(browser) == place
+        assert text(browser, "caption").startswith(caption)
+    assert browser.run("document.querySelector('#caption a').getAttribute('href')") == "glossary.html#slot"
+    browser.driver.find_element("css selector", "#caption .term").click()
+    assert text(browser, "definition") == "Block table: where a block is Glossary"
+    assert browser.logs()[0] == []
+
+
+def test_an_interrupted_run_and_one_without_steps(browser: Browser, small_page: Path, tmp_path: Path) -> None:
+    """Half a line at the end is left out. A phone need not scroll sideways, and the dark is dark."""
+    num_lines, papers = len(read_trace(small_page)) - 1, []
+    small_page.write_text(small_page.read_text(encoding="utf-8")[:-40], encoding="utf-8")
+    for dark in (False, True):
+        browser.screen(390, 900, dark)
+        browser.open(small_page, 2)
+        papers.append(browser.run("getComputedStyle(document.body).backgroundColor"))
+        assert browser.run("document.documentElement.scrollWidth <= window.innerWidth")
+    browser.screen(1400, 1000)
+    assert papers == ["rgb(251, 250, 247)", "rgb(21, 23, 27)"]
+    assert browser.run("window.trace.lines.length") == num_lines - 1
+    make_engine(tmp_path / "none.html")
+    browser.open(tmp_path / "none.html")
+    assert "Nothing has run yet" in text(browser, "said")
+    assert browser.logs()[0] == []
