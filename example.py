@@ -4,12 +4,10 @@ python example.py                             the tiny model in the box: no GPU,
 python example.py --prompt "To be, or not"    your own prompt; --prompt may be given several times
 python example.py --model Qwen/Qwen3-0.6B     a real model: a folder or a hub id, with its chat template
 python example.py --trace run.html            a page that shows every block of every step in a browser
-python example.py --watch                     the blocks live in the terminal
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from argparse import SUPPRESS, ArgumentParser, RawTextHelpFormatter
 from textwrap import indent
@@ -28,17 +26,17 @@ SPEAKERS = ["KING HENRY", "QUEEN MARGARET", "First Murderer", "Clown", "JULIET",
 Outputs = dict[str, RequestOutput]
 
 
-def run(llm: nanopaged.LLM, watch: nanopaged.trace.watch.Watch | None) -> tuple[Outputs, EngineStats]:
+def run(llm: nanopaged.LLM) -> tuple[Outputs, EngineStats]:
     """The loop of `llm.generate`, written out. Returns the outputs and the busiest step's statistics."""
     from tqdm import tqdm
 
     outputs, engine, busiest = {}, llm.engine, llm.engine.stats()
     num_steps = max(request.params.max_tokens for request in engine.requests.values())
-    with watch.shown() if watch else tqdm(total=num_steps, unit=" steps", leave=False) as bar:
+    with tqdm(total=num_steps, unit=" steps", leave=False) as bar:
         while engine.has_unfinished_requests():
             outputs |= {output.request_id: output for output in engine.step()}
             busiest = max(engine.stats(), busiest, key=lambda stats: stats.num_used_blocks)
-            watch.show(engine.snapshot()) if watch else bar.update()
+            bar.update()
     return outputs, busiest
 
 
@@ -58,10 +56,10 @@ def report(llm: nanopaged.LLM, outputs: Outputs, busiest: EngineStats) -> str:
   afterwards      {end.num_used_blocks} blocks in use, {end.num_cached_blocks} kept in the prefix cache"""
 
 
-def show_sharing(llm: nanopaged.LLM, name: str, watch: nanopaged.trace.watch.Watch | None) -> None:
+def show_sharing(llm: nanopaged.LLM, name: str) -> None:
     """Run the request that is queued. Print its texts, and the blocks that they save by sharing."""
     before = llm.engine.stats().num_blocks_copied
-    outputs, busiest = run(llm, watch)
+    outputs, busiest = run(llm)
     for completion in outputs[name].outputs:
         print(f"  {' / '.join(completion.text.splitlines())[:96]}")
     used, saved = busiest.num_used_blocks, busiest.num_blocks_saved
@@ -77,13 +75,9 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.7, help="default: 0.7; 0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trace", metavar="FILE", help="write a page, such as run.html")
-    parser.add_argument("--watch", action="store_true", help="a tenth of a second for each step")
     args = parser.parse_args()
     if "" in (args.prompt or []):
         parser.error("a prompt is empty: it needs at least one token")
-    if args.watch and importlib.util.find_spec("rich") is None:
-        parser.error('--watch needs rich: pip install -e ".[watch]"')
-    watch = importlib.import_module("nanopaged.trace.watch").Watch() if args.watch else None
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanopaged").setLevel(logging.INFO)  # shows the size of the KV cache, among others
     prompts = {f"{i}. {text}": text for i, text in enumerate(args.prompt or [], start=1)}
@@ -101,7 +95,7 @@ def main() -> None:
             llm.engine.add_request(name, prompt, params)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
-    outputs, busiest = run(llm, watch)
+    outputs, busiest = run(llm)
     print("" if args.prompt else OPENING)
     for speaker, output in outputs.items():
         print(f"{speaker}\n{indent(output.outputs[0].text.strip(), '  ')}\n")
@@ -113,7 +107,7 @@ def main() -> None:
     for what, params in (("four samples", samples), ("a beam search of width four", beams)):
         print(f"\n{name} {what}")
         llm.engine.add_request(name, prompt, params)
-        show_sharing(llm, name, watch)
+        show_sharing(llm, name)
 
 
 if __name__ == "__main__":

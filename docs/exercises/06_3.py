@@ -7,7 +7,7 @@ import random
 
 from nanopaged import LLM, LLMEngine, SamplingParams
 from nanopaged.sequence import Sequence
-from nanopaged.views.invariants import check_blocks
+from nanopaged.snapshot import check_blocks
 
 
 def pin(engine: LLMEngine, prefix: list[int]) -> Sequence:

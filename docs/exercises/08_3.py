@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
 
-from no_model import NoModel, make_request, make_scheduler
+from no_model import NoModel, make_request, make_scheduler, rank_again
 
 from nanopaged import SamplingParams
 from nanopaged.scheduler import Scheduler
@@ -33,6 +33,7 @@ def replay(seed: int, rank: Callable[[Request], float] | None = None) -> tuple[i
         scheduler.add(request)
     runner, computed = NoModel(), 0
     while scheduler.running or scheduler.waiting:
+        rank_again(scheduler)
         batch = scheduler.schedule()
         computed += sum(seq.num_scheduled_tokens for seq in batch.sequences)
         scheduler.update(batch, runner.execute(batch))
@@ -78,6 +79,7 @@ def test_the_victim_has_the_fewest_computed_tokens() -> None:
         while requests or scheduler.running or scheduler.waiting:
             if requests and seed % 2 + len(scheduler.waiting) < 2:  # they come one after another
                 scheduler.add(requests.pop(0))
+            rank_again(scheduler)
             batch = scheduler.schedule()
             scheduler.update(batch, runner.execute(batch))
 

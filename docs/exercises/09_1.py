@@ -25,7 +25,7 @@ def test_the_engine_takes_as_many_splits() -> None:
 
     for case, (num_seqs, num_keys) in CASES.items():
         splits, programs = predicted[case]
-        right = choose_num_splits(num_seqs, 4, num_keys, num_processors=132)
+        right = choose_num_splits(num_seqs * 4, num_keys, num_processors=132)
         call = f"({case}), {num_seqs} sequences of {num_keys:,} keys"
         assert splits == right, f"{call}: the engine takes {right} splits, not {splits}."
         wanted = num_seqs * 4 * right

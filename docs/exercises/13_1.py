@@ -13,7 +13,7 @@ from nanopaged import SamplingParams
 from nanopaged.sequence import Request, Sample
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
-from no_model import NoModel, make_request, make_scheduler
+from no_model import NoModel, make_request, make_scheduler, rank_again
 
 
 def longest_output_first(request: Request) -> Any:
@@ -45,6 +45,7 @@ def times_computed(rank: Callable[[Request], Any] | None) -> float:
         scheduler.add(request)
         needed += num_prompt + num_output - 1
     while scheduler.waiting or scheduler.running:
+        rank_again(scheduler)
         batch = scheduler.schedule()
         computed += sum(seq.num_scheduled_tokens for seq in batch.sequences)
         scheduler.update(batch, runner.execute(batch))

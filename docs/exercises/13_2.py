@@ -12,7 +12,7 @@ from random import Random
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.scheduler import Scheduler
-from nanopaged.views.invariants import check_blocks
+from nanopaged.snapshot import check_blocks
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
 from no_model import NoModel, make_request

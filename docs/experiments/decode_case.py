@@ -134,8 +134,5 @@ def store_call(
 
 
 def copy_call(cache: KVCache, pairs: list[tuple[int, int]]) -> Callable[[], None]:
-    """Our own copy of whole blocks, (source, destination). On a GPU: the kernel, without sending `pairs`."""
-    if cache.copy_kernel is None:
-        return lambda: cache.move_blocks([], [], pairs)
-    index = torch.tensor(pairs, device=cache.data.device)
-    return lambda: cache.copy_kernel(cache.data, index)
+    """The engine's copy of whole blocks, (source, destination)."""
+    return lambda: cache.move_blocks([], [], pairs)

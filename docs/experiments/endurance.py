@@ -132,7 +132,7 @@ def draw_params(rng: random.Random) -> SamplingParams | BeamSearchParams:
 def check(output: RequestOutput, params: SamplingParams | BeamSearchParams, aborted: bool = False) -> None:
     """Every output is there, and as long as it should be."""
     lengths = [len(completion.token_ids) for completion in output.outputs]
-    assert aborted or lengths == [params.max_tokens] * params.num_sequences, "a request is not whole"
+    assert aborted or lengths == [params.max_tokens] * params.width, "a request is not whole"
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import time
 import torch
 
 from nanopaged.attention.triton_backend import TritonAttention
+from nanopaged.cuda_graphs import DecodeGraphs
 from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.model.cuda_graphs import DecodeGraphs
 from nanopaged.model_runner import prepare
 from nanopaged.sampler import sample_next_tokens
 from nanopaged.sequence import ScheduledBatch, StepResult

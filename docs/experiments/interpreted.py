@@ -52,8 +52,7 @@ def main() -> None:
 
     tables = pad_sequence([torch.tensor(table, dtype=torch.int32) for table in case.tables], batch_first=True)
     where = tables, torch.arange(len(tables)), torch.tensor(args.keys)
-    shape = sizes.group, sizes.head_dim, args.block_size, 1, torch.float32
-    constants, _ = decode_settings((9, 0), *shape)  # as for an H100
+    constants, _ = decode_settings((9, 0), sizes.group, sizes.head_dim, torch.float32)  # as for an H100
     tiles = [-(-n // constants["TILE"]) for n in args.keys]
     print(f"sequences of {args.keys} keys, blocks of {args.block_size}, tiles of {constants['TILE']} keys")
     print("splits  programs  with keys  largest difference from the reference")

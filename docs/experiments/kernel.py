@@ -117,12 +117,12 @@ def time_decodes(sizes: KVSizes, args: argparse.Namespace, bandwidth: float) -> 
 
 def ways_to_decode(case: DecodeCase, splits: list[int], with_others: bool) -> dict[str, Callable[[], object]]:
     """Our decode, also with other numbers of splits; and the other ways, dense ones only while they fit."""
-    from nanopaged.kernels import cpp
+    from nanopaged.kernels import build
 
     ways: dict[str, Callable[[], object]] = {
         "paged": case.paged(backend="auto" if case.q.is_cuda else "torch")
     }
-    if not case.q.is_cuda and cpp.is_ready():
+    if not case.q.is_cuda and build.find() is not None:
         ways["in place"] = case.paged(backend="cpp")
     ways |= {f"paged, {n} splits": case.paged(n) for n in splits}
     if not with_others:

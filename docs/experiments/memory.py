@@ -235,7 +235,7 @@ def count_blocks(usage: Usage, scheduler: Scheduler) -> None:
         held += room
         filled_in_the_end += min(room, final)
     assert held - real <= num_running * (size - 1), "more is empty than the end of a block for each request"
-    following = min(scheduler.waiting.values(), key=scheduler.rank)
+    following = scheduler.waiting[0]
     next_size = blocks_needed(following.live[0].num_tokens, size) * size
     usage.add(1, num_running, real, filled_in_the_end, held, next_size)
 

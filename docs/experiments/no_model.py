@@ -11,7 +11,7 @@ from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
-from nanopaged.text.stopping import StopRules
+from nanopaged.text import StopRules
 
 # The paper's traces (its Fig. 11): mean tokens of input and output.
 TRACES = {"Alpaca-like": (19, 58), "ShareGPT-like": (161, 338)}
@@ -30,7 +30,7 @@ class NoModel:
     def _samples(self, seq: Sequence) -> list[Sample]:
         request = seq.request
         if not request.is_beam_search:
-            num = request.params.num_sequences if request.forks_later else 1
+            num = request.params.width if request.awaits_fork else 1
             return [Sample(self.rng.randrange(self.vocab_size), -1.0) for _ in range(num)]
         # Beams propose tokens whose probabilities fall off as in text: a few likely ones, a long tail.
         draws = [-self.rng.expovariate(0.5) for _ in range(request.num_candidates)]
@@ -54,6 +54,14 @@ def make_request(name: str, prompt: list[int], params: SamplingParams | BeamSear
     """A request as the engine builds it."""
     rules = StopRules.of(params, len(prompt), frozenset(), max_model_len=1 << 20)
     return Request(name, None, prompt, params, rules, seed=0)
+
+
+def rank_again(scheduler: Scheduler) -> None:
+    """Take the ranks of all requests again, for a rank that changes while they run."""
+    for requests in (scheduler.running, scheduler.waiting):
+        for request in requests:
+            request.rank = scheduler.rank(request)
+        requests.sort(key=lambda request: request.rank)
 
 
 def num_used_blocks(scheduler: Scheduler) -> int:

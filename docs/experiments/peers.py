@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 Requests = list[tuple[list[int], int]]  # (prompt's token ids, tokens to generate)
 Times = dict[str, float]  # seconds, and cpu_seconds of all threads
 
-# Importing nanopaged changes it (GOMP_SPINCOUNT); the peers' processes get it as it was.
-ENVIRONMENT = os.environ.copy()
-
 
 # ── the command line ──────────────────────────────────────────────────────────────────────────────
 
@@ -227,7 +224,7 @@ def run_nano_vllm(model: str, requests: Requests, args: argparse.Namespace) -> T
 def run_checkout(model: str, requests: Requests, options: dict[str, Any], args: argparse.Namespace) -> Times:
     """The time of the nanopaged in the folder --baseline, in a process of --peer-python."""
     folder = str(Path(args.baseline).resolve())
-    path = os.pathsep.join([folder, ENVIRONMENT.get("PYTHONPATH", "")])
+    path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     job = {"package": "nanopaged", "folder": folder, "model": model, "options": options}
     return run_elsewhere(f"nanopaged of {folder}", job, {"PYTHONPATH": path}, requests, args)
 
@@ -252,7 +249,7 @@ def started(
     """
     process = subprocess.Popen(
         [python, __file__],
-        env=ENVIRONMENT | {"OMP_NUM_THREADS": str(num_threads)} | environment,
+        env=os.environ | {"OMP_NUM_THREADS": str(num_threads)} | environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -9,6 +9,7 @@ share of the step in which rank 0 waits for the others and adds up partial resul
 from __future__ import annotations
 
 import argparse
+import pickle
 import statistics
 import time
 from typing import TYPE_CHECKING
@@ -92,14 +93,22 @@ def measure(llm: LLM, num_seqs: int, args: argparse.Namespace) -> tuple[float, f
             return x
 
         ranks.all_reduce = timed
+        send, sent = ranks.send, [0]
+
+        def counted(message: object) -> None:
+            sent[0] = len(pickle.dumps(message))
+            send(message)
+
+        ranks.send = counted
     steps: list[tuple[float, float, int]] = []
-    while engine.has_unfinished_requests():
+    while engine.scheduler.running:
         adding[0], began = 0.0, time.perf_counter()
-        engine.step(with_outputs=False)
+        engine.step(report=False)
         seconds = time.perf_counter() - began
-        steps.append((seconds, adding[0] / seconds, ranks.message_bytes if ranks is not None else 0))
+        steps.append((seconds, adding[0] / seconds, sent[0] if ranks is not None else 0))
+    engine.step()  # reports what has ended
     if ranks is not None:
-        del ranks.all_reduce
+        del ranks.all_reduce, ranks.send
     seconds, added, message = zip(*steps[: args.steps], strict=True)
     return statistics.median(seconds), statistics.median(added), int(statistics.median(message))
 

@@ -33,7 +33,7 @@ def main() -> None:
 
     from nanopaged import BeamSearchParams, SamplingParams
 
-    llm = make_llm(args, max_num_batched_tokens=4096)
+    llm = make_llm(args, max_num_batched_tokens=4096, attention_backend="cpp")
     num_tokens = 2 * args.steps + 2
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     samples = SamplingParams(n=args.width, max_tokens=num_tokens, ignore_eos=True, seed=args.seed)
@@ -55,10 +55,10 @@ def measure(
     llm: LLM, prefix: int, num: int, params: SamplingParams | BeamSearchParams, args: argparse.Namespace
 ) -> tuple[float, float]:
     """CPU seconds of a decode step, reading shared blocks for each sequence, and once."""
-    from nanopaged.attention import torch_backend
+    from nanopaged.attention import cpp_backend
 
     engine, rng = llm.engine, random.Random(args.seed)
-    least = torch_backend.MIN_SAVED
+    least = cpp_backend.MIN_SAVED_KEYS
     shared = rng.choices(range(engine.vocab_size), k=prefix)
     for i in range(num):
         engine.add_request(str(i), shared + rng.choices(range(engine.vocab_size), k=args.own), params)
@@ -68,11 +68,11 @@ def measure(
         engine.step()
     seconds: dict[int, list[float]] = {1 << 60: [], least: []}
     for i in range(2 * args.steps):
-        torch_backend.MIN_SAVED = (1 << 60, least)[i % 2]
+        cpp_backend.MIN_SAVED_KEYS = (1 << 60, least)[i % 2]
         began = time.process_time()
         engine.step()
-        seconds[torch_backend.MIN_SAVED].append(time.process_time() - began)
-    torch_backend.MIN_SAVED = least
+        seconds[cpp_backend.MIN_SAVED_KEYS].append(time.process_time() - began)
+    cpp_backend.MIN_SAVED_KEYS = least
     for i in range(num):
         engine.abort_request(str(i))
     engine.reset_prefix_cache()

@@ -15,23 +15,19 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
-
-from common import make_parser
 
 SPEECH = "HERALD:\nThe king comes here to-night; and all the court\nAttend upon his pleasure in the hall.\n\n"
 GLOSSARY = Path(__file__).parents[1] / "glossary.md"
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(NamedTuple):
     """A caption, and the event that it explains.
 
     Fields:
-        kind: of the event, see nanopaged/trace/sentences.py.
+        kind: of the event, see `events_of`.
         part: of the step, in which the caption is shown.
         text: why it happens.
         terms: words of the text that the glossary explains.
@@ -47,13 +43,9 @@ class Stop:
     lacks: str = ""
     last: bool = False
 
-    def find(self, lines: list[dict[str, Any]]) -> int:
+    def find(self, events: list[dict[str, str]]) -> int:
         """The number of the step. Raises ValueError if no step has the event."""
-        steps = []
-        for step, line in enumerate(lines, 1):
-            kinds = {kind for kinds, *_ in line.get("said", []) for kind in kinds.split()}
-            if self.kind in kinds and self.lacks not in kinds:
-                steps.append(step)
+        steps = [step for step, its in enumerate(events, 1) if self.kind in its and self.lacks not in its]
         if not steps:
             raise ValueError(f"no step of the run has the event {self.kind!r} of the caption {self.title!r}")
         return steps[-1 if self.last else 0]
@@ -163,6 +155,8 @@ STOPS = [
 
 
 def main() -> None:
+    from common import make_parser
+
     parser = make_parser(__doc__)
     parser.add_argument("--page", type=Path, default=Path("docs/tour.html"), help="the file to write")
     args = parser.parse_args()
@@ -206,20 +200,83 @@ def write_tour(page: Path, seed: int) -> None:
         step += 1
 
 
-def read_page(page: Path) -> tuple[str, list[dict[str, Any]]]:
+Line = dict[str, Any]
+"""A step; `Recorder` in nanopaged/trace.py describes its fields."""
+
+
+def read_page(page: Path) -> tuple[str, list[Line]]:
     """The viewer, and the lines: the header, then the steps."""
     viewer, data = page.read_text(encoding="utf-8").split('id="steps">\n')
     return viewer, [json.loads(line) for line in data.splitlines()]
+
+
+def find_events(lines: list[Line]) -> list[dict[str, str]]:
+    """For each step, kind of event → the part of the step in which it happens."""
+    requests = {fields[0]: fields for line in lines for fields in line.get("requests", [])}
+    events, before, keys = [], {"running": [], "waiting": [], "cached": []}, {}
+    for line in lines:
+        events.append(events_of(line, before, keys, requests))
+        before, keys = line["updated"], keys | line.get("keys", {})
+    return events
+
+
+def events_of(
+    line: Line, before: dict[str, Any], keys: dict[str, str | None], requests: dict[int, list[Any]]
+) -> dict[str, str]:
+    """As the page finds them, where it says what has happened.
+
+    Args:
+        before: the state after the step before.
+        keys: of the blocks, then.
+        requests: number → what the trace says of it.
+    """
+    if "failed" in line:
+        return {"fail": "failed"}
+    now, after = line["scheduled"], line["updated"]
+    came_in = {block_id for _, block_id in line.get("in", [])}
+    in_use = {str(block_id) for row in now["seqs"] for block_id in row[3]}
+    lengths = {(row[0], row[1]): row[6] + len(row[7]) for row in now["seqs"]}
+    num_seqs = Counter(row[0] for row in now["seqs"])
+    hits = decodes = chunks = forks = beams = False
+    for number, index, computed, table, *_ in now["seqs"]:
+        admitted = index == 0 and number in line.get("admitted", ())
+        hits |= admitted and computed > 0 and not came_in.intersection(table)
+        for _, _, num in (its for its in line.get("batch", ()) if its[:2] == [number, index]):
+            is_decode = num == 1 and lengths[number, index] > requests[number][2]
+            decodes |= is_decode
+            chunks |= not is_decode and computed + num < lengths[number, index]
+    for number, index, _, _, _, reason, kept, new in after["seqs"]:
+        forks |= num_seqs[number] == 1 and index > 0 and reason is None
+        longer = kept + len(new) > lengths.get((number, index), 0)
+        beams |= requests[number][4] and num_seqs[number] > 1 and reason is None and longer
+    ended = [{(row[0], row[1]) for row in state["seqs"] if row[5]} for state in (now, after)]
+    left = {*before["running"], *before["waiting"]} - {*now["running"], *now["waiting"]}
+    lost = {block_id for block_id in in_use.intersection(line.get("keys", ())) if keys.get(block_id)}
+    was_reset = {*map(str, before["cached"])} - in_use - {*map(str, now["cached"])}  # by reset_prefix_cache
+    happened = {
+        "scheduled": {
+            "finish": bool(left),  # aborted
+            "arrive": "requests" in line,
+            "preempt": "preempted" in line,
+            "admit": "admitted" in line,
+            "hit": hits,
+            "evict": bool(lost) and not was_reset,
+        },
+        "copied": {"copy": "copies" in line, "swap": "out" in line or "in" in line},
+        "computed": {"decode": decodes, "chunk": chunks},
+        "updated": {"fork": forks, "beams": beams, "finish": bool(ended[1] - ended[0])},
+    }
+    return {kind: part for part, kinds in happened.items() for kind, happens in kinds.items() if happens}
 
 
 def add_captions(page: Path) -> None:
     """Give the header of the page a title and the captions, each with its step and its terms."""
     _, (header, *lines) = read_page(page)
     header["title"] = "A tour of paged attention"
-    words = read_glossary()
+    words, events = read_glossary(), find_events(lines)
     header["captions"] = [
         {
-            "step": stop.find(lines),
+            "step": stop.find(events),
             "part": stop.part,
             "event": stop.kind,
             "title": stop.title,
@@ -250,11 +307,7 @@ def read_glossary() -> dict[str, tuple[str, str]]:
 def count_events(page: Path) -> Counter[str]:
     """Kind of event → steps that have it."""
     _, (_, *lines) = read_page(page)
-    return Counter(
-        kind
-        for line in lines
-        for kind in {kind for kinds, *_ in line.get("said", []) for kind in kinds.split()}
-    )
+    return Counter(kind for events in find_events(lines) for kind in events)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def time_steps(num_seqs: int, num_steps: int, num_blocks: int, seed: int) -> tup
             params = SamplingParams(max_tokens=num_steps + 10, ignore_eos=True)
             for i in range(num_seqs):
                 engine.add_request(str(i), f"{i}. Once more unto the breach, dear friends, once more", params)
-            while engine.scheduler.waiting or engine.scheduler.running[-1].forks_later:
-                engine.step(with_outputs=False)
+            while engine.scheduler.waiting or engine.scheduler.running[-1].awaits_fork:
+                engine.step(report=False)
             engines.append(engine)
         times: tuple[list[float], list[float]] = ([], [])
         for i in range(num_steps):
@@ -64,7 +64,7 @@ def time_steps(num_seqs: int, num_steps: int, num_blocks: int, seed: int) -> tup
 def time_step(engine: LLMEngine) -> float:
     """Seconds."""
     start = time.perf_counter()
-    engine.step(with_outputs=False)
+    engine.step(report=False)
     return time.perf_counter() - start
 
 

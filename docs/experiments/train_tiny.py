@@ -1,6 +1,6 @@
 """Train the tiny model in the box: a 2.9M-parameter Qwen3 that speaks in the shape of Shakespeare.
 
-    OMP_WAIT_POLICY=PASSIVE python nanopaged/tiny/train.py \\
+    OMP_WAIT_POLICY=PASSIVE python docs/experiments/train_tiny.py \\
         --train plays.txt --val held_out.txt --out nanopaged/tiny --minutes 25
 
 Both files are plain text: a line `NAME:`, the lines of the speech, an empty line, the next speech.

@@ -7,6 +7,7 @@ The prompts have a common beginning, so their tables share a block.
 
 from __future__ import annotations
 
+import pickle
 from typing import TYPE_CHECKING, Any
 
 from common import at_least, make_parser
@@ -36,29 +37,31 @@ def main() -> None:
         print(f"{name:24}{value:8,}{columns[1][name]:9,}")
     print("tokens of both:", "the same" if tokens[0] == tokens[1] else f"different: {tokens}")
     print("\nthe message of the first decode step:")
-    for name, value in messages[1].items():
-        print(f"  {name}: {value}")
+    for part in (messages[1], messages[1].metadata):
+        for name, value in vars(part).items():
+            if name != "metadata":
+                print(f"  {name}: {value}")
     print("\nblock_tables of all messages:")
     for number, message in enumerate(messages, start=1):
-        print(f"  step {number}: {message['block_tables']}")
+        print(f"  step {number}: {message.metadata.block_tables}")
 
 
-def watch(llm: LLM) -> tuple[list[dict[str, Any]], list[int]]:
-    """Keep the messages of the engine's steps, and count its all-reduces."""
+def watch(llm: LLM) -> tuple[list[Any], list[int]]:
+    """Keep the messages of the engine's steps as a worker reads them, and count its all-reduces."""
     ranks, messages, num_all_reduces = llm.engine.runner.ranks, [], [0]
     if ranks is None:
         return messages, num_all_reduces
-    encode, all_reduce = ranks.encode, ranks.all_reduce
+    send, all_reduce = ranks.send, ranks.all_reduce
 
-    def kept(inputs: Any) -> dict[str, Any]:
-        messages.append(encode(inputs))
-        return messages[-1]
+    def kept(message: Any) -> None:
+        messages.append(pickle.loads(pickle.dumps(message)))
+        send(message)
 
     def counted(x: Any) -> Any:
         num_all_reduces[0] += 1
         return all_reduce(x)
 
-    ranks.encode, ranks.all_reduce = kept, counted
+    ranks.send, ranks.all_reduce = kept, counted
     return messages, num_all_reduces
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from svg import COLORS, GREY, INK, PAPER, Drawing
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.views.snapshot import Snapshot
+from nanopaged.snapshot import Snapshot
 
 PROMPT = "Four score and seven"
 SLOT, ROW, TOP, PANEL = 50, 40, 146, 430

@@ -5,7 +5,7 @@ from __future__ import annotations
 from svg import COLORS, FAINT, GREY, PAPER, Drawing
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.views.snapshot import Snapshot
+from nanopaged.snapshot import Snapshot
 
 RANKS, WIDTH, LEFT, GAP = 2, 368, 16, 72
 SHARED = COLORS[4]

@@ -23,7 +23,7 @@ def places(scheduler: Scheduler, block_size: int) -> tuple[Places, Places]:
     """What the blocks of the device and of the host hold."""
     device: Places = {}
     host: Places = {}
-    for request in [*scheduler.running, *scheduler.waiting.values()]:
+    for request in [*scheduler.running, *scheduler.waiting]:
         for seq in request.live:
             for table, found in ((seq.block_table, device), (seq.host_table, host)):
                 for i, block_id in enumerate(table):

@@ -157,7 +157,7 @@ class StandIn:
             drawn = sha256(text.encode()).digest()
             best = sorted(range(len(WORDS)), key=drawn.__getitem__)[: request.num_candidates]
             return [Sample(self.word_ids[i], -drawn[i] / 32) for i in best]
-        indices = range(request.num_sequences) if request.forks_later else [seq.index]
+        indices = range(request.width) if request.awaits_fork else [seq.index]
         drawn = [sha256(f"{index} {text}".encode()).digest()[0] for index in indices]
         return [Sample(self.word_ids[byte % len(WORDS)], -1.0) for byte in drawn]
 
@@ -171,8 +171,8 @@ WITHOUT_TENSORS: dict[str, dict[str, Any]] = {  # module that needs torch → wh
         "read_eos_token_ids": lambda *_: frozenset(),
     },
     "model.model_config": {"read_model_config": lambda _: MODEL},
-    "model.parallel": {"start": None},
     "model_runner": {"ModelRunner": None},
+    "parallel": {"start": None},
 }
 
 # ── a run ─────────────────────────────────────────────────────────────────────────────────────────
@@ -209,9 +209,10 @@ def run(
                     clock = max(clock, int(arrivals[0][0]))
                 while arrivals and arrivals[0][0] < clock + 1:
                     arrival, request = arrivals.pop(0)
-                    engine.queue(request)
                     request.arrival_time = arrival  # in steps, so that a run can be repeated
-                engine.step(with_outputs=False)
+                    engine.requests[request.request_id] = request
+                    engine.scheduler.add(request)  # `engine.queue` would take the time
+                engine.step()
                 failure = check(engine, changes)
         except Exception as error:
             failure = explain(error, changes, "source" if step else "settings")
@@ -300,7 +301,7 @@ def filled(given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
 
 def at_most(name: str, value: Any, most: int, least: int = 0) -> None:
     """Raise TypeError or ValueError unless this is a whole number that the playground can show."""
-    from nanopaged.checks.rules import whole
+    from nanopaged.config import whole
 
     if whole(least)(name, value) > most:
         raise ValueError(f"{name} is {value:,}, but the playground allows at most {most:,}")

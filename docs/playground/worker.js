@@ -1,13 +1,8 @@
 // Runs playground.py in Pyodide, away from the page. A run that does not end is ended with its worker.
 
 const FILES = `
-  __init__ config sequence block_manager swap beam_search scheduler prompts engine
-  checks/__init__ checks/foreign_names checks/lengths checks/requests checks/rules
-  queues/__init__ queues/waiting
-  text/__init__ text/detokenizer text/outputs text/stopping
-  trace/__init__ trace/recorded_pool trace/recorder trace/sentences
-  views/__init__ views/invariants views/outputs views/snapshot views/statistics
-`.trim().split(/\s+/).map((name) => `nanopaged/${name}.py`).concat("nanopaged/trace/page.html");
+  __init__ config outputs prompts text sequence block_manager swap beam_search scheduler snapshot engine trace
+`.trim().split(/\s+/).map((name) => `nanopaged/${name}.py`).concat("nanopaged/page.html");
 
 // What is fetched from the folder of Pyodide is counted, for the progress bar. Its names contain the version, so
 // the browser may keep them for ever.

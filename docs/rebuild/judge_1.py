@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanopaged.attention.reference_backend import reference_paged_attention
-from nanopaged.attention.torch_backend import causal_attention, gather_context
+from nanopaged.attention.torch_backend import attend, gather_context
 
 torch.set_num_threads(1)
 ScoreMod = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -95,17 +95,17 @@ def test_gather_by_hand() -> None:
         got = gather_context(cache, torch.tensor([2, 0]), context_len)
         assert shown(got) == expected, (
             f"The slots hold 10 · block + offset; with blocks of 2 and the table [2, 0], gather_context of "
-            f"context_len={context_len} gives {shown(got)} instead of {expected}."
+            f"num_keys={context_len} gives {shown(got)} instead of {expected}."
         )
 
 
 def test_gather_keeps_heads_apart() -> None:
-    """[num_kv_heads, context_len, slot width]"""
+    """[num_kv_heads, num_keys, head_dim]"""
     cache = torch.arange(3 * 2 * 2 * 2).view(3, 2, 2, 2)  # 3 blocks, 2 KV heads, 2 slots, width 2
     got = gather_context(cache, torch.tensor([1, 2]), 3)
     assert got.shape == (2, 3, 2), (
-        f"gather_context of 3 keys, 2 KV heads and width 2 has the shape {list(got.shape)} instead of "
-        "[num_kv_heads, context_len, slot width] = [2, 3, 2]."
+        f"gather_context of 3 keys, 2 KV heads and head_dim 2 has the shape {list(got.shape)} instead of "
+        "[num_kv_heads, num_keys, head_dim] = [2, 3, 2]."
     )
     for head in range(2):
         expected = torch.stack([cache[1, head, 0], cache[1, head, 1], cache[2, head, 0]])
@@ -135,108 +135,109 @@ def test_gather_every_length() -> None:
             assert torch.equal(kept, k), "gather_context must copy: a write to its result changed the cache."
 
 
-# ── causal_attention ──────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_mask_is_aligned_to_the_end() -> None:
-    """All scores are 0, so each output is the mean of the values that a query may read."""
-    v = torch.tensor([3.0, 5.0, 10.0]).view(1, 3, 1)
-    for query_len, expected in ((1, "6"), (2, "4 6"), (3, "3 4 6")):
-        got = causal_attention(torch.zeros(query_len, 1, 1), torch.zeros(1, 3, 1), v)
-        assert shown(got) == expected, (
-            f"With the values 3 5 10, equal scores and query_len = {query_len}, causal_attention gives "
-            f"{shown(got)} instead of {expected}: the queries are the last tokens, and each reads all keys "
-            "up to and including its own."
+def test_gather_of_several_sequences() -> None:
+    """[..., num_kv_heads, num_keys, head_dim]"""
+    cache = torch.randn(5, 2, 2, 3)
+    tables = torch.tensor([[4, 0, 1], [2, 3, 0]])
+    for num_keys in (1, 2, 3, 5):
+        got = gather_context(cache, tables, num_keys)
+        assert got.shape == (2, 2, num_keys, 3), (
+            f"gather_context of 2 tables, {num_keys} keys each, 2 KV heads and head_dim 3 has "
+            f"the shape {list(got.shape)} instead of [2, 2, {num_keys}, 3]."
+        )
+        expected = torch.stack([gather_context(cache, table, num_keys) for table in tables])
+        assert torch.equal(got, expected), (
+            f"gather_context of the tables {tables.tolist()}, {num_keys} keys each, differs from that "
+            f"of one table after the other: {difference(got, expected)}."
         )
 
 
-def test_the_weights_by_hand() -> None:
-    q, k, v = torch.tensor([math.log(3)]), torch.tensor([0.0, 1.0]), torch.tensor([0.0, 8.0])
-    got = causal_attention(q.view(1, 1, 1), k.view(1, 2, 1), v.view(1, 2, 1))
-    assert close(got, torch.tensor([[[6.0]]])), (
-        f"Scores 0 and ln 3 give the weights 1/4 and 3/4, so values 0 and 8 give 6; causal_attention gives "
-        f"{shown(got)} (q is scaled already)."
-    )
-    q, k = torch.tensor([[[1.0, 10.0]]]), torch.tensor([[[0.0, 0.0], [math.log(3), 0.0]]])
-    got = causal_attention(q, k, torch.tensor([[[0.0, 1.0], [8.0, 5.0]]]))
-    assert close(got, torch.tensor([[[6.0, 4.0]]])), (
-        f"Scores 0 and ln 3 and the values (0, 1) and (8, 5) give (6, 4); causal_attention "
-        f"gives ({shown(got)})."
+# ── attend ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_attend_by_hand() -> None:
+    """All scores are 0, so each output is the mean of the values that a row may read."""
+    v = torch.tensor([3.0, 5.0, 10.0]).view(1, 3, 1)
+    for positions, expected in (([2], "6"), ([0], "3"), ([0, 2, 1, 1], "3 6 4 4")):
+        for num_seen in (0, min(positions) + 1):
+            queries, q = torch.tensor(positions)[:, None], torch.zeros(1, len(positions), 1)
+            got = attend(q, torch.zeros(1, 3, 1), v, queries, num_seen, None)
+            assert shown(got) == expected, (
+                f"With the values 3 5 10, equal scores and rows at the positions {positions}, attend "
+                f"(num_seen={num_seen}) gives {shown(got)} instead of {expected}: each row reads the keys up "
+                "to its own position."
+            )
+
+
+def test_attend_of_two_sequences() -> None:
+    v = torch.tensor([[3.0, 5.0, 10.0], [1.0, 2.0, 9.0]]).view(2, 1, 3, 1)
+    queries = torch.tensor([2, 1]).view(2, 1, 1, 1)
+    got = attend(torch.zeros(2, 1, 2, 1), torch.zeros(2, 1, 3, 1), v, queries, 0, None)
+    assert shown(got) == "6 6 1.5 1.5", (
+        "Two sequences with the values 3 5 10 and 1 2 9, two query heads each, at the positions 2 and 1, and "
+        f"equal scores: attend gives {shown(got)} instead of 6 6 1.5 1.5."
     )
 
 
-def test_neighbouring_query_heads_share_a_kv_head() -> None:
-    v = torch.tensor([1.0, 2.0]).view(2, 1, 1)
-    got = causal_attention(torch.ones(1, 4, 1), torch.ones(2, 1, 1), v)
-    assert got.shape == (1, 4, 1), (
-        f"causal_attention of 1 query with 4 heads gives the shape {list(got.shape)} instead of [1, 4, 1]."
-    )
-    assert shown(got) == "1 1 2 2", (
-        f"4 query heads, 2 KV heads with the values 1 and 2: causal_attention gives the heads {shown(got)} "
-        "instead of 1 1 2 2."
+def test_attend_equals_dense_attention() -> None:
+    torch.manual_seed(4)
+    for before in ((), (3,)):
+        for num_heads, num_rows, num_keys in ((1, 1, 1), (2, 3, 5), (2, 6, 40)):
+            for name, mod in MODS.items():
+                q = torch.randn(*before, num_heads, num_rows, 4)
+                k, v = torch.randn(2, *before, num_heads, num_keys, 4)
+                queries = torch.randint(num_keys, (*before, *[1] * len(before), num_rows, 1))
+                given = q.clone(), k.clone(), v.clone()
+                keys = torch.arange(num_keys)
+                scores = q.double() @ k.double().mT
+                scores = scores if mod is None else mod(scores, queries, keys)
+                expected = scores.masked_fill(keys > queries, -math.inf).softmax(-1) @ v.double()
+                got = attend(q, k, v, queries, int(queries.min()) + 1, mod)
+                assert close(got, expected), (
+                    f"attend of q {list(q.shape)} and k {list(k.shape)} at the positions "
+                    f"{queries.flatten().tolist()}, {name}: {difference(got, expected)}."
+                )
+                assert all(map(torch.equal, given, (q, k, v))), "attend changed its q, k or v."
+
+
+def test_attend_by_a_score_mod() -> None:
+    v, positions = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(1, 5, 1), torch.arange(5)[:, None]
+    for mod, expected, why in (
+        (previous, "1 1 2 3 4", "masks all keys but the one before the query"),
+        (lambda s, q, k: s * 0, "1 1.5 2 2.5 3", "makes all scores 0, before the later keys are masked"),
+    ):
+        got = attend(torch.zeros(1, 5, 1), torch.zeros(1, 5, 1), v, positions, 1, mod)
+        assert shown(got) == expected, (
+            f"A score_mod {why}; with the values 1 2 3 4 5 and rows at the positions 0 to 4 attend gives "
+            f"{shown(got)} instead of {expected}."
+        )
+
+
+def test_attend_in_half_precision() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v = torch.randn(2, 9, 8).to(dtype), *torch.randn(2, 2, 12, 8).to(dtype)
+        got = attend(q, k, v, torch.tensor([[11]]), 12, None)
+        expected = (q.double() @ k.double().mT).softmax(-1) @ v.double()
+        assert got.dtype == dtype, f"attend of a {dtype} q gives {got.dtype}."
+        assert close(got, expected, 5e-2), f"attend in {dtype}: {difference(got, expected)}."
+    full = torch.full((1, 200, 8), 1000.0, dtype=torch.float16)
+    got = attend(torch.zeros(1, 1, 8, dtype=torch.float16), full, full, torch.tensor([[199]]), 200, None)
+    assert close(got, full[:, :1]), (
+        f"200 values of 1000 in float16 have the mean 1000; attend gives {got.flatten()[0].item()}: float16 "
+        "ends at 65504, so divide before you add, or add in float32."
     )
 
 
-def test_scores_beyond_exp() -> None:
+def test_attend_to_scores_beyond_exp() -> None:
     """exp(89) is infinite in float32."""
     for scores in ((1000.0, 990.0), (-1000.0, -1010.0), (0.0, -3e4), (200.0, 0.0)):
-        k = torch.tensor(scores).view(1, 2, 1)
-        v = torch.tensor([4.0, 3.0]).view(1, 2, 1)
-        expected = dense(torch.ones(1, 1, 1), k, v, 1.0)
-        got = causal_attention(torch.ones(1, 1, 1), k, v)
+        k, v = torch.tensor(scores).view(1, 2, 1), torch.tensor([4.0, 3.0]).view(1, 2, 1)
+        expected = k.double().softmax(1).mul(v).sum(1, keepdim=True)
+        got = attend(torch.ones(1, 1, 1), k, v, torch.tensor([[1]]), 2, None)
         assert close(got, expected), (
-            f"Scores {scores[0]:g} and {scores[1]:g} with the values 4 and 3: causal_attention gives "
-            f"{shown(got)} instead of {shown(expected)}; the softmax needs its maximum subtracted."
+            f"Scores {scores[0]:g} and {scores[1]:g} with the values 4 and 3: attend gives {shown(got)}, not "
+            f"{shown(expected)}; the softmax needs its maximum subtracted."
         )
-
-
-def test_causal_attention_by_a_score_mod() -> None:
-    """Positions count from the beginning of the context."""
-    v = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(1, 5, 1)
-    for query_len, expected in ((1, "4"), (2, "3 4"), (5, "1 1 2 3 4")):
-        got = causal_attention(torch.zeros(query_len, 1, 1), torch.zeros(1, 5, 1), v, previous)
-        assert shown(got) == expected, (
-            "A score_mod masks all keys but the one before the query; with the values 1 2 3 4 5 and "
-            f"query_len = {query_len} causal_attention gives {shown(got)} instead of {expected}: which "
-            "positions does the score_mod receive?"
-        )
-    v = torch.tensor([3.0, 5.0, 10.0]).view(1, 3, 1)
-    got = causal_attention(torch.zeros(3, 1, 1), torch.zeros(1, 3, 1), v, lambda s, q, k: s * 0)
-    assert shown(got) == "3 4 6", (
-        f"A score_mod makes all scores 0; values 3 5 10 give {shown(got)} instead of 3 4 6: the future is "
-        "masked after the score_mod."
-    )
-
-
-def test_causal_attention_equals_dense_attention() -> None:
-    torch.manual_seed(1)
-    for num_heads, num_kv_heads, head_dim in ((1, 1, 4), (6, 2, 5), (4, 4, 8)):
-        for cached, new in ((0, 1), (6, 1), (0, 7), (5, 4), (0, 130), (3, 300)):
-            q = torch.randn(new, num_heads, head_dim)
-            k, v = torch.randn(2, num_kv_heads, cached + new, head_dim)
-            before = q.clone(), k.clone(), v.clone()
-            for name, mod in MODS.items():
-                got, expected = causal_attention(q, k, v, mod), dense(q, k, v, 1.0, mod)
-                assert close(got, expected), (
-                    f"causal_attention ({cached} keys before the first query, queries: {new}, query heads: "
-                    f"{num_heads}, KV heads: {num_kv_heads}, {name}): {difference(got, expected)} "
-                    "([query, head, dimension])."
-                )
-            assert all(map(torch.equal, before, (q, k, v))), "causal_attention changed its q, k or v."
-
-
-def test_causal_attention_in_half_precision() -> None:
-    for dtype in (torch.float16, torch.bfloat16):
-        q, k, v = torch.randn(9, 4, 8).to(dtype), *torch.randn(2, 2, 12, 8).to(dtype)
-        got, expected = causal_attention(q, k, v), dense(q, k, v, 1.0)
-        assert got.dtype == dtype, f"causal_attention of a {dtype} q gives {got.dtype}."
-        assert close(got, expected, 5e-2), f"causal_attention in {dtype}: {difference(got, expected)}."
-    full = torch.full((1, 200, 8), 1000.0, dtype=torch.float16)
-    got = causal_attention(torch.zeros(1, 1, 8, dtype=torch.float16), full, full)
-    assert close(got, full[:, :1]), (
-        f"200 values of 1000 in float16 have the mean 1000; causal_attention gives "
-        f"{got.flatten()[0].item()}: float16 ends at 65504, so divide before you add, or add in float32."
-    )
 
 
 # ── reference_paged_attention ─────────────────────────────────────────────────────────────────────

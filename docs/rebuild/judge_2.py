@@ -14,7 +14,7 @@ import pytest
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import SamplingParams
 from nanopaged.sequence import Request, Sequence
-from nanopaged.text.stopping import StopRules
+from nanopaged.text import StopRules
 
 
 @contextmanager

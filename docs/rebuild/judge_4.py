@@ -13,7 +13,7 @@ from nanopaged import block_manager
 from nanopaged.block_manager import NO_TOKEN, BlockManager
 from nanopaged.config import SamplingParams
 from nanopaged.sequence import Request, Sequence
-from nanopaged.text.stopping import StopRules
+from nanopaged.text import StopRules
 
 
 def family(*token_ids: list[int], salt: bytes = b"") -> list[Sequence]:

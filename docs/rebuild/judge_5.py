@@ -13,7 +13,7 @@ from nanopaged.beam_search import fork_samples
 from nanopaged.block_manager import BlockManager, blocks_to_grow
 from nanopaged.config import SamplingParams
 from nanopaged.sequence import Request, Sample, Sequence
-from nanopaged.text.stopping import StopRules
+from nanopaged.text import StopRules
 
 Copies = list[tuple[int, int]]
 

@@ -18,7 +18,7 @@ from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence
 from nanopaged.swap import Move, Swapper
-from nanopaged.text.stopping import StopRules
+from nanopaged.text import StopRules
 
 SIZE = 4  # slots of a block
 
@@ -150,20 +150,6 @@ def test_the_moves_of_a_step(
         f"{swap_out}, swap_in={swap_in}, copies={copies}) they hold {got[0]} and {got[1]}, and not {device} "
         f"and {host} (-1: mixed). The order is: out, in, copies."
     )
-
-
-def test_a_kernel_for_copies() -> None:
-    def kernel(data: Tensor, pairs: Tensor) -> None:
-        data[pairs[:, 1]] = data[pairs[:, 0]]
-
-    for copies, device in (([(0, 2), (1, 3)], [0, 1, 0, 1]), ([], [0, 1, 2, 3])):
-        cache = make_cache()
-        cache.copy_kernel = kernel
-        cache.move_blocks([], [], copies)
-        assert contents(cache.data) == device, (
-            f"With a copy kernel, as on a GPU, move_blocks(copies={copies}) leaves the device blocks with "
-            f"{contents(cache.data)}, and not {device}."
-        )
 
 
 # ── Swapper.swap_out ──────────────────────────────────────────────────────────────────────────────
@@ -395,17 +381,18 @@ def test_release() -> None:
 
 
 def preempt(way: str, num_host_blocks: int, *computed: int) -> tuple[Scheduler, Request, ScheduledBatch]:
-    """`_preempt` of a beam search whose beams have one block each; another request already waits."""
+    """`_preempt` of a beam search whose beams have one block each; two other requests already wait."""
     world = World()
     params = BeamSearchParams(beam_width=len(computed), max_tokens=50)
     request = world.request(*[(3, num, [i]) for i, num in enumerate(computed)], params=params)
     for seq in request.live:
         seq.candidates = [Sample(0, 0.0)]
     scheduler = Scheduler(world.pool, 9, 99, preemption=way, num_host_blocks=num_host_blocks)
-    scheduler.rank = lambda request: 0
-    other = world.request((1, 0, []))
-    other.request_id = "new"
-    scheduler.add(other)
+    scheduler.rank = lambda request: {"early": 1, "a": 2, "new": 2}[request.request_id]
+    for name in ("early", "new"):
+        other = world.request((1, 0, []))
+        other.request_id = name
+        scheduler.add(other)
     batch = ScheduledBatch(swap_out=[(7, 7)], preempted=[(other, "swap")])
     scheduler._preempt(request, batch)
     return scheduler, request, batch
@@ -447,10 +434,12 @@ def test_preempt(way: str, num_host_blocks: int, expected: str) -> None:
         f"{host_tables(request)}."
     )
     assert request.num_preemptions == 1, f"{case} num_preemptions is {request.num_preemptions}, and not 1."
-    waiting = list(scheduler.waiting)
-    assert waiting == ["a", "new"], (
-        f"{case} it waits again, before a new request (`put_back`). Waiting are {waiting}, and not a, new."
+    waiting = [each.request_id for each in scheduler.waiting]
+    assert waiting == ["early", "a", "new"], (
+        f"{case} early, of rank 1, and new, of rank 2, wait, and `self.rank` of this request, a, is 2: it "
+        f"waits between them. Waiting are {waiting}."
     )
+    assert request.rank == 2, f"{case} `self.rank` gives 2, but its `rank` is {request.rank}."
 
 
 def test_nothing_computed_is_nothing_to_swap() -> None:

@@ -160,9 +160,13 @@ class Case:
         """`decode_kernel` alone: its outputs [seqs, heads, splits, head_dim] and LSE [seqs, heads, "
         "splits]."""
         inputs, (num_seqs, heads) = self.inputs(), self.q.shape[:2]
-        # Between NaN, which must stay.
-        whole = torch.full((num_seqs, heads + 16, num_splits + 1, self.head_dim + 16), NAN)
-        out = whole[:, :heads, :num_splits, : self.head_dim]
+        # Before NaN, which must stay.
+        shape = num_seqs, heads, num_splits, self.head_dim
+        whole, end = (
+            torch.full((math.prod(shape) + 16 * num_splits * self.head_dim + 16,), NAN),
+            math.prod(shape),
+        )
+        out = whole[:end].view(shape)
         lses = torch.full((num_seqs * heads + 16, num_splits), NAN)
 
         note(call)
@@ -171,10 +175,9 @@ class Case:
             out,
             lses,
             scale_log2,
-            *self.q.stride()[:2],
-            *self.k_cache.stride()[:3],
+            self.q.stride(0),
+            *self.k_cache.stride()[:2],
             self.tables.stride(0),
-            *out.stride()[:3],
             GROUP=heads // self.num_kv_heads,
             HEAD_DIM=self.head_dim,
             BLOCK_SIZE=self.block_size,
@@ -184,9 +187,7 @@ class Case:
             DIM_PAD=16,
             DOT=kernels.tl.float32,
         )
-        out = whole[:, :heads, :num_splits, : self.head_dim].clone()
-        whole[:, :heads, :num_splits, : self.head_dim] = NAN
-        assert whole.isnan().all(), (
+        assert whole[end:].isnan().all(), (
             f"{call} writes an output beyond its {heads} heads, {num_splits} splits or {self.head_dim} dims: "
             "the store needs a mask."
         )
@@ -369,30 +370,27 @@ def test_an_empty_context() -> None:
 def reduced(call: str, partial: Tensor, lse: Tensor, lens: Sequence[int]) -> Tensor:
     """`reduce_kernel` of partial [seqs, heads, splits, head_dim] → [seqs, heads, head_dim]."""
     num_seqs, heads, num_splits, head_dim = partial.shape
-    # Splits that are wider than they need be, and heads between NaN.
-    wide = torch.full((num_seqs, heads, num_splits + 1, head_dim + 2), NAN)
-    wide[:, :, :num_splits, :head_dim] = partial
-    inner = wide[:, :, :num_splits, :head_dim]
-    whole = torch.full((num_seqs, heads + 1, head_dim + 16), NAN)
-    out = whole[:, :heads, :head_dim]
+    whole, end = (
+        torch.full((num_seqs * heads * head_dim + 16,), NAN),
+        num_seqs * heads * head_dim,
+    )  # NaN behind it
+    out = whole[:end].view(num_seqs, heads, head_dim)
 
     note(call)
     kernels.reduce_kernel[(num_seqs, heads)](
-        inner,
+        partial.contiguous(),
         lse.contiguous(),
         torch.tensor(lens),
         out,
-        *inner.stride()[:3],
-        *out.stride()[:2],
         HEAD_DIM=head_dim,
         NUM_SPLITS=num_splits,
         TILE=TILE,
         SPLITS_PAD=8,
         DIM_PAD=16,
     )
-    out = whole[:, :heads, :head_dim].clone()
-    whole[:, :heads, :head_dim] = NAN
-    assert whole.isnan().all(), f"{call} writes beyond its {heads} heads or {head_dim} dims: mask the store."
+    assert whole[end:].isnan().all(), (
+        f"{call} writes beyond its {heads} heads or {head_dim} dims: mask the store."
+    )
     return out
 
 

@@ -1,20 +1,15 @@
-"""Stage 9: tensor parallelism. Each function alone; four ranks as threads; then two real processes.
-
-Started as a program, this file is rank 1 of the two processes.
-"""
+"""Stage 9: tensor parallelism. Each function alone; four ranks as threads; then two real processes."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +21,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import nanopaged
-from nanopaged.model import checkpoint, parallel
+from nanopaged import parallel
+from nanopaged.model import checkpoint
 from nanopaged.model.decoder import Model
 from nanopaged.model.layers import Linear, allocate
 from nanopaged.model.model_config import ModelConfig
-from nanopaged.model.parallel import Ranks
+from nanopaged.parallel import Ranks
 
 SECONDS = 5  # that a rank waits for the other
 CPU = torch.device("cpu")
@@ -44,7 +39,6 @@ CONFIG = ModelConfig(
     num_kv_heads=2,
     head_dim=4,
     attention_scale=0.5,
-    activation="silu",
     rms_norm_eps=1e-6,
     rope_theta=10000.0,
     rope_scaling=None,
@@ -75,18 +69,19 @@ class Alone:
 
 @pytest.mark.parametrize(
     ("size", "expected"),
-    [(1, (8, 2, 24)), (2, (4, 1, 12)), (4, (2, 1, 6)), (8, (1, 1, 3))],
+    [(1, (8, 2, 24, 97)), (2, (4, 1, 12, 49)), (4, (2, 1, 6, 25)), (8, (1, 1, 3, 13))],
 )
-def test_the_sizes_of_a_share(size: int, expected: tuple[int, int, int]) -> None:
-    whole = replace(CONFIG, num_heads=8, num_kv_heads=2, intermediate_size=24)
+def test_the_sizes_of_a_share(size: int, expected: tuple[int, int, int, int]) -> None:
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "intermediate_size": 24, "vocab_size": 97}
+    whole = replace(CONFIG, **sizes)
     share = whole.share(size)
-    got = share.num_heads, share.num_kv_heads, share.intermediate_size
+    got = share.num_heads, share.num_kv_heads, share.intermediate_size, share.vocab_size
     assert got == expected, (
-        f"share({size}) of a model with num_heads 8, num_kv_heads 2 and intermediate_size 24 must have "
-        f"{expected}, but has {got}."
+        f"share({size}) of a model with num_heads 8, num_kv_heads 2, intermediate_size 24 and vocab_size 97 "
+        f"must have {expected}, but has {got}: the rows of the vocabulary are rounded up."
     )
-    back = replace(share, num_heads=8, num_kv_heads=2, intermediate_size=24)
-    assert back == whole, f"share({size}) must change only the heads and intermediate_size: {share}."
+    back = replace(share, **sizes)
+    assert back == whole, f"share({size}) must change nothing but {', '.join(sizes)}: {share}."
 
 
 def test_more_kv_heads_than_ranks() -> None:
@@ -121,9 +116,8 @@ def test_what_cannot_be_shared(num_heads: int, num_kv_heads: int, inner: int, si
 
 def part_of(name: str, shape: list[int], slot: list[int], rank: int, size: int) -> Tensor:
     """The part of a weight that `_share` names. The weight has the numbers 0, 1, 2, … in order."""
-    ranks = SimpleNamespace(rank=rank, size=size) if size > 1 else None
     weight = torch.arange(math.prod(shape)).view(shape)
-    return weight[checkpoint._share(name, torch.empty(slot), shape, ranks)]
+    return weight[checkpoint._share(name, torch.empty(slot), shape, rank, size)]
 
 
 Q, K, OUT = (f"model.layers.0.self_attn.{each}_proj.weight" for each in "qko")
@@ -444,16 +438,14 @@ WORK = tuple(DOING)
 
 def do_all(ranks: Ranks, folder: str) -> dict[str, Any]:
     """The results of this rank: name of the work → result, up to the first one that fails."""
-    parallel.STEP_TIMEOUT = float(SECONDS)
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     try:
-        for number, work in enumerate(WORK, start=1):
-            ranks.meet(number, seconds=30)
+        ranks.meet()
+        ranks.meet = lambda: None  # `load_model` calls it, too
+        for work in WORK:
             results[work.__name__] = work(ranks, folder)
     except Exception as error:
-        parallel.report_failure(ranks.store, ranks.rank, len(results) + 1)
-        parallel.report_failure(ranks.store, ranks.rank, 0)  # `load_model` may wait there
         last = str(error).strip().splitlines()[-1:] or [""]
         waited = "gloo" in str(error)  # the library that connects the processes
         results["waited"] = waited
@@ -463,23 +455,31 @@ def do_all(ranks: Ranks, folder: str) -> dict[str, Any]:
     return results
 
 
+def make_ranks(rank: int, folder: str) -> Ranks:
+    parallel.STEP_TIMEOUT = float(SECONDS)
+    return Ranks(rank, 2, dist.FileStore(f"{folder}/store", 2), CPU)
+
+
+def rank_1(folder: str) -> None:
+    """The other process."""
+    Path(folder, "results").write_text(json.dumps(do_all(make_ranks(1, folder), folder)), encoding="utf-8")
+
+
 @cache
 def two_processes() -> tuple[dict[str, Any], dict[str, Any]]:
     """The results of rank 0, which is this process, and of rank 1."""
-    folder, store = whole_model()[0], parallel.make_store()
-    paths = [Path(nanopaged.__file__).parents[1], os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, __file__, str(store.port), folder.name]
-    worker = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    try:
-        ours = do_all(Ranks(0, 2, store, CPU, []), folder.name)
-        printed, _ = worker.communicate(timeout=4 * SECONDS)
-        theirs = json.loads(printed) if printed else {"error": "it ended without a result"}
-    except subprocess.TimeoutExpired:
+    folder = whole_model()[0].name
+    ranks, worker = make_ranks(0, folder), get_context("spawn").Process(target=rank_1, args=(folder,))
+    ranks.processes.append(worker)  # they are killed when `ranks` ends
+    worker.start()
+    ours = do_all(ranks, folder)
+    worker.join(4 * SECONDS)
+    theirs = {"error": "it ended without a result"}
+    if worker.is_alive():
         theirs = {"error": "it waits for rank 0, which has finished", "waited": True}
-    finally:
-        worker.kill()
-        worker.wait()
+    elif Path(folder, "results").exists():
+        theirs = json.loads(Path(folder, "results").read_text(encoding="utf-8"))
+    ranks.close()
     return ours, theirs
 
 
@@ -534,14 +534,3 @@ def test_a_model_on_two_processes() -> None:
         check_close(torch.tensor(got["hidden"]), hidden, f"On rank {rank} of 2 processes the hidden states")
         if rank == 0:
             check_close(torch.tensor(got["logits"]), logits, "On rank 0 of 2 processes the logits")
-
-
-def main() -> None:
-    """Rank 1."""
-    port, folder = sys.argv[1:]
-    store = dist.TCPStore(parallel.LOOPBACK, int(port), is_master=False, use_libuv=False)
-    print(json.dumps(do_all(Ranks(1, 2, store, CPU, []), folder)))
-
-
-if __name__ == "__main__":
-    main()

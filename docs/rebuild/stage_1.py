@@ -3,7 +3,7 @@
 from stages import Stage
 
 PLAIN, BLOCKS = "nanopaged/attention/torch_backend.py", "nanopaged/attention/reference_backend.py"
-TESTS = "tests/test_attention.py::test"
+TESTS = "tests/kernels/test_attention.py::test"
 # The backends against a dense softmax: some of the shapes, because all of them take ten seconds.
 LENGTHS = "decodes", "prompts", "chunks after a cached context", "decodes and chunks"
 CASES = [f"backends_equal_dense_attention[heads1-20-{size}-{case}]" for size in (1, 7) for case in LENGTHS]
@@ -16,20 +16,17 @@ STAGE = Stage(
     chapter="05-attention.md",
     functions=(
         (PLAIN, "gather_context"),
-        (PLAIN, "causal_attention"),
+        (PLAIN, "attend"),
         (BLOCKS, "reference_paged_attention"),
     ),
     suite=tuple(f"{TESTS}_{case}" for case in CASES),
     hints=(
         "Position p of a sequence lies in block `block_table[p // block_size]`, at offset p % `block_size`. "
         "`gather_context` is this rule for all positions at once: pick the blocks, then join them.",
-        "The picked blocks are [blocks, num_kv_heads, block_size, width]. Blocks and slots become one "
-        "dimension when they lie side by side: `transpose`, then `flatten`, and cut at the context last.",
-        "In `causal_attention` query i has position context_len - query_len + i, and reads the keys up to "
-        "there. Query heads 0 to group - 1 share KV head 0: `view(query_len, num_kv_heads, group, head_dim)` "
-        "puts them beside their KV head.",
-        "A mask replaces scores by -inf (`masked_fill`), after `score_mod` and before the softmax. The "
-        "future is the same for all heads.",
+        "The picked blocks are [..., blocks, num_kv_heads, block_size, head_dim]. Blocks and slots become "
+        "one dimension when they lie side by side: `transpose`, `flatten`, and cut at `num_keys` last.",
+        "`attend` is q kᵀ, `score_mod`, the mask, softmax, times v. The mask replaces scores by -inf "
+        "(`masked_fill`) where `keys > queries`. Shapes broadcast, whatever stands before the last two.",
         "The loop over blocks keeps m, l and acc for each query head. For each block: its scores, the new "
         "maximum, exp(score - new maximum), and the factor exp(old maximum - new maximum) for l *and* acc.",
         "If a `score_mod` masks a whole block, the maximum stays -inf, and -inf - -inf is NaN. Begin with "

@@ -22,9 +22,9 @@ STAGE = Stage(
     chapter="03-blocks.md",
     functions=tuple((FILE, f"BlockManager.{name}") for name in NAMES),
     suite=(
-        *(f"tests/test_block_manager.py::test_{name}" for name in BLOCK_MANAGER),
-        *(f"tests/test_scheduler.py::test_{name}" for name in SCHEDULER),
-        *(f"tests/test_swap.py::test_{name}" for name in SWAP),
+        *(f"tests/engine/test_block_manager.py::test_{name}" for name in BLOCK_MANAGER),
+        *(f"tests/engine/test_scheduler.py::test_{name}" for name in SCHEDULER),
+        *(f"tests/engine/test_swap.py::test_{name}" for name in SWAP),
     ),
     hints=(
         "`free_ids` is a stack: `pop` and `append` work at its end. `blocks[block_id]` is the block itself.",

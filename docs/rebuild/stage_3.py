@@ -17,7 +17,7 @@ STAGE = Stage(
     title="the scheduler's one rule",
     chapter="04-scheduling.md",
     functions=((FILE, "Scheduler._schedule_tokens"), (FILE, "Scheduler.schedule")),
-    suite=tuple(f"tests/test_scheduler.py::test_{name}" for name in SUITE),
+    suite=tuple(f"tests/engine/test_scheduler.py::test_{name}" for name in SUITE),
     hints=(
         "`_schedule_tokens` is a loop over `request.live`. What a sequence gets is the smaller of two "
         "numbers: the tokens that it has not computed, and what is left of the budget.",
@@ -25,12 +25,11 @@ STAGE = Stage(
         "gets less than it wants because of the budget; without chunked prefill such a one gets nothing.",
         "A block becomes full in this step if the number of full blocks before it, computed // block_size, "
         "is smaller than after it, (computed + scheduled) // block_size. Then call `publish`.",
-        "`schedule` has two loops, both while budget is left. The first goes over `self.running`, sorted by "
-        "`self.rank`, with an index: the list can become shorter at its end while you are in it.",
+        "`schedule` has two loops, both while budget is left. The first goes over `self.running` with an "
+        "index: the list can become shorter at its end while you are in it.",
         "In the first loop, try `append_slots`. On None, pop the last running request, preempt it, and try "
         "the same request again. The loop ends by itself if the popped request was that one.",
-        "In the second loop, look at `self.waiting.first()`, after `self.waiting.update_ranks(self.rank)`. "
-        "Leave the loop if the limit of sequences would be passed or `_admit` returns False; `_admit` takes "
-        "the request out of `waiting` itself.",
+        "The second loop goes over `self.waiting`. Leave it if the limit of sequences would be passed or "
+        "`_admit` returns False. Then take the admitted requests, the first of the list, out of `waiting`.",
     ),
 )

@@ -42,9 +42,9 @@ STAGE = Stage(
     chapter="06-prefix-cache.md",
     functions=tuple((FILE, f"BlockManager.{name}") for name in NAMES),
     suite=(
-        *(f"tests/test_block_manager.py::test_{name}" for name in BLOCK_MANAGER),
-        *(f"tests/test_scheduler.py::test_{name}" for name in SCHEDULER),
-        "tests/test_swap.py::test_a_request_whose_prompt_another_one_uses_is_swapped_whole",
+        *(f"tests/engine/test_block_manager.py::test_{name}" for name in BLOCK_MANAGER),
+        *(f"tests/engine/test_scheduler.py::test_{name}" for name in SCHEDULER),
+        "tests/engine/test_swap.py::test_a_request_whose_prompt_another_one_uses_is_swapped_whole",
     ),
     hints=(
         'Begin with `keys_of`. `array("q", token_ids).tobytes()` are the tokens of a block as bytes, and '

@@ -21,7 +21,7 @@ SCHEDULER = (
 )
 SWAP = "shared_blocks_move_once_and_stay_shared", "a_victim_that_needs_every_block_comes_back"
 RANDOM_RUNS = (
-    "tests/test_random_runs.py::test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone"
+    "tests/engine/test_random_runs.py::test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone"
 )
 
 STAGE = Stage(
@@ -34,9 +34,9 @@ STAGE = Stage(
         (BEAMS, "fork_samples"),
     ),
     suite=(
-        *(f"tests/test_block_manager.py::test_{name}" for name in BLOCK_MANAGER),
-        *(f"tests/test_scheduler.py::test_{name}" for name in SCHEDULER),
-        *(f"tests/test_swap.py::test_{name}" for name in SWAP),
+        *(f"tests/engine/test_block_manager.py::test_{name}" for name in BLOCK_MANAGER),
+        *(f"tests/engine/test_scheduler.py::test_{name}" for name in SCHEDULER),
+        *(f"tests/engine/test_swap.py::test_{name}" for name in SWAP),
         f"{RANDOM_RUNS}[mixed]",
         f"{RANDOM_RUNS}[forked]",
         "--random-runs",

@@ -28,11 +28,10 @@ STAGE = Stage(
         (SWAP, "Swapper.release"),
         ("nanopaged/kv_cache.py", "KVCache.move_blocks"),
     ),
-    suite=(*(f"tests/{test}" for test in SUITE), "--random-runs", "12"),
+    suite=(*(f"tests/engine/{test}" for test in SUITE), "--random-runs", "12"),
     hints=(
         "`move_blocks` is three loops of `copy_`, in the order of its docstring: `self.host[i]` and "
-        "`self.data[i]` are whole blocks. If there is a `copy_kernel`, it takes the copies as one tensor of "
-        "pairs (`to_device`).",
+        "`self.data[i]` are whole blocks. (The source makes the copies on write all at once, by index.)",
         "`swap_out`: collect the device blocks of all sequences that have computed tokens, each once, and "
         "compare their number with `free_ids` before you change anything.",
         "A `host_table` has the host block of each block of the `block_table` that moved, also if only a "
@@ -43,6 +42,6 @@ STAGE = Stage(
         "`take` gives a block its first reference. Each further table that names it needs a `share`. The "
         "last line of `swap_in` is `self.release(request)`: the host blocks are free, each once.",
         "In `_preempt`, `swap_out` may return None even if the way is swap. Only a request that is computed "
-        "again loses the `candidates` of its beams.",
+        "again loses the `candidates` of its beams. `insort_left` inserts before equal ranks.",
     ),
 )

@@ -3,7 +3,7 @@
 from stages import Stage
 
 FILE = "nanopaged/sampler.py"
-TESTS = "tests/test_sampler.py::test"
+TESTS = "tests/engine/test_sampler.py::test"
 CASES = (
     "filters_equal_transformers_row_by_row",
     "filters_out_of_all_proportion",

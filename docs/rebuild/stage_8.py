@@ -3,7 +3,7 @@
 from stages import Stage
 
 FILE = "nanopaged/kernels/paged_attention.py"
-KERNELS, BACKENDS = "tests/test_kernels.py::test", "tests/test_attention.py::test"
+KERNELS, BACKENDS = "tests/kernels/test_kernels.py::test", "tests/kernels/test_attention.py::test"
 
 STAGE = Stage(
     title="the Triton kernels of a decode, interpreted",
@@ -21,7 +21,7 @@ STAGE = Stage(
         "one split, so that there is nothing to reduce.",
         "The pointer to a sequence's block table is tables_ptr + (its entry of `rows_ptr`) · table_row. A "
         "vector of positions gives a vector of blocks with one `tl.load`.",
-        "A key begins at block · cache_block + offset · cache_slot + kv_head · cache_head. Compute in int64. "
+        "A key begins at block · cache_block + offset · HEAD_DIM + kv_head · cache_head. Compute in int64. "
         "Add `[:, None]` and the dims to get the addresses of a tile of K, [TILE, DIM_PAD].",
         "Load with a mask and `other=0.0`: keys beyond `end`, dims beyond `HEAD_DIM`, heads beyond `GROUP`. "
         "Then set the scores of keys beyond `end` to -inf with `tl.where`. Store with a mask, too.",

@@ -10,16 +10,16 @@ STAGE = Stage(
     functions=(
         (f"{FOLDER}/model_config.py", "ModelConfig.share"),
         (f"{FOLDER}/checkpoint.py", "_share"),
-        (f"{FOLDER}/parallel.py", "Ranks.all_reduce"),
-        (f"{FOLDER}/parallel.py", "Ranks.gather"),
+        ("nanopaged/parallel.py", "Ranks.all_reduce"),
+        ("nanopaged/parallel.py", "Ranks.gather"),
         (f"{FOLDER}/layers.py", "Linear.forward"),
         (f"{FOLDER}/decoder.py", "Model._embed_share"),
         (f"{FOLDER}/decoder.py", "Model.logits"),
     ),
-    suite=(),  # the judge runs real processes, as tests/test_parallel.py does; more of them would take long
+    suite=(),  # the judge runs real processes, as test_parallel.py does; more would take long
     hints=(
-        "`ModelConfig.share`: heads and columns are divided by `size`. With more ranks than KV heads each "
-        "rank has one of them. `replace` makes the new config.",
+        "`ModelConfig.share`: heads, columns and the vocabulary (rounded up) are divided by `size`. With "
+        "more ranks than KV heads each rank has one of them. `replace` makes the new config.",
         "In `_share` compare each dimension of the whole weight with that of the slot: equal means all of "
         "it. Otherwise only the first index is to be found, and it depends on the rank.",
         "For the vocabulary the first row is rank · rows of the slot. Any other weight has num = total // "

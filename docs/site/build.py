@@ -198,7 +198,7 @@ def finish(html: Path) -> None:
 
 def copy_playground(html: Path) -> None:
     """Copy the playground, and the sources that it loads."""
-    for file in [*(ROOT / "nanopaged").rglob("*.py"), ROOT / "nanopaged" / "trace" / "page.html"]:
+    for file in [*(ROOT / "nanopaged").rglob("*.py"), ROOT / "nanopaged" / "page.html"]:
         write(html / file.relative_to(ROOT), file.read_bytes())
     left_out = shutil.ignore_patterns("__pycache__", "fetch.py", "*.md")
     shutil.copytree(PLAYGROUND, html / "playground", ignore=left_out, dirs_exist_ok=True)

@@ -131,9 +131,9 @@ def why_no_kernels(device: torch.device) -> str | None:
     import torch
 
     from nanopaged.attention import why_unavailable
-    from nanopaged.kv_cache import KVCache, KVShape
+    from nanopaged.kv_cache import KVShape
 
-    return why_unavailable("triton", KVCache(KVShape(1, 1, 16, torch.float32), 1, 16, device))
+    return why_unavailable("triton", device, KVShape(1, 1, 16, torch.float32))
 
 
 def release() -> None:

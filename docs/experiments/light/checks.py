@@ -20,16 +20,16 @@ RESERVE = 8  # seconds before the time limit: no test begins later
 
 
 def engine_tests(light: Light) -> str:
-    """tests/test_gpu.py: the whole engine."""
+    """tests/kernels/test_gpu.py: the whole engine."""
     if light.on_gpu and light.no_kernels is not None:
         light.cannot(f"run the tests of the kernels: {light.no_kernels}")
-        return run_tests(light, ["tests/test_gpu.py", "-m", "gpu", "-k", "not triton and not flash"])
+        return run_tests(light, ["tests/kernels/test_gpu.py", "-m", "gpu", "-k", "not triton and not flash"])
     if light.on_gpu:
-        return run_tests(light, ["tests/test_gpu.py", "-m", "gpu"])
+        return run_tests(light, ["tests/kernels/test_gpu.py", "-m", "gpu"])
     if light.no_kernels is not None:
         raise NotRun(light.no_kernels)
-    light.cannot("run tests/test_gpu.py; tests of the graphs' inputs take its place")
-    return run_tests(light, ["tests/test_cuda_graphs.py", "-k", "every_batch or longest_context"])
+    light.cannot("run tests/kernels/test_gpu.py; tests of the graphs' inputs take its place")
+    return run_tests(light, ["tests/model/test_cuda_graphs.py", "-k", "every_batch or longest_context"])
 
 
 def kernel_tests(light: Light) -> str:
@@ -38,8 +38,8 @@ def kernel_tests(light: Light) -> str:
         raise NotRun(light.no_kernels)
     if not light.on_gpu:
         light.cannot("run the tests of the kernels for GPUs; a few small ones take their place")
-    which = ["-m", "gpu"] if light.on_gpu else ["-k", "in_each_type or silu_mul"]
-    return run_tests(light, ["tests/test_kernels.py", "tests/test_fused.py", *which], shuffled=True)
+    which = ["-m", "gpu"] if light.on_gpu else ["-k", "in_each_type"]
+    return run_tests(light, ["tests/kernels/test_kernels.py", *which], shuffled=True)
 
 
 def run_tests(light: Light, arguments: list[str], shuffled: bool = False) -> str:

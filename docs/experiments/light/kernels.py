@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from common import copy_bandwidth, time_call
-from decode_case import DecodeCase, KVSizes, store_call
+from decode_case import DecodeCase, KVSizes, copy_call, store_call
 from torch import Tensor
 
 from light import Light, NotRun, worst
@@ -68,7 +67,7 @@ class Table:
 
 
 def kernels(light: Light) -> str:
-    """Decode over batches, contexts, block sizes and dtypes; store, copy, and the fused kernels."""
+    """Decode over batches, contexts, block sizes and dtypes; store and copy."""
     if light.no_kernels is not None:
         raise NotRun(light.no_kernels)
     if not light.on_gpu:
@@ -78,7 +77,6 @@ def kernels(light: Light) -> str:
     with torch.inference_mode():
         add_decodes(table, light)
         add_moves(table, light)
-        add_fused(table, light)
     return table.sentence()
 
 
@@ -121,8 +119,6 @@ def add_decodes(table: Table, light: Light) -> None:
 
 def add_moves(table: Table, light: Light) -> None:
     """Bits must arrive as they are; a slot or a block beside the target keeps its value."""
-    from nanopaged.kernels.copy_blocks import copy_blocks
-
     sizes, rng, num_blocks = KVSizes(2, 8, 2, 128, light.dtype), random.Random(0), light.pick(1024, 1024, 64)
     cache = sizes.make_cache(num_blocks, 16, light.device)
     for num_tokens in light.pick([1, 64, 256, 8192], [64, 8192], [5]):
@@ -139,38 +135,10 @@ def add_moves(table: Table, light: Light) -> None:
             table.add("store", f"{num_tokens:,} tokens", call, num_bytes, cache.data, expected, 0.0)
     for num_pairs in light.pick([1, 16, 512], [512], [3]):
         with light.trying(f"copy of {num_pairs} blocks"):
-            blocks = torch.tensor(rng.sample(range(num_blocks), 2 * num_pairs)).to(light.device)
-            pairs, expected = blocks.view(-1, 2), cache.data.clone()
-            expected[pairs[:, 1]] = expected[pairs[:, 0]]
-            copy_blocks(cache.data, pairs)
+            blocks, expected = rng.sample(range(num_blocks), 2 * num_pairs), cache.data.clone()
+            sources, copies = torch.tensor(blocks).to(light.device).view(2, -1)
+            expected[copies] = expected[sources]
+            call = copy_call(cache, list(zip(blocks[:num_pairs], blocks[num_pairs:], strict=True)))
+            call()
             num_bytes = 2 * num_pairs * cache.data[0].nbytes
-            call = partial(copy_blocks, cache.data, pairs)
             table.add("copy", f"{num_pairs:,} blocks of 16", call, num_bytes, cache.data, expected, 0.0)
-
-
-# ── the fused kernels ─────────────────────────────────────────────────────────────────────────────
-
-
-def add_fused(table: Table, light: Light) -> None:
-    """Beside the same formulas in PyTorch, in float32."""
-    from nanopaged.kernels import fused
-    from nanopaged.model import layers
-
-    dtype, num_q, num_heads = light.dtype, 16, 24
-    for num_tokens in light.pick([1, 256, 8192], [256], [3]):
-        with light.trying(f"norm and rotary embedding of {num_tokens} tokens"):
-            qk = torch.randn(num_tokens, num_heads, 128).to(light.device, dtype)
-            weights = tuple(torch.randn(2, 128).to(light.device, dtype))
-            angles = torch.randn(num_tokens, 1, 64).to(light.device)
-            cos, sin = torch.cat((angles.cos(), angles.cos()), -1).to(dtype), angles.sin().to(dtype)
-            wide = [part.float() for part in (*weights, cos, sin)]
-            expected = layers.norm_rotate(qk.float(), num_q, (wide[0], wide[1]), 1e-6, wide[2], wide[3])
-            actual = fused.fused_norm_rotate(qk.clone(), num_q, weights, 1e-6, cos, sin)
-            call = partial(fused.fused_norm_rotate, qk, num_q, weights, 1e-6, cos, sin)
-            table.add("norm, rotate", f"{num_tokens:,} tokens", call, 2 * qk.nbytes, actual, expected)
-        with light.trying(f"activation of {num_tokens} tokens"):
-            gate_up = torch.randn(num_tokens, 2 * 3072).to(light.device, dtype)
-            gate, up = gate_up.double().chunk(2, -1)
-            call = partial(fused.fused_silu_mul, gate_up)
-            num_bytes = gate_up.nbytes * 3 // 2
-            table.add("SiLU", f"{num_tokens:,} tokens", call, num_bytes, call(), gate * gate.sigmoid() * up)

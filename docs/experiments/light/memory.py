@@ -13,7 +13,7 @@ from preemption import block_major_swap, layer_major_swap, serve_in_turns, time_
 
 from light import Light, release
 from nanopaged import SamplingParams
-from nanopaged.model import sizing
+from nanopaged import memory as sizes
 
 if TYPE_CHECKING:
     from nanopaged import LLMEngine
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 def memory(light: Light) -> str:
     """The pool that the engine chooses, filled with the costliest way to sample: does it survive?"""
-    measure, peaks = sizing.peak_memory, []
-    sizing.peak_memory = lambda work, device: peaks.append(measure(work, device)) or peaks[-1]
+    measure, peaks = sizes.peak_memory, []
+    sizes.peak_memory = lambda work, device: peaks.append(measure(work, device)) or peaks[-1]
     small = {"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 64}
     light.now("starting the engine")
     if not light.on_gpu:

@@ -84,7 +84,7 @@ def ways(cache: KVCache) -> Iterator[tuple[str, TorchAttention | str]]:
         except ImportError as error:
             yield name, f"not there: {error}"
             continue
-        reason = why_unavailable("flash", cache)
+        reason = why_unavailable("flash", cache.data.device, cache.shape)
         if reason is None:
             from nanopaged.attention import flash_backend
 

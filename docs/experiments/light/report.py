@@ -14,31 +14,31 @@ ADVICE = {  # part → (what to look at, what avoids the failure until it is men
     "machine": ("the versions: is torch a build for this driver and this GPU?", "`device='cpu'`"),
     "tokens": (
         "nanopaged/attention: torch_backend.py if all rows are wrong, else triton_backend.py; "
-        "nanopaged/model/cuda_graphs.py if only graphs are",
+        "nanopaged/cuda_graphs.py if only graphs are",
         "the row that is right: `attention_backend='torch'`, `enforce_eager=True`",
     ),
     "kernels": (
-        "nanopaged/kernels: paged_attention.py (decode, store), copy_blocks.py, fused.py",
-        "`attention_backend='torch'`; leave `NANOPAGED_FUSED` unset",
+        "nanopaged/kernels/paged_attention.py (decode, store), nanopaged/kv_cache.py (copy)",
+        "`attention_backend='torch'`",
     ),
     "prefill": ("nanopaged/attention/flash_backend.py", "`attention_backend='triton'`: plain prefills"),
     "steps": (
-        "nanopaged/model/cuda_graphs.py if only graphs fail, nanopaged/kernels/fused.py if only it does",
-        "`enforce_eager=True`; leave `NANOPAGED_FUSED` unset",
+        "nanopaged/cuda_graphs.py if only graphs fail",
+        "`enforce_eager=True`",
     ),
     "memory": (
-        "nanopaged/model/sizing.py",
+        "nanopaged/memory.py",
         "`memory_utilization=0.7` or `num_blocks=…`; a smaller `max_num_batched_tokens` or `max_num_seqs`",
     ),
     "swap": ("nanopaged/kv_cache.py, nanopaged/swap.py", "`preemption='recompute'`"),
     "workload": ("the parts above", "`enforce_eager=True`, then `attention_backend='torch'`"),
     "peers": ("docs/experiments/peers.py", "not needed, unless the row of nanopaged is missing"),
     "engine-tests": (
-        "the test that is named, in tests/test_gpu.py",
+        "the test that is named, in tests/kernels/test_gpu.py",
         "`enforce_eager=True`, `attention_backend='torch'`, `preemption='recompute'`",
     ),
     "kernel-tests": (
-        "the test that is named, in tests/test_kernels.py or tests/test_fused.py",
+        "the test that is named, in tests/kernels/test_kernels.py",
         "`attention_backend='torch'`",
     ),
 }

@@ -1,4 +1,4 @@
-"""Decode and prefill steps against the roofline: with graphs and without, with fused kernels and without."""
+"""Decode and prefill steps against the roofline: with graphs and without."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from common import copy_bandwidth, make_llm
 from roofline import Row, linear_speed, time_steps
 
 from light import Light, release
-from nanopaged.kernels import devices
 
 
 def steps(light: Light) -> str:
-    """Decode and prefill steps with graphs and without, fused kernels on and off, and with torch alone."""
+    """Decode and prefill steps with graphs and without, and with torch alone."""
     modes: dict[str, dict[str, Any]] = {}
     if light.no_graphs is None:
-        modes |= {"graphs": {}, "graphs, fused kernels": {}}
+        modes["graphs"] = {}
     if light.no_kernels is None:
-        eager = {"enforce_eager": True, "attention_backend": "auto" if light.on_gpu else "triton"}
-        modes |= {"eager": eager, "eager, fused kernels": eager}
+        modes["eager"] = {"enforce_eager": True, "attention_backend": "auto" if light.on_gpu else "triton"}
     modes["torch"] = {"attention_backend": "torch"}
-    if light.size == "quick":
-        modes.pop("eager, fused kernels", None)
     light.say_what_is_missing()
     large = light.on_gpu and torch.cuda.mem_get_info(light.device)[1] > 60e9  # 256 of 1,024 tokens: 31 GB
     context = light.pick(1024 if large else 256, 256, 9)
@@ -48,19 +44,16 @@ def steps(light: Light) -> str:
                     reached[batch] = max(least / whole, reached.get(batch, 0.0))
         release()
     best = ", ".join(f"{share:.0%} at {batch}" for batch, share in reached.items())
-    gains = [""]
-    for one, other in (("graphs", "eager"), ("graphs, fused kernels", "graphs")):
-        both = [batch for batch in batches if (one, batch) in seconds and (other, batch) in seconds]
-        ratios = [f"{seconds[other, batch] / seconds[one, batch]:.2f} at {batch}" for batch in both]
-        gains += [f"speed of {one} over {other}: {', '.join(ratios)}"] if ratios else []
-    return f"decodes reach of the roofline {best} sequences{'; '.join(gains)}"
+    both = [batch for batch in batches if ("graphs", batch) in seconds and ("eager", batch) in seconds]
+    gain = ", ".join(f"{seconds['eager', batch] / seconds['graphs', batch]:.2f} at {batch}" for batch in both)
+    gain = gain and f"; speed of graphs over eager: {gain}"
+    return f"decodes reach of the roofline {best} sequences{gain}"
 
 
 def time_mode(
     light: Light, name: str, options: dict[str, Any], batches: list[int], context: int
 ) -> Iterator[tuple[int, Row]]:
     """(sequences, the row of roofline.py) of prefills and decodes, for one way to run the model."""
-    devices.FUSED_KERNELS = "fused" in name
     longest = context + light.args.steps + 8
     llm = make_llm(
         light.args,

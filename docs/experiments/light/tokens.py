@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from light import Light, release, worst
 from nanopaged import LLM, SamplingParams
-from nanopaged.kernels import devices
 from nanopaged.model.checkpoint import TINY_MODEL
 
 TIE = 1e-3  # two logits as near as this may change places on another machine, in float32
@@ -28,10 +27,8 @@ def tokens(light: Light) -> str:
     modes: dict[str, dict[str, Any]] = {"torch": {"attention_backend": "torch"}}
     if light.no_kernels is None:
         modes["triton, eager"] = {"attention_backend": "triton", "enforce_eager": True}
-        modes["triton, eager, fused kernels"] = modes["triton, eager"]
     if light.no_graphs is None:
         modes["triton, graphs"] = {"attention_backend": "triton"}
-        modes["triton, graphs, fused kernels"] = modes["triton, graphs"]
     light.say_what_is_missing()
     params, num_equal = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True), 0
     common = {"block_size": 16, "num_blocks": 400, "max_num_seqs": 10, "max_num_batched_tokens": 128}
@@ -40,7 +37,6 @@ def tokens(light: Light) -> str:
     light.table("attention, in float32", "prompts with transformers' tokens")
     for name, options in modes.items():
         with light.trying(name):
-            devices.FUSED_KERNELS = "fused" in name
             llm = LLM(dtype="float32", **common, **options)
             outputs = llm.generate(prompts, params, use_tqdm=False)
             num_wrong = 0
@@ -56,7 +52,6 @@ def tokens(light: Light) -> str:
             light.row(name, f"{len(prompts) - num_wrong} of {len(prompts)}")
             num_equal += num_wrong == 0
         release()
-    devices.FUSED_KERNELS = False
     if ties:
         light.say("", "Ties, which count as equal:", "", *(f"- {tie}" for tie in ties))
     half = half_precision(light, prompts) if light.on_gpu else ""

@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 from common import SHAPES, machine  # noqa: E402
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_PROMPT_TOKENS = 16, 8000, 100
-WAYS = {  # whether `step` returns outputs, and what each token is looked through for
+WAYS = {  # whether `step` reports outputs, and what each token is looked through for
     "generate": (False, ()),
     "serve": (True, ("\n\n\n\n",)),
 }
@@ -73,7 +73,7 @@ def make_engine(kind: type[LLMEngine], runner: str, seconds: float) -> LLMEngine
 
 def gap_and_step(engine: LLMEngine, num_seqs: int, num_steps: int, way: str) -> tuple[float, float]:
     """The median gap and the median time from step to step, in seconds."""
-    with_outputs, stop = WAYS[way]
+    report, stop = WAYS[way]
     times: list[tuple[float, float]] = []
     execute = engine.runner.execute
 
@@ -92,7 +92,7 @@ def gap_and_step(engine: LLMEngine, num_seqs: int, num_steps: int, way: str) -> 
         prompt = [rng.randrange(3, 1000) for _ in range(NUM_PROMPT_TOKENS)]
         engine.add_request(str(i), prompt, params)
     while engine.has_unfinished_requests():
-        engine.step(with_outputs)
+        engine.step(report or len(engine.unreported) == num_seqs)
     engine.runner.execute = execute
     engine.reset_prefix_cache()
     decodes = list(zip(times[2:], times[3:], strict=False))  # without the prefill

@@ -20,18 +20,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 
 from nanopaged import LLM, EngineConfig, LLMEngine, RequestOutput
 from nanopaged.block_manager import BlockManager
-from nanopaged.checks.failures import NonFiniteLogits
 from nanopaged.engine import Runner
-from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
-from nanopaged.threads.turns import Turns
-from nanopaged.views.outputs import request_output
+from nanopaged.sequence import NonFiniteLogits, Request, ScheduledBatch, Sequence, StepResult
 
 UNKNOWN = -1  # the last of `Sequence.token_ids` while the step behind its computation is scheduled
 
@@ -94,7 +93,7 @@ class OverlappedEngine(LLMEngine):
         self.ahead: Step | None = None
         self.block_manager.publish = partial(publish_known, self.block_manager)
 
-    def step(self, with_outputs: bool = True, keep: bool = False) -> list[RequestOutput]:
+    def step(self, report: bool = True) -> list[RequestOutput]:
         """As `LLMEngine.step`. The step whose outputs it returns was begun by the call before."""
         if not self.requests:
             self.ahead = None
@@ -104,20 +103,19 @@ class OverlappedEngine(LLMEngine):
                 step = self.ahead or self.launch(self.scheduler.schedule())
                 self.ahead = self.schedule_ahead(step)
                 advanced = self.update(step)
-                self.counters.count(step.batch, self.config.enable_prefix_caching)
                 for listener in self.listeners:
                     listener.step_ended(step.batch)
-                outputs = [request_output(request) for request in advanced] if with_outputs else []
-                for request in [request for request in advanced if request.finished]:
-                    if keep and not request.is_polled:
-                        self.scheduler.unreported.append(request)
-                    else:
-                        del self.requests[request.request_id]
+                reported = dict.fromkeys([*self.unreported.values(), *advanced]) if report else {}
+                self.unreported |= {request.request_id: request for request in advanced if not request.live}
+                outputs = [request.output() for request in reported]
+                for request_id in list(self.unreported) if report else ():
+                    self.requests.pop(request_id, None)
+                    del self.unreported[request_id]
         except NonFiniteLogits as error:
             request = self.requests.get(error.request_id)
             if request is not None and not request.finished:
                 raise
-            return self.step(with_outputs, keep)  # the token was of no use: its sequence has ended meanwhile
+            return self.step(report)  # the token was of no use: its sequence has ended meanwhile
         self.num_steps += 1
         return outputs
 
@@ -146,7 +144,7 @@ class OverlappedEngine(LLMEngine):
         guessed, ended = [], []
         for seq in step.batch.sequences:
             request = seq.request
-            if request.is_beam_search or request.forks_later or request.wants_prompt_logprobs:
+            if request.is_beam_search or request.awaits_fork or request.wants_prompt_logprobs:
                 return None
             if seq.num_computed_tokens == seq.num_tokens:  # not if it has ended meanwhile: then it has none
                 guessed.append(seq)
@@ -171,8 +169,8 @@ class OverlappedEngine(LLMEngine):
         samples = [[] if seq.finished else its for seq, its in zip(sequences, result.samples, strict=True)]
         advanced = self.scheduler.update(step.batch, StepResult(samples, result.prompt_logprobs))
         for request in advanced:
-            if request.finished:  # it may have been preempted for the step ahead
-                self.scheduler.waiting.discard(request)
+            if request.finished and request in self.scheduler.waiting:  # preempted for the step ahead
+                self.scheduler.waiting.remove(request)
         for seq in sequences if self.ahead is not None else ():
             if seq.finished:
                 others = {block for sibling in seq.request.live for block in sibling.host_table}
@@ -212,8 +210,7 @@ class OverlappedLLM(LLM):
 
     def __init__(self, model: str | Path | None = None, **config: Any) -> None:
         self.engine = OverlappedEngine(EngineConfig(model=model, **config))
-        self._turns = Turns(self.engine)
-        self._lock = self._turns.lock
+        self._lock, self._door, self._count, self._dropped = Lock(), Lock(), count(), []
 
 
 def refuse(config: EngineConfig) -> None:

@@ -19,8 +19,7 @@ from random_workloads import Workload, forked, mixed, tiny
 from test_random_runs import EVENTS, MIXED_EVENTS, Run, large_engine, make_engine
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from nanopaged.checks.failures import NonFiniteLogits
-from nanopaged.sequence import Request, ScheduledBatch, StepResult
+from nanopaged.sequence import NonFiniteLogits, Request, ScheduledBatch, StepResult
 
 
 def settle(engine: OverlappedEngine) -> None:
@@ -58,7 +57,7 @@ class OverlappedRun(Run):
             self.happened["scheduled ahead"] += 1
             again = {request for request, _ in ahead.batch.preempted} & set(ahead.batch.admitted)
             self.happened["preempted and admitted ahead"] += len(again & {seq.request for seq in alive})
-        preempted = [seq for seq in alive if seq.request.request_id in self.engine.scheduler.waiting]
+        preempted = [seq for seq in alive if seq.request in self.engine.scheduler.waiting]
         swapped = [seq for seq in alive if seq.host_table]
         advanced = self.update(step)
         self.happened["ended while preempted ahead"] += sum(seq.finished for seq in preempted)
