@@ -283,14 +283,12 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         first = seq.num_computed_tokens // self.block_size
-        end = (seq.num_computed_tokens + seq.num_scheduled_tokens) // self.block_size
-        keys = self.keys_of(seq, end)
-        for i in range(first, end):
-            if keys[i] not in self.index:
-                block = self.blocks[seq.block_table[i]]
+        keys = self.keys_of(seq, (seq.num_computed_tokens + seq.num_scheduled_tokens) // self.block_size)
+        for key, block_id in zip(keys[first:], seq.block_table[first:], strict=False):
+            if key not in self.index:
+                block = self.index[key] = self.blocks[block_id]
                 assert block.key is None, f"block {block.block_id} is published under another key"
-                block.key = keys[i]
-                self.index[block.key] = block
+                block.key = key
 
     def reset_prefix_cache(self) -> None:
         """Make all cached blocks free. Blocks in use can still be found."""

@@ -92,9 +92,9 @@ def number(low: float, high: float, hint: str = "", above: bool = False) -> Rule
     def rule(name: str, value: Any) -> float:
         if not isinstance(value, Real) or isinstance(value, bool):
             raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-        limits = f"be above {low} and at most {high}" if above else f"lie in [{low}, {high}]"
-        inside = low <= value <= high and not (above and value == low)
-        require(inside, f"{name} is {value}, but must {limits}{hint}")
+        if not low <= value <= high or (above and value == low):
+            limits = f"be above {low} and at most {high}" if above else f"lie in [{low}, {high}]"
+            raise ValueError(f"{name} is {value}, but must {limits}{hint}")
         return value
 
     return rule
@@ -126,14 +126,10 @@ def device_name(name: str, value: Any) -> str:
 
 def new_file(name: str, value: Any) -> str | Path:
     """The name of a file in a folder that exists."""
-    folder = (
-        Path(instance((str, Path), "the name of a file such as 'run.html'")(name, value)).absolute().parent
-    )
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{name} is {str(value)!r}, but there is no folder {str(folder)!r}: make it first"
-        )
-    require(not Path(value).is_dir(), f"{name} is {str(value)!r}, which is a folder: name a file in it")
+    path = Path(instance((str, Path), "the name of a file such as 'run.html'")(name, value)).absolute()
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{name} is {str(value)!r}, but there is no folder {str(path.parent)!r}")
+    require(not path.is_dir(), f"{name} is {str(value)!r}, which is a folder: name a file in it")
     return value
 
 
@@ -271,8 +267,7 @@ class RequestOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        params: Any = self
-        least, most = params.min_tokens, params.max_tokens
+        least, most = vars(self)["min_tokens"], vars(self)["max_tokens"]
         require(most is None or least <= most, f"min_tokens is {least}, but max_tokens is only {most}")
 
 
@@ -408,11 +403,7 @@ def explain(given: Iterable[str], known: Collection[str], theirs: dict[str, str]
     for name in [name for name in given if name not in known]:
         hint = theirs.get(name, "")
         meant = [hint] if hint in known else get_close_matches(name, known, 1, 0.8)
-        if " " in hint:
-            parts.append(f"{name!r}: {hint.format(name=name)}")
-        else:
-            parts.append(
-                f"{name!r}: "
-                + (f"did you mean {meant[0]!r}?" if meant else f"its options are {', '.join(known)}")
-            )
+        if " " not in hint:
+            hint = f"did you mean {meant[0]!r}?" if meant else f"its options are {', '.join(known)}"
+        parts.append(f"{name!r}: {hint.format(name=name)}")
     return "; ".join(parts)

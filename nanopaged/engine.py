@@ -81,9 +81,8 @@ class LLMEngine:
             config.watermark,
         )
         eos_token_ids = read_eos_token_ids(folder, self.tokenizer)
-        self.prompts = PromptProcessor(
-            config, self.tokenizer, self.vocab_size, runner.num_blocks, eos_token_ids
-        )
+        limits = self.vocab_size, runner.num_blocks, eos_token_ids
+        self.prompts = PromptProcessor(config, self.tokenizer, *limits)
         self.requests: dict[str, Request] = {}  # unfinished or not yet reported, in order of arrival
         self.unreported: dict[str, Request] = {}  # the finished ones among them
         self.num_steps = 0
@@ -91,9 +90,8 @@ class LLMEngine:
         if config.trace is not None:
             from nanopaged.trace import Recorder
 
-            self.listeners.append(
-                Recorder(Path(config.trace), self.scheduler, self.tokenizer, self.model_name)
-            )
+            recorder = Recorder(Path(config.trace), self.scheduler, self.tokenizer, self.model_name)
+            self.listeners.append(recorder)
 
     def step(self, report: bool = True) -> list[RequestOutput]:
         """Compute one batch. Returns the outputs of the requests that got a token or have ended.
@@ -117,16 +115,13 @@ class LLMEngine:
             advanced = self.scheduler.update(batch, result)
             for listener in self.listeners:
                 listener.step_ended(batch)
-            reported = (
-                dict.fromkeys([*self.unreported.values(), *advanced]) if report else {}
-            )  # an ordered set
+            reported = (*self.unreported.values(), *advanced) if report else ()
             for request in advanced:
                 if not request.live:
                     self.unreported[request.request_id] = request
             outputs = list(map(Request.output, reported))
-            for request_id in list(self.unreported) if report else ():
-                self.requests.pop(request_id, None)
-                del self.unreported[request_id]
+            while report and self.unreported:
+                del self.requests[self.unreported.popitem()[0]]
         self.num_steps += 1
         return outputs
 
@@ -139,9 +134,7 @@ class LLMEngine:
             while True:
                 with suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave this half done
                     self.scheduler.start_over(self.requests.values())
-                    self.unreported = {
-                        name: request for name, request in self.requests.items() if not request.live
-                    }
+                    self.unreported = {name: each for name, each in self.requests.items() if each.finished}
                     break
             for listener in self.listeners:
                 listener.step_failed(error)

@@ -73,17 +73,15 @@ class LLM(ForeignAttributes):
             TypeError, ValueError: a prompt or its params cannot be served; no request has been queued then.
         """
         options = {} if use_tqdm else {"disable": True}  # without the option, TQDM_DISABLE=1 counts
-        requests, num_done = self._make_requests(pair_up(prompts, sampling_params)), 0
+        requests = self._make_requests(pair_up(prompts, sampling_params))
         try:
             self._queue(requests)
             with tqdm(total=len(requests), desc="Generating", unit="prompt", **options) as bar:
-                while num_done < len(requests):
-                    if requests[num_done].finished:
-                        num_done += 1
-                        continue
-                    self._step(requests)
-                    bar.update(min(len(requests), max(num_done, len(self.engine.unreported))) - bar.n)
-                bar.update(len(requests) - bar.n)
+                for num_done, request in enumerate(requests, 1):
+                    while not request.finished:
+                        self._step(requests)
+                        bar.update(max(bar.n, min(len(self.engine.unreported), len(requests) - 1)) - bar.n)
+                    bar.update(max(bar.n, num_done) - bar.n)
         finally:
             self._drop(requests)
         for request in requests:
@@ -157,10 +155,9 @@ class LLM(ForeignAttributes):
         Raises:
             ValueError: the model has no chat template; or as `generate`.
         """
-        several = (
-            isinstance(messages, SequenceOf) and len(messages) > 0 and isinstance(messages[0], list | tuple)
-        )
-        conversations: Any = messages if several else [messages]
+        given: Any = messages
+        several = isinstance(given, SequenceOf) and len(given) > 0 and isinstance(given[0], list | tuple)
+        conversations = given if several else [given]
         prompts = [self.chat_prompt(conversation, chat_template_kwargs) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -230,10 +227,7 @@ class LLM(ForeignAttributes):
         """
         self._dropped += requests
         while self._dropped and not self._lock.locked():
-            with (
-                self._lock,
-                suppress(KeyboardInterrupt),
-            ):  # a second Ctrl-C must not leave some of them queued
+            with self._lock, suppress(KeyboardInterrupt):  # a second Ctrl-C leaves none of them queued
                 while self._dropped:
                     request = self._dropped[0]
                     if self.engine.requests.get(request.request_id) is request:

@@ -20,7 +20,7 @@ from nanopaged.kernels import cpp
 from nanopaged.kv_cache import KVCache, KVShape, take_rows, to_device
 from nanopaged.memory import cheaper_preemption, count_blocks, pick_dtype
 from nanopaged.model.checkpoint import load_model
-from nanopaged.model.layers import PLAIN, Operations, norm_rotate, rms_norm, silu_mul
+from nanopaged.model.decoder import PLAIN, Operations, norm_rotate, rms_norm, silu_mul
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.outputs import Logprobs
 from nanopaged.parallel import Ranks, pick_device

@@ -50,35 +50,24 @@ class SamplingMetadata:
     """
 
     def __init__(self, draws: list[Draw], device: torch.device) -> None:
-        self.num_logprobs: list[int] = []  # -1: none, not even the token's own
-        self.banned = self.penalties = None
-        is_greedy, counted = [], []
-        banned: list[tuple[int, int]] = []  # nothing in row 0, tokens 3 and 5 in row 1: (1, 3), (1, 5)
-        for row, draw in enumerate(draws):
-            num = draw.num_candidates or draw.params.logprobs
-            self.num_logprobs.append(-1 if num is None else num)
-            is_greedy.append(draw.params.temperature == 0)
-            counted.append(draw.token_counts or {})
-            for token_id in draw.banned_token_ids:
-                banned.append((row, token_id))
-        if banned:
-            self.banned = to_device(np.array(banned).T, device)  # [2, num_banned]
+        self.num_logprobs = [draw.num_candidates or draw.params.logprobs for draw in draws]
+        # Nothing is banned in row 0, tokens 3 and 5 in row 1: (1, 3), (1, 5)
+        banned = [(row, token_id) for row, draw in enumerate(draws) for token_id in draw.banned_token_ids]
+        self.banned = to_device(np.array(banned).T, device) if banned else None  # [2, num_banned]
+        self.penalties, counted = None, [draw.token_counts or {} for draw in draws]
         if any(counted):
             rows = np.repeat(np.arange(len(draws)), list(map(len, counted)))
             ids, counts = list(chain(*counted)), list(chain(*map(dict.values, counted)))
             penalties = np.array([draw.params.penalties or (1, 0, 0) for draw in draws])[rows].T
             where, numbers = np.stack((rows, ids)), np.vstack((counts, penalties)).astype(np.float32)
             self.penalties = to_device(where, device), to_device(numbers, device)
+        is_greedy = [draw.params.temperature == 0 for draw in draws]
         self.all_greedy, self.any_greedy = all(is_greedy), any(is_greedy)
         if self.all_greedy:
             return
-        noise, filters = [], []
-        for draw in draws:
-            noise.append(uniform(draw.seed, draw.index, draw.position))
-            filters.append(draw.params.filters)
-        numbers = np.array(
-            (*zip(*filters, strict=True), noise, is_greedy), dtype=np.float32
-        )  # [6, num_draws]
+        noise = [uniform(draw.seed, draw.index, draw.position) for draw in draws]
+        filters = zip(*[draw.params.filters for draw in draws], strict=True)
+        numbers = np.array((*filters, noise, is_greedy), dtype=np.float32)  # [6, num_draws]
         self.top_ks, self.top_ps, self.min_ps = numbers[1:4]  # on the host, to decide which filters to run
         numbers = to_device(numbers[:, :, None], device)  # each [num_draws, 1]
         self.temperature, self.top_k, self.top_p, self.min_p, self.uniform, self.is_greedy = numbers
@@ -98,30 +87,23 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
     Args:
         logits: float32 [num_ready, vocab_size], a row for each sequence that needs a sample.
     """
+    samples: list[list[Sample]] = [[] for _ in batch.sequences]
+    ready = [pair for pair in zip(batch.sequences, samples, strict=True) if pair[0].needs_sample]
     draws: list[Draw] = []
-    samples: list[list[Sample]] = []
-    targets: list[tuple[Sequence, list[Sample]]] = []  # which sequence a draw is for, and its samples …
-    rows: list[int] = []  # … and the row of its logits
-    num_ready = 0
-    for seq in batch.sequences:
-        samples.append([])
-        if not seq.needs_sample:
-            continue
-        request, params = seq.request, seq.request.params
-        position, banned = seq.num_tokens, seq.banned_token_ids
+    rows: list[int] = []  # of each draw, in the logits
+    for row, (seq, _) in enumerate(ready):
+        request, params, where = seq.request, seq.request.params, (seq.num_tokens, seq.banned_token_ids)
         if isinstance(params, BeamSearchParams):  # the most likely token, with the next ones in likelihood
-            num = min(request.num_candidates + len(banned), logits.shape[-1])
-            draws.append(Draw(GREEDY, 0, 0, position, banned, num_candidates=num))
+            num = min(request.num_candidates + len(where[1]), logits.shape[-1])
+            draws.append(Draw(GREEDY, 0, 0, *where, num_candidates=num))
         else:  # n outputs at the end of a prompt, else the next token of one
             counts = token_counts(seq) if params.penalties else None
             for index in range(params.n) if request.awaits_fork else (seq.index,):
-                draws.append(Draw(params, request.seed, index, position, banned, counts))
-        while len(rows) < len(draws):
-            targets.append((seq, samples[-1]))
-            rows.append(num_ready)
-        num_ready += 1
+                draws.append(Draw(params, request.seed, index, *where, counts))
+        rows += [row] * (len(draws) - len(rows))
     tokens = sample(take_rows(logits, rows), SamplingMetadata(draws, logits.device))
-    for (seq, its_samples), token in zip(targets, tokens, strict=True):
+    for row, token in zip(rows, tokens, strict=True):
+        seq, its_samples = ready[row]
         if not math.isfinite(token.logprob):
             error = NoTokenAllowed if token.logprob == -math.inf else NonFiniteLogits
             raise error(seq.request.request_id, seq.num_tokens)
@@ -252,14 +234,14 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def gather_logprobs(
-    logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int], allowed: Tensor | None = None
+    logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int | None], allowed: Tensor | None = None
 ) -> list[Sample]:
     """Each row's token and its log-probability; if wanted, the most likely tokens and theirs as well.
 
     Args:
         logprobs: [num_rows, vocab_size].
         token_ids: [num_rows], the drawn tokens (or the actual ones, in a prompt).
-        num_logprobs: for each row, how many of the most likely tokens to return; -1 for no `logprobs`.
+        num_logprobs: for each row, how many of the most likely tokens to return; None for no `logprobs`.
         allowed: scores like `logprobs`, -inf where a token is not allowed; so is then its log-probability.
     """
     token_ids = token_ids[:, None]
@@ -267,16 +249,16 @@ def gather_logprobs(
     if allowed is not None:
         chosen = chosen.masked_fill(allowed.gather(1, token_ids) == -math.inf, -math.inf)
     columns = [token_ids, chosen.double()]
-    most = max(num_logprobs)
-    if most >= 0:
+    wanted = [(row, num) for row, num in enumerate(num_logprobs) if num is not None]
+    most = max([num for _, num in wanted], default=0)
+    if wanted:
         ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
         columns += [ranks, *logprobs.topk(most)]
     # One tensor, so that the host waits once. float64 holds token ids and log-probabilities exactly.
     fetched = torch.cat(columns, dim=1).T.tolist()
     samples = list(map(Sample, map(int, fetched[0]), fetched[1]))
-    values, ids = fetched[3 : 3 + most], fetched[3 + most :]  # each [most, num_rows]
-    for row, (token, num) in enumerate(zip(samples, num_logprobs, strict=True)):
-        if num >= 0:
-            token.logprobs = {int(ids[i][row]): Logprob(values[i][row], i + 1) for i in range(num)}
-            token.logprobs.setdefault(token.token_id, Logprob(token.logprob, int(fetched[2][row])))
+    for row, num in wanted:
+        token, values, ids = samples[row], fetched[3 : 3 + num], fetched[3 + most :]  # by falling likelihood
+        token.logprobs = {int(ids[i][row]): Logprob(values[i][row], i + 1) for i in range(num)}
+        token.logprobs.setdefault(token.token_id, Logprob(token.logprob, int(fetched[2][row])))
     return samples

@@ -71,9 +71,8 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
         else:
-            del self.waiting[
-                self.waiting.index(request, bisect_left(self.waiting, request.rank, key=BY_RANK))
-            ]
+            first = bisect_left(self.waiting, request.rank, key=BY_RANK)  # of those with this rank
+            del self.waiting[self.waiting.index(request, first)]
         self.swapper.release(request)
         for seq in request.live:
             self.block_manager.free(seq)
@@ -89,22 +88,15 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """Choose the batch of the next step: running requests first, then waiting ones that fit."""
-        batch = ScheduledBatch()
-        decodes: list[Sequence] = []
-        prefills: list[Sequence] = []
-        budget = self.max_num_batched_tokens
-
-        i = 0
+        batch, budget, i = ScheduledBatch(), self.max_num_batched_tokens, 0
         while i < len(self.running) and budget > 0:
-            request = self.running[i]
-            copies = self.block_manager.append_slots(request.live)
+            copies = self.block_manager.append_slots(self.running[i].live)
             if copies is None:  # out of blocks: preempt the last request, which may be this one
                 self._preempt(self.running.pop(), batch)
-                continue
-            if copies:
+            else:
                 batch.copies += copies
-            budget = self._schedule_tokens(request, budget, decodes, prefills)
-            i += 1
+                budget = self._schedule_tokens(self.running[i], budget, batch)
+                i += 1
 
         # A request preempted above is in this queue as well. If it fits at once, it may run: swaps out come
         # first.
@@ -113,17 +105,12 @@ class Scheduler:
             num_seqs += request.num_seqs
             if budget == 0 or num_seqs > self.max_num_seqs or not self._admit(request, budget, batch):
                 break  # no request overtakes the first one, even if it needs fewer blocks
-            budget = self._schedule_tokens(request, budget, decodes, prefills)
-        if batch.admitted:
-            del self.waiting[: len(batch.admitted)]
-
-        assert decodes or prefills or not (self.running or self.waiting), "no work was scheduled"
-        batch.sequences, batch.num_decodes = decodes + prefills, len(decodes)
+            budget = self._schedule_tokens(request, budget, batch)
+        del self.waiting[: len(batch.admitted)]
+        assert batch.sequences or not (self.running or self.waiting), "no work was scheduled"
         return batch
 
-    def _schedule_tokens(
-        self, request: Request, budget: int, decodes: list[Sequence], prefills: list[Sequence]
-    ) -> int:
+    def _schedule_tokens(self, request: Request, budget: int, batch: ScheduledBatch) -> int:
         """Schedule the tokens that the request still has to compute; return the rest of the budget.
 
         6 of 10 tokens computed, budget 20: 4 tokens are scheduled, 16 of the budget are left
@@ -137,10 +124,11 @@ class Scheduler:
                 num_tokens = budget
             seq.num_scheduled_tokens = num_tokens
             budget -= num_tokens
-            if num_tokens == 1:
-                decodes.append(seq)
+            if num_tokens == 1:  # decodes come first
+                batch.sequences.insert(batch.num_decodes, seq)
+                batch.num_decodes += 1
             elif num_tokens > 1:
-                prefills.append(seq)
+                batch.sequences.append(seq)
             if num_computed_tokens % self.block_size + num_tokens >= self.block_size:  # a block becomes full
                 self.block_manager.publish(seq)
         return budget
@@ -180,7 +168,7 @@ class Scheduler:
         else:
             # A token found in the cache is not computed, so a prompt that is to be scored is not looked up.
             look_up = not request.wants_prompt_logprobs
-            if not self.enable_chunked_prefill and not self._fits_whole(request, look_up, budget):
+            if not (self.enable_chunked_prefill or self._fits_whole(request, look_up, budget)):
                 return False
             if not self.block_manager.allocate(request.live, look_up, num_reserved):
                 return False
@@ -206,7 +194,7 @@ class Scheduler:
             request.prompt_logprobs.extend(logprobs)
         advanced: dict[Request, None] = {}  # used as an ordered set
         ended: list[Sequence] = []
-        now, counters = time.monotonic(), self.counters
+        now = time.monotonic()
         for seq, samples in zip(batch.sequences, result.samples, strict=True):
             request = seq.request
             seq.num_computed_tokens += seq.num_scheduled_tokens
@@ -217,25 +205,21 @@ class Scheduler:
                 if any(beam.candidates is None for beam in request.live):
                     continue  # it waits for its siblings
                 advance_beams(request, self.block_manager)
-                counters.num_generated_tokens += len(request.sequences)
+                samples = request.sequences  # one new token each
             elif request.awaits_fork:  # the prompt is computed: fork
                 ended += [sib for sib in fork_samples(request, samples, self.block_manager) if sib.finished]
-                counters.num_generated_tokens += len(samples)
-            else:
-                counters.num_generated_tokens += 1
-                if seq.append(samples[0]):
-                    ended.append(seq)
+            elif seq.append(samples[0]):
+                ended.append(seq)
+            self.counters.num_generated_tokens += len(samples)
             advanced[request] = None
             request.first_token_time = request.first_token_time or now
         for seq in ended:
             self.block_manager.free(seq)
             seq.request.live.remove(seq)
-        any_finished = False
         for request in advanced:
             if not request.live:
-                request.finish_time, any_finished = now, True
-        if any_finished:
-            self.running = [request for request in self.running if request.live]
+                request.finish_time = now
+                self.running.remove(request)
         if batch.admitted or batch.preempted or batch.copies:
             self._count(batch)
         return list(advanced)
@@ -245,16 +229,12 @@ class Scheduler:
         counters = self.counters
         for request in batch.started:
             counters.num_prompt_tokens += request.num_prompt_tokens
-            if (
-                self.block_manager.enable_prefix_caching and request.prompt_logprobs is None
-            ):  # it was looked up
+            if self.block_manager.enable_prefix_caching and request.prompt_logprobs is None:  # looked up
                 counters.prefix_cache_queries += request.num_prompt_tokens
                 counters.prefix_cache_hits += request.num_cached_tokens or 0
-        for _, way in batch.preempted:
-            if way == "swap":
-                counters.num_preemptions_swap += 1
-            else:
-                counters.num_preemptions_recompute += 1
+        num_swaps = sum(way == "swap" for _, way in batch.preempted)
+        counters.num_preemptions_swap += num_swaps
+        counters.num_preemptions_recompute += len(batch.preempted) - num_swaps
         counters.num_blocks_swapped_out += len(batch.swap_out)
         counters.num_blocks_swapped_in += len(batch.swap_in)
         counters.num_blocks_copied += len(batch.copies)

@@ -113,21 +113,16 @@ class Sequence:
 
     def check_stop(self) -> bool:
         """Finish the sequence if its last generated token ends it; returns whether it does."""
-        rules, token_id = self.request.stop_rules, self.token_ids[-1]
-        if token_id in rules.token_ids:
-            stop_reason = None if token_id in rules.eos_token_ids else token_id
-            self.finish_reason, self.stop_reason = "stop", stop_reason
-            return True
-        if self.detokenizer is not None and self.detokenizer.stop:
+        rules, token_id, stop = self.request.stop_rules, self.token_ids[-1], None
+        if self.detokenizer is not None and self.detokenizer.stop and token_id not in rules.token_ids:
             output = self.token_ids[self.request.num_prompt_tokens :]
             stop = self.detokenizer.find_stop(output, len(self.token_ids) >= rules.min_length)
-            if stop is not None:
-                self.finish_reason, self.stop_reason = "stop", stop
-                return True
-        if len(self.token_ids) >= rules.max_length:
+        if token_id in rules.token_ids or stop is not None:
+            self.finish_reason = "stop"
+            self.stop_reason = token_id if token_id in rules.token_ids - rules.eos_token_ids else stop
+        elif len(self.token_ids) >= rules.max_length:
             self.finish_reason = "length"
-            return True
-        return False
+        return self.finish_reason is not None
 
     def start_over(self) -> None:
         """Rebuild all state from the tokens: a step failed, perhaps while it was changing this sequence."""
@@ -144,8 +139,8 @@ class Sequence:
         """What a user gets of it so far. A stop token is not part of the text."""
         token_ids, text = self.token_ids[self.request.num_prompt_tokens :], ""
         if self.detokenizer is not None:
-            stopped_by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
-            shown = token_ids[:-1] if stopped_by_token else token_ids
+            has_stop_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+            shown = token_ids[: len(token_ids) - has_stop_token]
             text = self.detokenizer.visible(shown, self.finish_reason is not None)
         logprobs = list(self.logprobs) if self.request.params.logprobs is not None else None
         ended = self.finish_reason, self.stop_reason, self.score
@@ -184,8 +179,8 @@ class Request:
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.width = self.params.width
         self.is_beam_search = isinstance(self.params, BeamSearchParams)
-        self.sequences = [Sequence(self, list(self.prompt_token_ids))]
-        self.live = list(self.sequences)
+        self.live = [Sequence(self, list(self.prompt_token_ids))]
+        self.sequences = self.live[:]
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # the first token has no log-probability
 

@@ -13,7 +13,7 @@ tokens are decoded only when the text is read. This module knows no sequences an
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -35,19 +35,18 @@ def special_and_byte_ids(tokenizer: Tokenizer) -> tuple[set[int], set[int | None
     return special, {tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
 
 
+@dataclass
 class Detokenizer:
     """The text of one sequence's output, without special tokens. Copies share no state."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: SequenceOf[str] = ()) -> None:
-        self.tokenizer = tokenizer
-        self.stop = stop
-        self._special_ids, self._byte_ids = special_and_byte_ids(tokenizer)
-        self.text = ""  # what no later token can change; cut before a stop string that was found
-        self._stopped = False  # whether one was found
-        self._num_read = 0  # output tokens decoded so far
-        self._num_searched = 0  # characters in which stop strings have been looked for
-        self._window: tuple[int, ...] = ()  # the last tokens: context for the next ones
-        self._num_shown = 0  # characters of the decoded window that are in `text`, or belong to tokens before
+    tokenizer: Tokenizer
+    stop: SequenceOf[str] = ()
+    text: str = field(default="", init=False)  # what no later token can change, cut before a stop string
+    _stopped: bool = field(default=False, init=False)  # whether one was found
+    _num_read: int = field(default=0, init=False)  # output tokens decoded so far
+    _num_searched: int = field(default=0, init=False)  # characters searched for stop strings
+    _window: tuple[int, ...] = field(default=(), init=False)  # the last tokens: context for the next ones
+    _num_shown: int = field(default=0, init=False)  # characters of the decoded window that are in `text`
 
     def find_stop(self, token_ids: list[int], look_for_stop: bool = True) -> str | None:
         """Decode the output so far; return the stop string that its last token completed, or None.
@@ -103,10 +102,11 @@ class Detokenizer:
         Bytes that are no character yet become one HALF, which is left out. Byte tokens are one text together:
         after "€" (three of them) an invalid byte makes all four a HALF.
         """
+        special_ids, byte_ids = special_and_byte_ids(self.tokenizer)
         self._num_read += len(token_ids)
-        self._window += tuple(token_id for token_id in token_ids if token_id not in self._special_ids)
+        self._window += tuple(token_id for token_id in token_ids if token_id not in special_ids)
         end = len(self._window)
-        while end > 0 and self._window[end - 1] in self._byte_ids:
+        while end > 0 and self._window[end - 1] in byte_ids:
             end -= 1
         text = self._decode(self._window[:end])
         num_final = len(text) - text.endswith(HALF)
@@ -148,13 +148,9 @@ class StopRules:
         cls, params: Params, num_prompt_tokens: int, eos_token_ids: frozenset[int], max_model_len: int
     ) -> StopRules:
         """The rules for `params`, a prompt of this length, and a model with these end-of-sequence ids."""
-        eos = frozenset() if params.ignore_eos else eos_token_ids
-        return cls(
-            token_ids=eos | frozenset(params.stop_token_ids),
-            eos_token_ids=eos - frozenset(params.stop_token_ids),
-            min_length=num_prompt_tokens + params.min_tokens,
-            max_length=min(num_prompt_tokens + (params.max_tokens or max_model_len), max_model_len),
-        )
+        eos, own = frozenset() if params.ignore_eos else eos_token_ids, frozenset(params.stop_token_ids)
+        max_length = min(num_prompt_tokens + (params.max_tokens or max_model_len), max_model_len)
+        return cls(eos | own, eos - own, num_prompt_tokens + params.min_tokens, max_length)
 
 
 # ── conversations ──────────────────────────────────────────────────────────────────────────────────────

@@ -48,7 +48,7 @@ TESTS = {  # file of the package → NAMEs of its tests, tests/*/test_NAME.py
     "kernels/paged_attention.py": "kernels attention",
     "model/checkpoint.py": "weights parallel api",
     "model/decoder.py": "weights oracle parallel",
-    "model/layers.py": "weights cpp oracle",
+    "model/decoder.py": "weights cpp oracle",
     "model/model_config.py": "weights parallel",
 }
 

@@ -65,7 +65,7 @@ def main() -> None:
 
 def tensors(model: object) -> list:
     """The weights of a model, in the layout in which they are read."""
-    from nanopaged.model.layers import Linear
+    from nanopaged.model.decoder import Linear
 
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     reordered = [linear._reordered for linear in linears if linear._reordered is not None]

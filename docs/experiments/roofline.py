@@ -91,7 +91,7 @@ def linear_speed(dtype_name: str) -> float:
     """Floating-point operations a second of a large linear layer, the best."""
     import torch
 
-    from nanopaged.model.layers import Linear, allocate
+    from nanopaged.model.decoder import Linear, allocate
 
     device, dtype = pick_device(), getattr(torch, dtype_name)
     n = 8192 if device.type == "cuda" else 2048

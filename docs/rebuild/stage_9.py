@@ -12,7 +12,7 @@ STAGE = Stage(
         (f"{FOLDER}/checkpoint.py", "_share"),
         ("nanopaged/parallel.py", "Ranks.all_reduce"),
         ("nanopaged/parallel.py", "Ranks.gather"),
-        (f"{FOLDER}/layers.py", "Linear.forward"),
+        (f"{FOLDER}/decoder.py", "Linear.forward"),
         (f"{FOLDER}/decoder.py", "Model._embed_share"),
         (f"{FOLDER}/decoder.py", "Model.logits"),
     ),

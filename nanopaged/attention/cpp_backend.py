@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import defaultdict
+from collections.abc import Iterable
+from itertools import chain
 
 import numpy as np
 import torch
@@ -51,40 +53,33 @@ class CppAttention(TorchAttention):
             blocks     5 2     7    9        num_keys  8 3 1
             sequences  0 1     0    1        row_seq   0 1 0 1
         """
-        size, num_seqs = self.cache.block_size, metadata.num_decodes
-        lens, tables = metadata.context_lens[:num_seqs], metadata.block_tables[:num_seqs]
+        size, n = self.cache.block_size, metadata.num_decodes
+        lens, tables = metadata.context_lens[:n].tolist(), metadata.block_tables[:n]
+        parts, own = [], [0] * n  # (sequences, first key, end); the first key that a sequence reads alone
         # The last block of a sequence is its own.
-        shared = find_shared_blocks(tables, ((lens - 1) // size).tolist(), MIN_SAVED_KEYS // size)
-        wholes, own = [], [0] * num_seqs  # own: the first key that a sequence reads alone
-        for seqs, first, end in shared:
-            wholes.append((seqs, first * size, end * size))
+        limits, saved = [(length - 1) // size for length in lens], MIN_SAVED_KEYS // size
+        for seqs, first, end in find_shared_blocks(tables, limits, saved) if n > 1 else ():
+            parts.append((seqs, first * size, end * size))
             for seq in seqs:
                 own[seq] = max(own[seq], end * size)
-        for seq, context_len in enumerate(lens.tolist()):
-            wholes.append(([seq], own[seq], context_len))
+        parts += [([seq], own[seq], lens[seq]) for seq in range(n)]
 
         step = max(1, RUN_KEYS // size) * size
-        blocks, num_keys, row_seq = [], [], []
-        first_block, first_row = [0], [0]
-        for seqs, start, stop in wholes:
-            for first in range(start, stop, step):
-                end = min(first + step, stop)
-                blocks += tables[seqs[0]][first // size : -(-end // size)]
-                num_keys.append(end - first)
-                row_seq += seqs
-                first_block.append(len(blocks))
-                first_row.append(len(row_seq))
-        first_part = np.cumsum([0, *np.bincount(row_seq)])
-        parts = np.argsort(row_seq, kind="stable")  # in the order of the keys
-        arrays, addresses = [], []
-        for values in (blocks, first_block, num_keys, first_row, row_seq, first_part, parts):
-            arrays.append(np.array(values, dtype=np.int64))
-            addresses.append(arrays[-1].ctypes.data)
-        self.arrays = arrays  # kept, since the step has only their addresses
-        k_cache, _ = self.layers[0]
-        numbers = k_cache.shape[1], k_cache.shape[3], size, 0, *k_cache.stride()[:2]
+        runs = [(seqs, i, min(i + step, end)) for seqs, first, end in parts for i in range(first, end, step)]
+        blocks = [tables[seqs[0]][first // size : -(-end // size)] for seqs, first, end in runs]
+        readers = [seqs for seqs, _, _ in runs]
+        row_seq = list(chain(*readers))
+        arrays = [
+            *(list(chain(*blocks)), starts(map(len, blocks)), [end - first for _, first, end in runs]),
+            *(starts(map(len, readers)), row_seq),
+            *(starts(np.bincount(row_seq)), np.argsort(row_seq, kind="stable")),  # in the order of the keys
+        ]
+        # Kept, since the step has only their addresses.
+        self.arrays = [np.array(values, dtype=np.int64) for values in arrays]
+        numbers = *self.layers[0][0].shape[1::2], size, 0, *self.layers[0][0].stride()[:2]
+        addresses = [array.ctypes.data for array in self.arrays]
         scale = self.scale * math.log2(math.e)  # 2^(x · log2(e)) = e^x
-        self.step = cpp.Decode(len(num_keys), num_seqs, 0, *numbers, *addresses, scale)
+        self.step = cpp.Decode(len(runs), n, 0, *numbers, *addresses, scale)
 
     def decode(self, layer: int, q: Tensor) -> Tensor:
         """As `TorchAttention.decode`."""
@@ -96,6 +91,11 @@ class CppAttention(TorchAttention):
         step.out = out.data_ptr()
         cpp.load().paged_decode(ctypes.byref(step), cpp.DTYPES[q.dtype])
         return out
+
+
+def starts(sizes: Iterable[int]) -> np.ndarray:
+    """Where each of several lists begins if they lie end to end, and their end: 2 1 1 → 0 2 3 4."""
+    return np.cumsum([0, *sizes])
 
 
 def find_shared_blocks(

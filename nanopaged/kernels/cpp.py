@@ -68,7 +68,7 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
 def norm_rotate(
     qk: Tensor, num_q: int, weights: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Normalise (if there are weights) and rotate queries and keys, in place, as in layers.py."""
+    """Normalise (if there are weights) and rotate queries and keys, in place, as in decoder.py."""
     num_tokens, num_heads, head_dim = qk.shape
     assert qk.stride()[1:] == (head_dim, 1)
     assert qk.dtype == cos.dtype == sin.dtype

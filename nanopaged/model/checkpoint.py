@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanopaged.config import ResolvedConfig
-from nanopaged.model.decoder import Model
-from nanopaged.model.layers import PLAIN, Linear, Operations, allocate
+from nanopaged.model.decoder import PLAIN, Linear, Model, Operations, allocate
 from nanopaged.model.model_config import ModelConfig, read_json
 from nanopaged.parallel import Ranks
 

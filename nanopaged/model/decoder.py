@@ -1,18 +1,202 @@
 """One decoder for Llama, Qwen2 and Qwen3, which differ only in biases and in a norm of q and k.
 
 The model computes a flat batch: `num_tokens` tokens of any number of sequences, end to end, without padding.
-It knows no sequences, blocks or caches: the `attention` that is passed in knows them.
+It knows no sequences, blocks or caches: the `attention` that is passed in knows them. It is made on PyTorch's
+meta device, which has shapes and no memory; `checkpoint.py` gives the weights memory, a dtype and values.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanopaged.model.layers import MLP, PLAIN, Linear, Operations, RMSNorm, Rotary, empty_weight
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.parallel import Ranks
+
+# ── small operations ──────────────────────────────────────────────────────────────────────────────
+
+
+def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """x / √(mean(x²) + ε) · w over the last dimension of x, computed in float32 (arXiv 1910.07467).
+
+    On a CPU, `F.rms_norm` makes eight temporaries; here it is one, changed in place (docs/benchmarks.md).
+    """
+    if x.is_cuda:  # one kernel
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    y = x.to(torch.float32, copy=True)
+    mean = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+    y = y.mul_(mean.add_(eps).rsqrt_()).to(x.dtype)
+    return y if weight is None else y.mul_(weight)
+
+
+def norm_rotate(
+    qk: Tensor, num_q: int, weights: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Queries and keys of the new tokens: normalised head by head, if there are weights, and rotated.
+
+    Args:
+        qk: [num_tokens, heads, head_dim], as the result; the first `num_q` heads are queries. May be changed.
+        weights: of the norms of queries and of keys, each [head_dim].
+        cos, sin: of the tokens' positions, from `Rotary`.
+    """
+    if weights is not None:
+        qk = rms_norm(qk, eps)
+        qk[:, :num_q].mul_(weights[0])
+        qk[:, num_q:].mul_(weights[1])
+    rotated = qk * cos
+    (first, second), (out_first, out_second) = qk.chunk(2, dim=-1), rotated.chunk(2, dim=-1)
+    out_first.addcmul_(second, sin, value=-1)
+    out_second.addcmul_(first, sin)
+    return rotated
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [num_tokens, 2 · width] → silu(gate) · up [num_tokens, width]; silu(x) = x / (1 + e^-x)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+@dataclass(frozen=True)
+class Operations:
+    """The small operations of a layer; `choose_operations` in model_runner.py chooses them."""
+
+    rms_norm: Callable[..., Tensor] = rms_norm
+    norm_rotate: Callable[..., Tensor] = norm_rotate
+    silu_mul: Callable[..., Tensor] = silu_mul
+
+
+PLAIN = Operations()
+
+# ── layers ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def empty_weight(*shape: int) -> nn.Parameter:
+    """A weight of this shape, without memory and without gradient."""
+    return nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"), requires_grad=False)
+
+
+def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give the weights of a module memory. Two names of one weight stay names of one weight."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, weight in list(part.named_parameters(recurse=False)):
+            if weight not in made:
+                memory = torch.empty(weight.shape, dtype=dtype, device=device)
+                made[weight] = nn.Parameter(memory, requires_grad=False)
+            setattr(part, name, made[weight])
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b, with W [out_features, in_features].
+
+    Args:
+        ranks: if W is split by columns, the ranks whose results add up to y.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, ranks: Ranks | None = None) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.weight: nn.Parameter | None = empty_weight(out_features, in_features)
+        self.bias = empty_weight(out_features) if bias else None
+        self._reordered: Tensor | None = None
+
+    def reorder_weight(self) -> str | None:
+        """On a CPU, keep W in the layout that oneDNN reads. Returns why that cannot be done, None if it is.
+
+        `F.linear` reorders W at every call, or uses a slower kernel (docs/benchmarks.md). These operators are
+        private to PyTorch: if they are missing or fail, `F.linear` is used.
+        """
+        if self.weight is None or self.weight.device.type != "cpu":
+            return None
+        x = self.weight.new_zeros(1, self.weight.shape[1])
+        try:
+            reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight.data)
+            torch.ops.mkldnn._linear_pointwise(x, reordered, self.bias, "none", [], "")
+        except (RuntimeError, AttributeError) as error:
+            return str(error).partition("\n")[0]
+        self._reordered, self.weight = reordered, None  # only the reordered copy is needed from here on
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, in_features] → [num_tokens, out_features]."""
+        if self._reordered is not None:
+            out = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
+        else:
+            assert self.weight is not None
+            out = F.linear(x, self.weight, self.bias)
+        return out if self.ranks is None else self.ranks.all_reduce(out)
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm` with a weight."""
+
+    def __init__(self, size: int, eps: float, operations: Operations) -> None:
+        super().__init__()
+        self.weight = empty_weight(size)
+        self.eps, self.rms_norm = eps, operations.rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, size] → the same shape."""
+        return self.rms_norm(x, self.eps, self.weight)
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) · up(x)), with gate and up in one matrix (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig, ranks: Ranks | None, operations: Operations) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = Linear(hidden, 2 * inner, config.mlp_bias)
+        self.silu_mul = operations.silu_mul
+        self.down_proj = Linear(inner, hidden, config.mlp_bias, ranks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, hidden_size] → the same shape."""
+        return self.down_proj(self.silu_mul(self.gate_up_proj(x)))
+
+
+def rotary_frequencies(config: ModelConfig) -> Tensor:
+    """Angle per position of each pair of dimensions: theta^(-2i / head_dim), i < head_dim / 2.
+
+    Llama 3's scaling divides the frequencies of long wavelengths by `factor`, and keeps those of short ones.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: short wavelength, unchanged; 0: divided by factor
+    return frequencies * (keep + (1 - keep) / scaling["factor"])
+
+
+class Rotary:
+    """Rotary position embedding (Su et al., arXiv 2104.09864): rotates q and k by their position.
+
+    The pair (x_i, x_{i + half}) is rotated by the angle a_i of its position:
+
+        x_i cos a_i - x_{i + half} sin a_i        x_{i + half} cos a_i + x_i sin a_i
+
+    Attributes:
+        cos: [max_positions, 1, head_dim], for both halves.
+        sin: [max_positions, 1, head_dim / 2].
+    """
+
+    def compute(self, config: ModelConfig, max_positions: int, dtype: Any, device: torch.device) -> None:
+        positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
+        angles = torch.outer(positions, rotary_frequencies(config))[:, None]
+        self.cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(device, dtype)
+        self.sin = angles.sin().to(device, dtype)
+
+
+# ── the decoder ──────────────────────────────────────────────────────────────────────────────────────
 
 AttentionFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attention(layer, q, k, v) → out, with q, out [num_tokens, num_heads, head_dim] and k, v [num_tokens,

@@ -47,7 +47,7 @@ class ModelConfig:
     attention_scale: float  # the factor of q · k
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: dict[str, float] | None  # the values of LLAMA3, see `layers.rotary_frequencies`
+    rope_scaling: dict[str, float] | None  # the values of LLAMA3, see `decoder.rotary_frequencies`
     max_position_embeddings: int
     qkv_bias: bool
     o_bias: bool

@@ -23,7 +23,7 @@ from nanopaged.attention.cpp_backend import find_shared_blocks
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.kernels import build, cpp
 from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.model import layers
+from nanopaged.model import decoder
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BUILT = Path(tempfile.gettempdir()) / f"nanopaged-test-kernels-{os.getuid() if hasattr(os, 'getuid') else 0}"
@@ -157,7 +157,7 @@ def test_rms_norm(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     wide, weight = torch.randn(num_tokens, 2 * size).to(dtype) * 3, torch.randn(size).to(dtype)
     x = wide[:, :size]  # rows that are not contiguous
     actual = cpp.rms_norm(x, 1e-3, weight)
-    assert_close(actual, layers.rms_norm(x.float(), 1e-3, weight.float()), dtype)
+    assert_close(actual, decoder.rms_norm(x.float(), 1e-3, weight.float()), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -172,7 +172,7 @@ def test_norm_rotate(num_q: int, num_k: int, head_dim: int, normalise: bool, dty
     cos, sin = torch.cat((angles.cos(), angles.cos()), -1).to(dtype), angles.sin().to(dtype)
     before, qk = qkv.clone(), qkv[:, : num_q + num_k]
     floats = (weights[0].float(), weights[1].float()) if weights is not None else None
-    expected = layers.norm_rotate(qk.float(), num_q, floats, 1e-3, cos.float(), sin.float())
+    expected = decoder.norm_rotate(qk.float(), num_q, floats, 1e-3, cos.float(), sin.float())
     assert_close(cpp.norm_rotate(qk, num_q, weights, 1e-3, cos, sin), expected, dtype)
     assert torch.equal(qkv[:, num_q + num_k :], before[:, num_q + num_k :])
 
@@ -184,7 +184,7 @@ def test_silu_mul(width: int, dtype: torch.dtype) -> None:
     skip_without(dtype)
     gate_up = torch.randn(70, 2 * width).to(dtype) * 5
     gate_up[:3, 0] = torch.tensor([-1000, 1000, math.nan])
-    assert_close(cpp.silu_mul(gate_up).nan_to_num(99), layers.silu_mul(gate_up.float()).nan_to_num(99), dtype)
+    assert_close(cpp.silu_mul(gate_up).nan_to_num(99), decoder.silu_mul(gate_up.float()).nan_to_num(99), dtype)
 
 
 # ── the engine ────────────────────────────────────────────────────────────────────────────────────

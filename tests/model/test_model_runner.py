@@ -13,7 +13,7 @@ from conftest import MAX_MODEL_LEN, Oracle, random_prompts
 
 from nanopaged import LLM, EngineConfig, SamplingParams, memory
 from nanopaged.kv_cache import KVShape
-from nanopaged.model.layers import PLAIN
+from nanopaged.model.decoder import PLAIN
 from nanopaged.model_runner import choose_operations
 from nanopaged.sampler import LOGITS_TILE
 

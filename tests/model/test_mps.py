@@ -12,7 +12,7 @@ from fake_mps import MPS, FakeMps, pretend
 from torch import Tensor
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.model.layers import Linear
+from nanopaged.model.decoder import Linear
 from nanopaged.outputs import RequestOutput
 
 REAL = torch.backends.mps.is_available()
@@ -168,7 +168,7 @@ def reorder_always(linear: Linear) -> None:
 @pytest.mark.parametrize(
     ("where", "what", "reason"),
     [
-        ("nanopaged.model.layers.Linear.reorder_weight", reorder_always, "mkldnn.* has no kernel for MPS"),
+        ("nanopaged.model.decoder.Linear.reorder_weight", reorder_always, "mkldnn.* has no kernel for MPS"),
     ],
 )
 def test_a_run_without_these_rules_is_caught(

@@ -28,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanopaged import LLM, EngineConfig, SamplingParams
 from nanopaged.model.checkpoint import TINY_MODEL, load_model, read_eos_token_ids
-from nanopaged.model.layers import Linear, rotary_frequencies
+from nanopaged.model.decoder import Linear, rotary_frequencies
 from nanopaged.model.model_config import read_model_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
