@@ -32,12 +32,8 @@ from nanopaged.kernels import paged_attention as kernels
 CUDA = torch.device("cuda:0")
 PACKAGE = Path(nanopaged.__file__).parent
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
-INTEGERS = {  # what the kernels index with; all their other tensors are floating point
-    "slots_ptr": torch.int64,
-    "tables_ptr": torch.int32,
-    "rows_ptr": torch.int64,
-    "lens_ptr": torch.int64,
-}
+# What the kernels index with; all their other tensors are floating point.
+INTEGERS = dict.fromkeys(("slots_ptr", "rows_ptr", "lens_ptr"), torch.int64) | {"tables_ptr": torch.int32}
 
 
 class FakeCuda(TorchDispatchMode):
@@ -184,12 +180,9 @@ def _where() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
-        if (
-            PACKAGE in file.parents
-            and frame.f_code.co_name != "to_device"
-            and "<" not in frame.f_code.co_name
-        ):
-            return f"{file.name} {frame.f_code.co_name}"
+        name = frame.f_code.co_name
+        if PACKAGE in file.parents and name != "to_device" and "<" not in name:
+            return f"{file.name} {name}"
         frame = frame.f_back
     return "a test"
 
@@ -248,16 +241,8 @@ class Launcher:
 def fake_varlen(cuda: FakeCuda) -> Callable[..., Tensor]:
     """Flash attention that checks its arguments."""
 
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
-        softmax_scale: float,
-    ) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, softmax_scale: float) -> Tensor:
+        cu_q, cu_k, max_q, max_k = lengths
         assert all(t.is_cuda for t in (q, k, v, cu_q, cu_k))
         assert q.dtype == k.dtype == v.dtype
         assert q.dtype in (torch.float16, torch.bfloat16)

@@ -48,10 +48,7 @@ class FailAtLine:
     """
 
     def __init__(
-        self,
-        number: int,
-        error: type[BaseException] = KeyboardInterrupt,
-        functions: Iterable[Callable] = (),
+        self, number: int, error: type[BaseException] = KeyboardInterrupt, functions: Iterable[Callable] = ()
     ) -> None:
         self.left, self.error = number, error
         self.codes = {function.__code__ for function in functions}

@@ -8,6 +8,22 @@ from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 
 Params = SamplingParams | BeamSearchParams
 
+# One of each kind, of what a device computes with operations of its own.
+KINDS: dict[str, Params] = {
+    "greedy": SamplingParams(temperature=0),
+    "temperature": SamplingParams(temperature=0.7, seed=1),
+    "top_k": SamplingParams(top_k=5, seed=2),
+    "top_p": SamplingParams(top_p=0.9, seed=3),
+    "min_p": SamplingParams(min_p=0.1, seed=4),
+    "all filters": SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=5),
+    "banned tokens": SamplingParams(min_tokens=3, stop_token_ids=[3, 4], seed=6),
+    "penalties": SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=1, seed=7),
+    "several": SamplingParams(n=3, seed=8),
+    "log-probabilities": SamplingParams(temperature=0, logprobs=2),
+    "beams": BeamSearchParams(beam_width=3),
+    "banned beams": BeamSearchParams(beam_width=3, min_tokens=3),
+}
+
 
 def serve(
     llm: LLM,

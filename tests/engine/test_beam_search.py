@@ -44,26 +44,18 @@ def texts(output: RequestOutput) -> list[list[int]]:
     return [completion.token_ids for completion in output.outputs]
 
 
-@pytest.mark.parametrize(
-    ("logprob", "expected"),
-    [(-1.0, [[EOS], [1, EOS]]), (-0.9, [[1, 3, EOS], [EOS]])],
-)
+@pytest.mark.parametrize(("logprob", "expected"), [(-1.0, [[EOS], [1, EOS]]), (-0.9, [[1, 3, EOS], [EOS]])])
 def test_a_beam_that_could_only_equal_the_worst_hypothesis_ends_the_search(
     search: object, logprob: float, expected: list[list[int]]
 ) -> None:
     """After two steps: hypotheses of scores -1 and -3 / 2, and a beam of score -3 / 2, or of a better one."""
-    script = {
-        (): {EOS: -1.0, 1: -2.0},
-        (1,): {EOS: -1.0, 3: logprob},
-        (1, 3): {EOS: 0.0},
-    }
+    script = {(): {EOS: -1.0, 1: -2.0}, (1,): {EOS: -1.0, 3: logprob}, (1, 3): {EOS: 0.0}}
     output, _ = search(script, max_tokens=9)
     assert texts(output) == expected
 
 
 @pytest.mark.parametrize(
-    ("logprob", "expected", "num_steps"),
-    [(-4.3, [[EOS], [1, EOS]], 2), (-4.1, [[EOS], [1, 3, 5, 5]], 4)],
+    ("logprob", "expected", "num_steps"), [(-4.3, [[EOS], [1, EOS]], 2), (-4.1, [[EOS], [1, 3, 5, 5]], 4)]
 )
 def test_never_goes_on_while_a_beam_of_full_length_could_still_win(
     search: object, logprob: float, expected: list[list[int]], num_steps: int

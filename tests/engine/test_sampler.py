@@ -9,12 +9,7 @@ import torch
 from conftest import VOCAB_SIZE, Oracle, random_prompts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.sampler import (

