@@ -38,6 +38,16 @@ def built_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_backend, "MIN_SAVED_KEYS", 1)  # blocks that are shared are read once, however few
 
 
+def skip_without(dtype: torch.dtype) -> None:
+    if cpp.why_no_cpp(CPU, 8, dtype) is not None:
+        pytest.skip("the compiler has no float16 (GCC 12 and Clang 15 have)")
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.double(), expected.double(), atol=tolerance, rtol=tolerance)
+
+
 # ── attention ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -55,14 +65,7 @@ def test_attention_equals_a_dense_softmax(lengths: list[tuple[int, int]], block_
 def test_head_sizes_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
     skip_without(dtype)
     case = Case([(70, 1), (0, 1), (31, 1), (32, 1)], 16, (6, 2), head_dim, dtype, unused=math.nan)
-    torch.testing.assert_close(
-        case.run("cpp").float(), case.dense(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-    )
-
-
-def skip_without(dtype: torch.dtype) -> None:
-    if cpp.why_no_cpp(CPU, 8, dtype) is not None:
-        pytest.skip("the compiler has no float16 (GCC 12 and Clang 15 have)")
+    assert_close(case.run("cpp"), case.dense(), dtype)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -85,9 +88,8 @@ def test_shared_blocks_and_runs(
         tables.append(table + [next(fresh) for _ in range(rng.integers(1, 12))])
     lens = np.array([len(t) * size - rng.integers(size) for t in tables])
     last = [t[-1] * size + (n - 1) % size for t, n in zip(tables, lens, strict=True)]
-    metadata = AttentionMetadata(
-        np.ones(num_seqs, dtype=np.int64), lens, tables, np.array(last), num_seqs, list(range(num_seqs))
-    )
+    ones, seqs = np.ones(num_seqs, dtype=np.int64), list(range(num_seqs))
+    metadata = AttentionMetadata(ones, lens, tables, np.array(last), num_seqs, seqs)
     q, k, v = (torch.randn(num_seqs, n, 24) for n in (6, 2, 2))
     outs = []
     before = torch.get_num_threads()
@@ -106,13 +108,11 @@ def test_shared_blocks_and_runs(
 def test_shared_blocks_are_found(seed: int) -> None:
     """All of them: what is left to read is each prefix once. Every group saves enough, and is alike."""
     rng = random.Random(seed)
-    ids, tables, limits = iter(rng.sample(range(400), 400)), [], []
+    ids, tables = iter(rng.sample(range(400), 400)), []
     for _ in range(rng.randint(1, 20)):  # as forks, beams and prefix hits leave them
-        parent = rng.choice([*tables, []])
-        tables.append(
-            parent[: rng.randint(0, min(len(parent), 12))] + [next(ids) for _ in range(rng.randint(1, 4))]
-        )
-        limits.append(rng.randint(0, len(tables[-1]) - 1))
+        parent = rng.choice([*tables, []])[: rng.randint(0, 12)]
+        tables.append(parent + [next(ids) for _ in range(rng.randint(1, 4))])
+    limits = [rng.randint(0, len(table) - 1) for table in tables]
     saved = {}
     for min_saved in (1, 2, 5, 1000):
         ends = [0] * len(tables)
@@ -124,9 +124,8 @@ def test_shared_blocks_are_found(seed: int) -> None:
                 assert first == ends[seq] < end <= limits[seq]
                 ends[seq] = end
         saved[min_saved] = sum((len(seqs) - 1) * (end - first) for seqs, first, end in groups)
-    prefixes = {
-        tuple(table[: i + 1]) for table, limit in zip(tables, limits, strict=True) for i in range(limit)
-    }
+    limited = [table[:limit] for table, limit in zip(tables, limits, strict=True)]
+    prefixes = {tuple(table[: i + 1]) for table in limited for i in range(len(table))}
     assert saved[1] == sum(limits) - len(prefixes)
     assert saved[1] >= saved[2] >= saved[5] >= saved[1000] == 0
 
@@ -142,12 +141,6 @@ def test_a_nan_of_a_live_token_is_not_hidden() -> None:
 
 
 # ── the fused operations ──────────────────────────────────────────────────────────────────────────
-
-
-def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(
-        actual.double(), expected.double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

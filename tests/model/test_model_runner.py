@@ -36,18 +36,13 @@ def size_on_a_gpu(monkeypatch: pytest.MonkeyPatch, peak: int, **options: object)
 
 
 def test_what_is_left_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.5 · 80 GB - 16 GB in use - 4 GB for the largest step = 20 GB, in blocks of 2 MiB."""
+    """0.5 · 80 GB - 16 GB in use - 4 GB for the largest step = 20 GB, in blocks of 2 MiB.
+
+    Two sequences of 8,192 tokens can fill 1,024 blocks, one needs 512.
+    """
     assert size_on_a_gpu(monkeypatch, 4 * GB, memory_utilization=0.5) == 10 * 1024
-
-
-def test_no_more_blocks_than_could_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sequences of 8,192 tokens can fill 1,024 blocks."""
     assert size_on_a_gpu(monkeypatch, 4 * GB, max_num_seqs=2) == 1024
-
-
-def test_a_gpu_too_small_for_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where less than nothing is left: the message has the blocks needed and their size."""
-    for utilization, fit in ((0.26, 409), (0.1, 0)):
+    for utilization, fit in ((0.26, 409), (0.1, 0)):  # less than nothing is left
         with pytest.raises(ValueError, match=f"needs 512 blocks of 2,097,152 bytes.* only {fit} fit"):
             size_on_a_gpu(monkeypatch, 4 * GB, memory_utilization=utilization)
 
@@ -127,9 +122,6 @@ def test_host_blocks_are_for_swapping(qwen3: Oracle) -> None:
     for preemption, num_host_blocks in (("swap", 20), ("auto", 20), ("recompute", 0)):
         llm = LLM(qwen3.folder, num_blocks=20, preemption=preemption)
         assert llm.engine.stats().num_host_blocks == num_host_blocks
-
-
-def test_without_host_blocks_there_is_no_choice(qwen3: Oracle) -> None:
     runner = LLM(qwen3.folder, num_blocks=20, num_host_blocks=0, preemption="swap").engine.runner
     assert runner.cheaper_preemption() == "recompute"
 
