@@ -5,11 +5,9 @@ from stages import Stage
 FILE = "nanopaged/block_manager.py"
 NAMES = "take", "share", "release", "allocate", "append_slots", "trim"
 
-BLOCK_MANAGER = "a_block_is_taken_only_when_a_token_needs_it", "without_prefix_caching_nothing_is_kept"
 SCHEDULER = (
     "the_latest_is_preempted_and_says_the_same_in_the_end",
     "several_victims_resume_in_order_of_arrival",
-    "abort_gives_the_blocks_back_at_once",
 )
 SWAP = (
     "a_victim_is_moved_and_comes_back",
@@ -22,7 +20,7 @@ STAGE = Stage(
     chapter="03-blocks.md",
     functions=tuple((FILE, f"BlockManager.{name}") for name in NAMES),
     suite=(
-        *(f"tests/engine/test_block_manager.py::test_{name}" for name in BLOCK_MANAGER),
+        "tests/engine/test_block_manager.py::test_a_block_is_taken_only_when_a_token_needs_it",
         *(f"tests/engine/test_scheduler.py::test_{name}" for name in SCHEDULER),
         *(f"tests/engine/test_swap.py::test_{name}" for name in SWAP),
     ),

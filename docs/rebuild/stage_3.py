@@ -10,7 +10,6 @@ SUITE = (  # what holds with the blocks of stage 2: one sequence, nothing found 
     "the_latest_is_preempted_and_says_the_same_in_the_end",
     "several_victims_resume_in_order_of_arrival",
     "without_chunks_a_prompt_waits_until_a_step_has_room_for_it",
-    "a_failed_step_keeps_the_order_of_arrival",
 )
 
 STAGE = Stage(

@@ -6,22 +6,16 @@ FILE = "nanopaged/block_manager.py"
 NAMES = "keys_of", "find_prefix", "publish", "allocate", "take"
 
 BLOCK_MANAGER = (
-    "a_prefix_is_shared_up_to_the_first_block_that_differs",
     "equal_blocks_after_different_beginnings_are_not_shared",
     "the_last_token_is_always_computed",
-    "freed_blocks_are_found_again",
     "a_chain_is_evicted_from_its_end",
     "the_least_recently_used_chain_goes_first",
-    "an_evicted_block_leaves_the_index",
     "refused_admission_changes_nothing",
     "cached_blocks_that_are_hit_do_not_count_as_free_for_the_rest",
-    "reserved_blocks_stay_free",
     "blocks_whose_fast_hashes_collide_are_told_apart",
     "blocks_are_shared_among_equal_salts_only",
-    "a_scheduled_block_can_be_shared_at_once",
     "a_block_after_a_private_one_is_found_by_its_contents",
     "an_emptied_prefix_cache_keeps_what_is_in_use",
-    "only_the_blocks_that_a_step_fills_are_published",
     "siblings_that_come_back_share_their_common_past",
     "a_sibling_does_not_evict_what_another_has_found",
     "siblings_that_do_not_fit_together_change_nothing",

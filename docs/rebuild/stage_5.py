@@ -5,11 +5,8 @@ from stages import Stage
 BLOCKS, BEAMS = "nanopaged/block_manager.py", "nanopaged/beam_search.py"
 
 BLOCK_MANAGER = (
-    "a_fork_takes_no_memory",
     "parallel_sampling_as_in_figure_8_of_the_paper",
     "beam_search_as_in_figure_9_of_the_paper",
-    "the_last_of_several_writers_writes_in_place",
-    "a_full_last_block_is_not_copied",
     "a_beam_that_waits_for_its_siblings_writes_nothing",
     "out_of_blocks_for_a_copy_changes_nothing",
     "a_block_is_taken_only_when_a_token_needs_it",

@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from nanopaged.beam_search import advance_beams
-from nanopaged.block_manager import BlockManager, blocks_needed
+from nanopaged.block_manager import BlockManager
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.sequence import Request, Sample, Sequence
 from nanopaged.snapshot import check_blocks, filled_slots
@@ -63,11 +63,6 @@ def append(manager: BlockManager, seq: Sequence, token_id: int) -> None:
     compute(manager, seq)
 
 
-def test_blocks_needed_rounds_up() -> None:
-    counts = [(0, 16), (1, 16), (16, 16), (17, 16), (5, 1)]
-    assert [blocks_needed(num, size) for num, size in counts] == [0, 1, 1, 2, 5]
-
-
 def test_a_block_is_taken_only_when_a_token_needs_it() -> None:
     """7 tokens in blocks of 4: the eighth fits, the ninth needs a third block (paper, Fig. 6)."""
     manager = BlockManager(8, 4)
@@ -90,16 +85,6 @@ def test_slots_of_a_prompt_count_as_filled_when_they_are_computed() -> None:
     assert sum(filled_slots(manager, [seq]).values()) == 2
     compute(manager, seq)
     assert sum(filled_slots(manager, [seq, manager.fork(seq, 1)]).values()) == 6
-
-
-def test_a_prefix_is_shared_up_to_the_first_block_that_differs() -> None:
-    manager = BlockManager(16, 2)
-    first = admit(manager, 1, 2, 3, 4, 5, 6, 7)
-    second = admit(manager, 1, 2, 3, 4, 9, 6, 7, computed=False)
-    assert second.block_table[:2] == first.block_table[:2]
-    assert not set(second.block_table[2:]) & set(first.block_table)
-    assert second.num_computed_tokens == 4
-    check_blocks(manager, [first, second])
 
 
 def test_equal_blocks_after_different_beginnings_are_not_shared() -> None:
@@ -132,17 +117,6 @@ def test_the_last_token_is_always_computed() -> None:
     assert manager.num_free_blocks == 13
 
 
-def test_freed_blocks_are_found_again() -> None:
-    manager = BlockManager(16, 2)
-    first = admit(manager, 1, 2, 3, 4, 5)
-    table = list(first.block_table)
-    manager.free(first)
-    assert (manager.num_free_blocks, len(manager.cached)) == (16, 2)
-    second = admit(manager, 1, 2, 3, 4, 6)
-    assert second.block_table[:2] == table[:2]
-    check_blocks(manager, [second])
-
-
 def test_a_chain_is_evicted_from_its_end() -> None:
     """Six cached blocks, of which another sequence takes four: the two left are the beginning."""
     manager = BlockManager(6, 1)
@@ -162,15 +136,6 @@ def test_the_least_recently_used_chain_goes_first() -> None:
     assert found(manager, 1, 2, 0) == 2
     assert not found(manager, 3, 4, 0)
     check_blocks(manager, [other])
-
-
-def test_an_evicted_block_leaves_the_index() -> None:
-    """The next sequence that gets the block must not be found under the old key."""
-    manager = BlockManager(2, 2)
-    manager.free(admit(manager, 1, 2, 3))
-    seq = admit(manager, 7, 8, 9)
-    assert not found(manager, 1, 2, 3)
-    check_blocks(manager, [seq])
 
 
 def test_refused_admission_changes_nothing() -> None:
@@ -193,12 +158,6 @@ def test_cached_blocks_that_are_hit_do_not_count_as_free_for_the_rest() -> None:
     assert not manager.allocate([sequence(1, 2, 8, 9)])
     shorter = admit(manager, 1, 2, 8)
     check_blocks(manager, [shorter])
-
-
-def test_reserved_blocks_stay_free() -> None:
-    manager = BlockManager(4, 2)
-    assert not manager.allocate([sequence(1, 2, 3)], num_reserved=3)
-    assert manager.allocate([sequence(1, 2, 3)], num_reserved=2)
 
 
 def test_blocks_whose_fast_hashes_collide_are_told_apart() -> None:
@@ -232,18 +191,6 @@ def test_blocks_are_shared_among_equal_salts_only() -> None:
         assert manager.find_prefix(again) == seq.block_table[:-1]
         others.append(seq)
     check_blocks(manager, others)
-
-
-def test_a_scheduled_block_can_be_shared_at_once() -> None:
-    """Two equal prompts in one step: the second shares blocks that the first has yet to compute."""
-    manager = BlockManager(16, 2)
-    first = admit(manager, 1, 2, 3, 4, 5, computed=False)
-    schedule(manager, first)
-    second = admit(manager, 1, 2, 3, 4, 5, computed=False)
-    assert second.block_table[:2] == first.block_table[:2]
-    assert second.num_computed_tokens == 4
-    first.num_computed_tokens = second.num_computed_tokens = 5
-    check_blocks(manager, [first, second])
 
 
 def test_a_block_after_a_private_one_is_found_by_its_contents() -> None:
@@ -298,22 +245,6 @@ def test_an_emptied_prefix_cache_keeps_what_is_in_use() -> None:
     check_blocks(manager, [])
 
 
-def test_only_the_blocks_that_a_step_fills_are_published() -> None:
-    manager = BlockManager(16, 2)
-    first = admit(manager, 1, 2, 3, 4, 5, computed=False)
-    compute(manager, first, 3)
-    assert found(manager, 1, 2, 3, 4, 5) == 1
-    compute(manager, first, 5)
-    assert found(manager, 1, 2, 3, 4, 5) == 2
-
-
-def test_without_prefix_caching_nothing_is_kept() -> None:
-    manager = BlockManager(4, 2, enable_prefix_caching=False)
-    manager.free(admit(manager, 1, 2, 3))
-    assert len(manager.cached) == 0
-    assert not found(manager, 1, 2, 3)
-
-
 def test_the_invariants_notice_a_wrong_reference_count() -> None:
     """A wrong count, a block both in a table and free, a sequence that is left out."""
     manager = BlockManager(4, 2)
@@ -340,17 +271,6 @@ def refs(manager: BlockManager, *block_ids: int) -> list[int]:
 def draw(seq: Sequence, token_id: int) -> None:
     """A token is sampled; it has no slot and no K/V yet."""
     seq.append(Sample(token_id, 0.0))
-
-
-def test_a_fork_takes_no_memory() -> None:
-    manager = BlockManager(8, 4)
-    parent = admit(manager, 1, 2, 3, 4, 5, 6)
-    free = manager.num_free_blocks
-    child = manager.fork(parent, 1)
-    assert manager.num_free_blocks == free
-    assert child.block_table == parent.block_table
-    assert refs(manager, *parent.block_table) == [2, 2]
-    check_blocks(manager, [parent, child])
 
 
 def test_parallel_sampling_as_in_figure_8_of_the_paper() -> None:
@@ -408,37 +328,6 @@ def test_beam_search_as_in_figure_9_of_the_paper() -> None:
     assert manager.append_slots(request.live) == [], "the last blocks are full: nothing is copied"
     ends = [[6, 9], [6, 10], [7, 11], [7, 12]]
     assert [beam.block_table for beam in request.live] == [[0, 1, 3, *end] for end in ends]
-
-
-def test_the_last_of_several_writers_writes_in_place() -> None:
-    """Four siblings share a half-full block: three copies, and the fourth keeps the original."""
-    manager = BlockManager(8, 4)
-    siblings = [admit(manager, 1, 2, 3, 4, 5, 6)]
-    siblings += [manager.fork(siblings[0], i) for i in (1, 2, 3)]
-    siblings[0].request.live = siblings
-    original = siblings[0].block_table[1]
-    for i, seq in enumerate(siblings):
-        draw(seq, 10 + i)
-    copies = manager.append_slots(siblings)
-    lasts = [seq.block_table[1] for seq in siblings]
-    assert copies == [(original, block_id) for block_id in lasts[:3]]
-    assert lasts[3] == original
-    assert len(set(lasts)) == 4
-    assert len({seq.block_table[0] for seq in siblings}) == 1
-    for seq in siblings:
-        compute(manager, seq)
-    check_blocks(manager, siblings)
-
-
-def test_a_full_last_block_is_not_copied() -> None:
-    """No sequence writes into a full block, so siblings that fork at its end copy nothing."""
-    manager = BlockManager(8, 4)
-    parent = admit(manager, 1, 2, 3, 4)
-    siblings = [parent, manager.fork(parent, 1)]
-    for seq in siblings:
-        draw(seq, 9)
-    assert manager.append_slots(siblings) == []
-    assert [len({seq.block_table[i] for seq in siblings}) for i in range(2)] == [1, 2]
 
 
 def test_a_beam_that_waits_for_its_siblings_writes_nothing() -> None:

@@ -31,7 +31,7 @@ def test_greedy_tokens_in_a_mixed_batch(oracle: Oracle, block_size: int, budget:
         assert output.outputs[0].token_ids == oracle.greedy(prompt, n)
 
 
-@pytest.mark.parametrize("spare_blocks", [0, 1, 3, 10, 100])
+@pytest.mark.parametrize("spare_blocks", [0, 3, 100])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
 def test_greedy_tokens_in_pools_from_barely_enough(
@@ -96,7 +96,7 @@ def check_logprobs(logprobs: list, token_ids: list[int], expected: torch.Tensor,
 
 def test_eos_ends_the_text_where_transformers_ends_it(oracle: Oracle) -> None:
     """Among many random prompts some reach end-of-sequence early; both must stop at the same token."""
-    prompts = random_prompts(40, seed=11, longest=8)
+    prompts = random_prompts(20, seed=11, longest=8)
     llm = LLM(oracle.folder, dtype="float32", num_blocks=400)
     outputs = llm.generate(prompts, greedy_params(40), use_tqdm=False)
     reasons = set()

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 from conftest import Oracle, random_prompts
-from serving import tokens_of
 
 from nanopaged import LLM, SamplingParams
 
@@ -97,14 +96,3 @@ def test_penalties_count_each_sample_alone(qwen3: Oracle) -> None:
         for output in (with_penalty, without)
     ]
     assert repeated[0] < repeated[1]
-
-
-def test_penalties_of_one_request_leave_the_others_alone(qwen3: Oracle) -> None:
-    llm = LLM(qwen3.folder, num_blocks=200)
-    prompts = random_prompts(4, seed=9)
-    plain = SamplingParams(seed=3, temperature=0.8, top_p=0.9, max_tokens=12, min_tokens=6)
-    penalised = replace(plain, repetition_penalty=1.5, presence_penalty=1.0)
-    alone = [tokens_of(llm.generate([p], plain, use_tqdm=False))[0] for p in prompts]
-    mixed = llm.generate(prompts + prompts, [plain] * 4 + [penalised] * 4, use_tqdm=False)
-    assert tokens_of(mixed)[:4] == alone
-    assert tokens_of(mixed)[4:] != alone

@@ -10,7 +10,7 @@ import fake_runner
 import pytest
 from conftest import tokens
 from fake_runner import FakeRunner, next_token
-from faults import interrupt_at_line, interrupt_second_append
+from faults import interrupt_second_append
 
 from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from nanopaged.sequence import ScheduledBatch, StepResult
@@ -80,14 +80,6 @@ def test_a_stream_of_arrivals_does_not_starve_a_decode(make: MakeEngine) -> None
         engine.step()
     assert all("first" in step for step in engine.runner.steps[:20])
     assert "first" not in engine.requests, "20 steps, 20 tokens"
-
-
-def test_max_num_seqs_counts_all_running_sequences(make: MakeEngine) -> None:
-    engine = make(max_num_seqs=3)
-    for i in range(8):
-        engine.add_request(str(i), tokens(i, 5), params(3 + i))
-    run(engine)
-    assert max(map(len, engine.runner.steps)) == 3
 
 
 def test_first_come_first_served_even_if_a_later_one_would_fit(make: MakeEngine) -> None:
@@ -288,16 +280,6 @@ def test_a_failed_step_loses_nothing(make: MakeEngine) -> None:
     assert len({tuple(tokens_of(outputs[name])) for name in "abcd"}) == 1
 
 
-def test_a_failed_step_keeps_the_order_of_arrival(make: MakeEngine) -> None:
-    engine = make()
-    for i in range(4):
-        engine.add_request(str(i), tokens(10 * i, 6), params(2))
-    engine.runner.fail_next = True
-    with pytest.raises(RuntimeError, match="on fire"):
-        engine.step()
-    assert list(run(engine)) == ["0", "1", "2", "3"]
-
-
 def test_another_rank_is_another_policy(make: MakeEngine) -> None:
     """Shortest prompt first: the others wait for it, and the longest is the one that is preempted."""
     engine = make(num_blocks=8, enable_chunked_prefill=False, max_num_batched_tokens=160, watermark=0)
@@ -331,16 +313,6 @@ def test_equal_ranks_are_served_in_order_of_arrival(make: MakeEngine, preemption
     assert list(run(engine)) == [str(i) for i in range(12)]
     stats = engine.stats()
     assert stats.num_preemptions_recompute + stats.num_preemptions_swap > 3
-
-
-def test_a_rank_may_change_from_step_to_step(make: MakeEngine) -> None:
-    """The latest request first, until one has waited for 3 steps."""
-    engine = make(max_num_seqs=1)
-    arrivals = {str(i): i for i in range(4)}
-    engine.scheduler.rank = lambda request: (engine.num_steps < 3, -arrivals[request.request_id])
-    for name in arrivals:
-        engine.add_request(name, tokens(10 * arrivals[name], 4), params(3))
-    assert list(run(engine)) == ["3", "2", "1", "0"]
 
 
 def test_a_long_queue_costs_a_step_nothing(make: MakeEngine) -> None:
@@ -389,39 +361,3 @@ def test_an_interrupted_fork_still_fits(make: MakeEngine, monkeypatch: pytest.Mo
     (output,) = engine.step()
     assert output.finished
     assert [c.token_ids for c in output.outputs] == [[next_token(tokens(1, 8), i)] for i in range(3)]
-
-
-def test_an_interrupt_at_any_line_of_adding_and_aborting(make: MakeEngine) -> None:
-    engine, interrupted = make(), True
-    for line in count(1):
-        engine.add_request("a", tokens(1, 10), params(3))
-        engine.step()
-        try:
-            with interrupt_at_line(line):
-                engine.add_request("b", tokens(2, 10), params(3))
-                engine.abort_request("a")
-                interrupted = False
-        except KeyboardInterrupt:
-            interrupted = True
-        engine.check_invariants()
-        for request_id in list(engine.requests):
-            engine.abort_request(request_id)
-        engine.check_invariants()
-        assert engine.stats().num_used_blocks == 0
-        if not interrupted:
-            break
-
-
-def test_abort_gives_the_blocks_back_at_once(make: MakeEngine) -> None:
-    engine = make(max_num_batched_tokens=8)
-    engine.add_request("a", tokens(1, 20), params(3))
-    engine.add_request("b", tokens(2, 20), params(3))
-    engine.step()
-    assert engine.stats().num_used_blocks > 0
-    output = engine.abort_request("a")
-    assert (output.finished, output.outputs[0].finish_reason) == (True, "abort")
-    assert engine.stats().num_used_blocks == 0
-    engine.abort_request("b")
-    assert not engine.has_unfinished_requests()
-    assert engine.step() == []
-    engine.check_invariants()

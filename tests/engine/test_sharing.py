@@ -59,24 +59,6 @@ def test_n_outputs_say_what_n_requests_with_the_same_noise_say(
         assert alone.outputs[0].cumulative_logprob == pytest.approx(completion.cumulative_logprob, abs=1e-4)
 
 
-def test_each_output_stops_on_its_own_and_gives_its_blocks_back(qwen3: Oracle) -> None:
-    """Eight outputs meet a stop token at different times; what is in use is always what the others need."""
-    engine = LLM(qwen3.folder, block_size=1, num_blocks=400).engine
-    params = sampling(8, max_tokens=40, stop_token_ids=list(range(12)), temperature=3.0)
-    engine.add_request("a", [1, 2, 3], params)
-    request, seen_live = engine.requests["a"], set()
-    while engine.has_unfinished_requests():
-        (output,) = engine.step()
-        seen_live.add(len(request.live))
-        used = {block_id for seq in request.live for block_id in seq.block_table}
-        assert engine.stats().num_used_blocks == len(used)
-    assert len(seen_live) > 3, "they should not all end together"
-    for completion in output.outputs:
-        last = completion.token_ids[-1]
-        ended = (completion.finish_reason, completion.stop_reason)
-        assert ended == (("stop", last) if last < 12 else ("length", None))
-
-
 def test_siblings_kv_is_untouched_by_a_copy(qwen3: Oracle) -> None:
     """When one sibling writes, the bytes that the others read stay bit for bit what they were."""
     engine = LLM(qwen3.folder, block_size=8, num_blocks=40).engine
@@ -92,18 +74,6 @@ def test_siblings_kv_is_untouched_by_a_copy(qwen3: Oracle) -> None:
     assert (len(tables), engine.stats().num_blocks_copied) == (3, 2)
     for block_id in tables:  # 11 tokens in blocks of 8: three slots of the second one are shared past
         torch.testing.assert_close(data[block_id][..., :3, :], before[..., :3, :], rtol=0, atol=0)
-
-
-def test_stop_strings_and_text_of_several_outputs() -> None:
-    """Each output has text of its own, cut at its own stop string."""
-    llm = LLM(dtype="float32", num_blocks=200)
-    params = SamplingParams(n=5, max_tokens=60, seed=1, temperature=0.9, stop="\n", ignore_eos=True)
-    (output,) = llm.generate("ROMEO:\nI", params, use_tqdm=False)
-    assert len({completion.text for completion in output.outputs}) == 5
-    for completion in output.outputs:
-        text, stop, _ = llm.engine.tokenizer.decode(completion.token_ids).partition("\n")
-        assert (completion.text, completion.stop_reason) == (text, stop or None)
-    assert any(completion.stop_reason == "\n" for completion in output.outputs)
 
 
 def test_a_request_counts_for_all_its_sequences(qwen3: Oracle) -> None:
@@ -188,8 +158,8 @@ def check_beams(
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.0, 2.0])
-@pytest.mark.parametrize("width", [2, 4, 6])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("width", [2, 5])
 def test_beams_equal_transformers(
     oracle: Oracle, width: int, length_penalty: float, early_stopping: bool | str
 ) -> None:
@@ -226,22 +196,6 @@ def test_beams_that_all_end(beams: LLM, qwen3: Oracle) -> None:
     (output,) = serve(beams, [[1, 2, 3]], params)
     best = qwen3.logprobs([1, 2, 3])[-1].topk(3).indices.tolist()
     assert texts(output) == [[token_id] for token_id in best]
-
-
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-def test_a_beam_proposes_no_token_that_may_not_come_yet(
-    beams: LLM, qwen3: Oracle, early_stopping: bool | str
-) -> None:
-    """Only token 5 may come before min_tokens: until then there are fewer beams than the width."""
-    stop = [token_id for token_id in range(VOCAB_SIZE) if token_id != 5]
-    rules = {"min_tokens": 3, "early_stopping": early_stopping, "stop_token_ids": stop}
-    (output,) = serve(beams, [[1, 2, 3]], BeamSearchParams(beam_width=3, max_tokens=6, **rules))
-    assert len(output.outputs) == 3
-    for completion in output.outputs:
-        assert completion.token_ids[:3] == [5, 5, 5]
-        logprobs = qwen3.logprobs([1, 2, 3, *completion.token_ids])[2:-1]
-        expected = sum(float(row[t]) for row, t in zip(logprobs, completion.token_ids, strict=True))
-        assert completion.cumulative_logprob == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
@@ -295,25 +249,6 @@ def test_all_kinds_mixed_give_what_each_gives_alone(
     counts = {"recompute": stats.num_preemptions_recompute, "swap": stats.num_preemptions_swap}
     counts["auto"] = sum(counts.values())
     assert (counts[preemption] > 0) == (num_blocks < 100)
-
-
-@pytest.mark.parametrize("beams", [True, False])
-def test_a_preempted_family_comes_back_without_chunked_prefill(qwen3: Oracle, beams: bool) -> None:
-    """Past bug: the family's tokens together exceed any step's budget, and it waited for ever."""
-    lengths = {"num_blocks": 20, "block_size": 8, "max_model_len": 100, "max_num_batched_tokens": 100}
-    off = {"enable_chunked_prefill": False, "enable_prefix_caching": False, "preemption": "recompute"}
-    engine = LLM(qwen3.folder, **lengths, **off).engine
-    engine.add_request("early", [1] * 8, SamplingParams(max_tokens=90, ignore_eos=True))
-    for _ in range(50):
-        engine.step()
-    family = BeamSearchParams(beam_width=4, max_tokens=26, ignore_eos=True)
-    engine.add_request("family", [2] * 30, family if beams else sampling(4, max_tokens=26))
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            last = output
-        engine.check_invariants()
-    assert (last.request_id, last.metrics.num_preemptions > 0) == ("family", True)
-    assert [len(text) for text in texts(last)] == [26] * 4
 
 
 def test_unfinished_beams_are_reported_once_a_token(qwen3: Oracle) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import Oracle, random_prompts, tokens
+from conftest import tokens
 from fake_runner import FakeRunner
 
 from nanopaged import LLM, EngineConfig, EngineStats, LLMEngine, RequestOutput, SamplingParams
@@ -103,13 +102,6 @@ def test_a_full_host_pool_falls_back_to_recompute(make: MakeEngine, missing: int
     assert (stats.num_preemptions_swap, stats.num_preemptions_recompute) == (1 - missing, missing)
 
 
-def test_a_victim_of_one_block_is_moved_as_well(make: MakeEngine) -> None:
-    engine = add(make(num_blocks=3), ("early", tokens(1, 4), 8), ("late", tokens(2, 2), 6))
-    finish(engine)
-    stats = engine.stats()
-    assert (stats.num_preemptions_swap, stats.num_blocks_swapped_out) == (1, 1)
-
-
 def test_a_victim_that_needs_every_block_comes_back(make: MakeEngine) -> None:
     """Three blocks are on the host, and the newest token needs a fourth, of four."""
     engine = swapped(add(make(num_blocks=4), ("early", tokens(1, 1), 4), ("late", tokens(2, 11), 5)))
@@ -157,37 +149,6 @@ def test_a_half_prefilled_victim(make: MakeEngine) -> None:
     assert engine.stats().num_preemptions_swap == 1
 
 
-def test_abort_while_swapped(make: MakeEngine) -> None:
-    engine = swapped(add(make()))
-    (completion,) = engine.abort_request("late").outputs
-    assert completion.finish_reason == "abort"
-    assert len(completion.token_ids) > 0
-    assert engine.stats().num_free_host_blocks == 40
-    assert list(finish(engine)) == ["early"]
-
-
-@pytest.mark.parametrize("failing", ["out", "in"])
-def test_a_failed_step_with_a_swap_in_it(make: MakeEngine, failing: str) -> None:
-    """Either way host copies are forgotten, the K/V is computed again, and the outputs are the same."""
-    engine, expected = add(make()), finish(add(make(num_blocks=100)))
-    runner, execute = engine.runner, engine.runner.execute
-
-    def fail_once(batch: object) -> object:
-        if batch.swap_out if failing == "out" else batch.swap_in:
-            runner.execute = execute
-            runner.fail_next = True
-        return execute(batch)
-
-    runner.execute = fail_once
-    done: dict[str, RequestOutput] = {}
-    with pytest.raises(RuntimeError, match="on fire"):
-        finish(engine, done)
-    engine.check_invariants()
-    finish(engine, done)
-    for name in ("early", "late"):
-        assert done[name].outputs[0].token_ids == expected[name].outputs[0].token_ids
-
-
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 def test_auto_takes_the_way_that_was_measured_to_be_cheaper(
     make: MakeEngine, way: str, monkeypatch: pytest.MonkeyPatch
@@ -207,45 +168,3 @@ def test_auto_measures_and_says_what_it_chose() -> None:
 
 
 # ── the bytes ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_kv_is_the_same_after_the_round_trip_in_other_blocks(qwen3: Oracle) -> None:
-    """With the real model: the K/V in the victim's blocks is bit for bit the same as before."""
-    llm = LLM(qwen3.folder, block_size=4, num_blocks=10, preemption="swap", enable_prefix_caching=False)
-    engine, cache = llm.engine, llm.engine.runner.kv_cache
-    prompts = random_prompts(2, seed=2, longest=10)
-    engine.add_request("early", prompts[0], params(24))
-    engine.add_request("late", prompts[1], params(24))
-    late = engine.requests["late"].sequences[0]
-    snapshot, table = None, None
-    while not late.host_table:
-        table, computed = list(late.block_table), late.num_computed_tokens
-        snapshot = cache.data[table].clone()
-        engine.step()
-    assert late.num_computed_tokens == computed
-    while not late.block_table:
-        engine.step()
-    back = late.block_table[: len(table)]
-    assert back != table
-    full, rest = divmod(computed, 4)
-    assert torch.equal(cache.data[back[:full]], snapshot[:full])
-    if rest:
-        assert torch.equal(cache.data[back[full]][..., :rest, :], snapshot[full][..., :rest, :])
-    finish(engine)
-
-
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_prompt_logprobs_survive_a_preemption_half_way(qwen3: Oracle, preemption: str) -> None:
-    """Past bug elsewhere: chunks scored before the preemption were lost, or scored twice after it."""
-    prompt = (random_prompts(1, seed=3, longest=60)[0] * 3)[:45]
-    options = {"block_size": 4, "num_blocks": 14, "max_num_batched_tokens": 6, "preemption": preemption}
-    engine = LLM(qwen3.folder, dtype="float32", **options).engine
-    engine.add_request("early", [1, 2, 3], params(40))
-    engine.step()
-    engine.add_request("late", prompt, params(2, prompt_logprobs=1))
-    late = finish(engine)["late"]
-    assert late.metrics.num_preemptions > 0
-    expected = qwen3.logprobs(prompt)
-    assert len(late.prompt_logprobs) == len(prompt)
-    for p, row in enumerate(late.prompt_logprobs[1:]):
-        assert row[prompt[p + 1]] == pytest.approx(expected[p, prompt[p + 1]].item(), abs=1e-4)

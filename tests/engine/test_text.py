@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import count, pairwise
+from itertools import pairwise
 
-import fake_runner
 import pytest
-from fake_runner import FakeRunner
-from faults import interrupt_at_line
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase
 
-from nanopaged import LLM, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from nanopaged import LLM, RequestOutput, SamplingParams
 from nanopaged.outputs import CompletionOutput
 from nanopaged.sequence import Request, Sample
 from nanopaged.text import Detokenizer, StopRules
@@ -27,17 +24,6 @@ def llm() -> LLM:
 @pytest.fixture(scope="module")
 def tokenizer(llm: LLM) -> PreTrainedTokenizerBase:
     return llm.engine.tokenizer
-
-
-def feed(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stop: tuple[str, ...] = ()) -> list[str]:
-    """What may be shown after each token; ends at a stop string."""
-    detokenizer, shown = Detokenizer(tokenizer.backend_tokenizer, stop), []
-    for n in range(1, len(token_ids) + 1):
-        stopped = bool(stop) and detokenizer.find_stop(token_ids[:n]) is not None
-        shown.append(detokenizer.visible(token_ids[:n], finished=stopped))
-        if stopped:
-            break
-    return shown
 
 
 # Characters of one to four bytes, in scripts that a vocabulary may have as words, parts or bytes only.
@@ -157,17 +143,6 @@ def test_a_stop_string_cuts_the_decode_of_the_tokens_so_far() -> None:
     assert num_stopped > 500
 
 
-def test_a_korean_text_in_tokens_of_a_real_vocabulary() -> None:
-    """쀤툁 in Qwen's tokens: EC | 80 | A4 ED | 88 | 81. The third ends one character and begins the next."""
-    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(["ì", "Ģ", "¤í", "Ī", "ģ"])}, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    for make in (lambda: Detokenizer(tokenizer), lambda: Detokenizer(tokenizer, ("x",))):
-        detokenizer = make()
-        for a in (detokenizer, None):  # step by step, and each asked for the first time
-            shown = [(a or make()).visible([*range(n)], finished=False) for n in range(1, 6)]
-            assert shown == ["", "", "쀤", "쀤", "쀤툁"]
-
-
 def test_no_token_is_decoded_again_and_again(tokenizer: PreTrainedTokenizerBase) -> None:
     """Past bug: in a run of tokens without text, each was decoded together with all before it."""
 
@@ -186,16 +161,6 @@ def test_no_token_is_decoded_again_and_again(tokenizer: PreTrainedTokenizerBase)
         for n in range(1, 1001):
             detokenizer.find_stop([token_id] * n)
         assert counting.num_decoded < 100_000
-
-
-def test_a_stop_string_split_over_tokens_ends_the_text_before_it(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Of several, the first in the text; what is shown is never taken back."""
-    text = "To be, or not to be: that is the question."
-    stops = [(text[begin : begin + 4],) for begin in range(len(text) - 3)]
-    for stop in [*stops, ("that", "not", "ot"), ("he", "th")]:
-        shown = feed(tokenizer, tokenizer.encode(text), stop)
-        assert shown[-1] == text[: min(map(text.index, stop))]
-        assert all(shown[-1].startswith(partial) for partial in shown)
 
 
 def test_an_unfinished_stop_string_is_held_back_and_then_released(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -292,25 +257,3 @@ def test_two_streams_interleave(llm: LLM) -> None:
         break
     assert not llm.engine.has_unfinished_requests()
     assert llm.engine.stats().num_used_blocks == 0
-
-
-def test_an_interrupt_at_any_line_leaves_the_texts_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in a step in which several texts end: each of them is still reported once, and whole."""
-    monkeypatch.setattr(fake_runner, "next_token", lambda token_ids, noise, _: 300 + len(token_ids) + noise)
-    engine = LLMEngine(EngineConfig(), FakeRunner(16, 16))
-    params = SamplingParams(n=2, max_tokens=3, ignore_eos=True)
-    expected = [engine.tokenizer.decode(range(302 + i, 305 + i)) for i in range(2)]
-    interrupted, lines = True, count(1)
-    while interrupted:
-        line, texts, steps, interrupted = next(lines), {}, count(), False
-        for name in "ab":
-            engine.add_request(name, [5, 6], params)
-        while engine.has_unfinished_requests():
-            try:
-                with interrupt_at_line(line if next(steps) == 2 else 10**9):
-                    outputs = engine.step()
-            except KeyboardInterrupt:
-                interrupted, outputs = True, []
-            texts |= {out.request_id: [c.text for c in out.outputs] for out in outputs if out.finished}
-        assert texts == {"a": expected, "b": expected}, f"after an interrupt at line {line} of the step"
-    assert line > 20
