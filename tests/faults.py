@@ -8,7 +8,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
 from fake_runner import FakeRunner
 
 import nanopaged
@@ -17,7 +16,7 @@ from nanopaged.kv_cache import KVCache
 from nanopaged.model.decoder import Model
 from nanopaged.sampler import sample_next_tokens
 from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import Request, Sample, Sequence
+from nanopaged.sequence import Request
 from nanopaged.text import Detokenizer
 
 PACKAGE = str(Path(nanopaged.__file__).parent)
@@ -81,21 +80,3 @@ class FailAtLine:
                 self.raised = self.error(f"{frame.f_code.co_filename}:{frame.f_lineno}")
                 raise self.raised
         return self._at_line
-
-
-def interrupt_at_line(number: int) -> FailAtLine:
-    """Ctrl-C at the `number`-th line that the package executes in this block, if it executes so many."""
-    return FailAtLine(number)
-
-
-def interrupt_second_append(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise KeyboardInterrupt instead of the second `Sequence.append` from now on; the others go through."""
-    append, calls = Sequence.append, []
-
-    def interrupted(self: Sequence, sample: Sample) -> bool:
-        calls.append(sample)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return append(self, sample)
-
-    monkeypatch.setattr(Sequence, "append", interrupted)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import EOS, Oracle, random_prompts
-from serving import serve
+from serving import serve, tokens_of
 
 from nanopaged import LLM, SamplingParams
 
@@ -27,8 +27,7 @@ def test_greedy_tokens_in_a_mixed_batch(oracle: Oracle, block_size: int, budget:
     options = {"block_size": block_size, "max_num_batched_tokens": budget, "num_blocks": 600}
     llm = LLM(oracle.folder, dtype="float32", **options)
     outputs = serve(llm, prompts, [greedy_params(n) for n in lengths])
-    for prompt, n, output in zip(prompts, lengths, outputs, strict=True):
-        assert output.outputs[0].token_ids == oracle.greedy(prompt, n)
+    assert tokens_of(outputs) == list(map(oracle.greedy, prompts, lengths))
 
 
 @pytest.mark.parametrize("spare_blocks", [0, 3, 100])
@@ -43,9 +42,8 @@ def test_greedy_tokens_in_pools_from_barely_enough(
     num_blocks = -(-(max(map(len, prompts)) + max_tokens - 1) // 4) + spare_blocks
     options = {"enable_prefix_caching": prefix_caching, "preemption": preemption}
     llm = LLM(oracle.folder, dtype="float32", block_size=4, num_blocks=num_blocks, **options)
-    params = [greedy_params(max_tokens, ignore_eos=True)] * len(prompts)
-    for prompt, output in zip(prompts, serve(llm, prompts, params), strict=True):
-        assert output.outputs[0].token_ids == oracle.greedy(prompt, max_tokens, ignore_eos=True)
+    outputs = serve(llm, prompts, greedy_params(max_tokens, ignore_eos=True))
+    assert tokens_of(outputs) == [oracle.greedy(prompt, max_tokens, ignore_eos=True) for prompt in prompts]
     stats = llm.engine.stats()
     counts = {"recompute": stats.num_preemptions_recompute, "swap": stats.num_preemptions_swap}
     counts["auto"] = sum(counts.values())
@@ -99,13 +97,10 @@ def test_eos_ends_the_text_where_transformers_ends_it(oracle: Oracle) -> None:
     prompts = random_prompts(20, seed=11, longest=8)
     llm = LLM(oracle.folder, dtype="float32", num_blocks=400)
     outputs = llm.generate(prompts, greedy_params(40), use_tqdm=False)
-    reasons = set()
-    for prompt, output in zip(prompts, outputs, strict=True):
-        completion = output.outputs[0]
-        assert completion.token_ids == oracle.greedy(prompt, 40)
-        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == EOS else "length")
-        reasons.add(completion.finish_reason)
-    assert reasons == {"stop", "length"}, "the prompts no longer cover both cases"
+    assert tokens_of(outputs) == [oracle.greedy(prompt, 40) for prompt in prompts]
+    reasons = [output.outputs[0].finish_reason for output in outputs]
+    assert reasons == ["stop" if ids[-1] == EOS else "length" for ids in tokens_of(outputs)]
+    assert set(reasons) == {"stop", "length"}, "the prompts no longer cover both cases"
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -115,8 +110,8 @@ def test_the_other_backends_give_the_same_tokens(oracle: Oracle, backend: str) -
         pytest.importorskip("triton")
     prompts = random_prompts(3, seed=5, longest=30)
     llm = LLM(oracle.folder, dtype="float32", attention_backend=backend, block_size=4, num_blocks=64)
-    for prompt, output in zip(prompts, serve(llm, prompts, [greedy_params(6)] * 3), strict=True):
-        assert output.outputs[0].token_ids == oracle.greedy(prompt, 6)
+    outputs = serve(llm, prompts, greedy_params(6))
+    assert tokens_of(outputs) == [oracle.greedy(prompt, 6) for prompt in prompts]
 
 
 def test_whole_prompts_only(oracle: Oracle) -> None:
@@ -132,8 +127,8 @@ def test_whole_prompts_only(oracle: Oracle) -> None:
         return batch
 
     llm.engine.scheduler.schedule = checked_schedule
-    for prompt, output in zip(prompts, serve(llm, prompts, [greedy_params(10)] * 8), strict=True):
-        assert output.outputs[0].token_ids == oracle.greedy(prompt, 10)
+    outputs = serve(llm, prompts, greedy_params(10))
+    assert tokens_of(outputs) == [oracle.greedy(prompt, 10) for prompt in prompts]
 
 
 @pytest.mark.slow

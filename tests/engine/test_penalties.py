@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from conftest import Oracle, random_prompts
+from serving import tokens_of
 
 from nanopaged import LLM, SamplingParams
 
@@ -50,18 +51,9 @@ def test_penalties_follow_the_formula(qwen3: Oracle) -> None:
     """Requests with different penalties in one batch, in a pool so small that some are preempted."""
     every = [(1, 2, 0), (1, 0, 2), (1, 0.5, 1.5), (1, -0.3, 0), (1, 0, -2), (1.2, 0.5, 0.7), (1, 0, 0)]
     prompts = random_prompts(len(every), seed=4, longest=20)
-    params = [
-        SamplingParams(
-            temperature=0,
-            repetition_penalty=repetition,
-            frequency_penalty=frequency,
-            presence_penalty=presence,
-            max_tokens=30,
-            ignore_eos=True,
-            logprobs=0,
-        )
-        for repetition, frequency, presence in every
-    ]
+    names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    rules = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "logprobs": 0}
+    params = [SamplingParams(**rules, **dict(zip(names, each, strict=True))) for each in every]
     llm = LLM(qwen3.folder, num_blocks=16, block_size=4)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     stats = llm.engine.stats()
@@ -82,17 +74,11 @@ def test_penalties_follow_the_formula(qwen3: Oracle) -> None:
 def test_penalties_count_each_sample_alone(qwen3: Oracle) -> None:
     """Samples of one prompt repeat no token: each counts its own output, and the prompt is free."""
     llm = LLM(qwen3.folder, num_blocks=200)
-    params = SamplingParams(
-        n=3, seed=1, temperature=1.5, presence_penalty=2, frequency_penalty=2, logprobs=0, max_tokens=40
-    )
-    (with_penalty,) = llm.generate([1, 2, 3], params, use_tqdm=False)
-    (without,) = llm.generate(
-        [1, 2, 3], replace(params, presence_penalty=0, frequency_penalty=0), use_tqdm=False
-    )
-    firsts = [[c.token_ids[0] for c in output.outputs] for output in (with_penalty, without)]
+    plain = SamplingParams(n=3, seed=1, temperature=1.5, max_tokens=40)
+    firsts, repeated = [], []
+    for params in (plain, replace(plain, presence_penalty=2, frequency_penalty=2)):
+        texts = tokens_of(llm.generate([1, 2, 3], params, use_tqdm=False))
+        firsts.append([text[0] for text in texts])
+        repeated.append(sum(len(text) - len(set(text)) for text in texts))
     assert firsts[0] == firsts[1]
-    repeated = [
-        sum(len(c.token_ids) - len(set(c.token_ids)) for c in output.outputs)
-        for output in (with_penalty, without)
-    ]
-    assert repeated[0] < repeated[1]
+    assert repeated[0] > repeated[1]

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 import torch
 from conftest import MAX_MODEL_LEN, Oracle
-from faults import interrupt_at_line
+from faults import FailAtLine
 from serving import tokens_of
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
@@ -114,7 +114,7 @@ def test_an_interrupt_while_the_cache_is_reset(llm: LLM) -> None:
     for line in count(1):
         llm.generate(list(range(80)), GREEDY, use_tqdm=False)
         try:
-            with interrupt_at_line(line):
+            with FailAtLine(line):
                 llm.engine.reset_prefix_cache()
         except KeyboardInterrupt:
             llm.engine.check_invariants()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import VOCAB_SIZE, Oracle, random_prompts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from serving import KINDS, tokens_of
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
@@ -30,12 +32,9 @@ CPU = torch.device("cpu")
 
 def transformers_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     warpers = [TemperatureLogitsWarper(float(params.temperature))]
-    if params.top_k > 0:
-        warpers.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        warpers.append(TopPLogitsWarper(params.top_p))
-    if params.min_p > 0:
-        warpers.append(MinPLogitsWarper(params.min_p))
+    warpers += [TopKLogitsWarper(params.top_k)] if params.top_k > 0 else []
+    warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
+    warpers += [MinPLogitsWarper(params.min_p)] if params.min_p > 0 else []
     for warper in warpers:
         logits = warper(None, logits)
     return logits.softmax(-1)
@@ -182,9 +181,8 @@ def test_banned_tokens_are_never_drawn_but_logprobs_stay_the_models_own(temperat
     logits[0, 4] = 10.0
     params = SamplingParams(temperature=temperature, logprobs=1)
     for seed in range(20):
-        (drawn,) = sample(
-            logits, SamplingMetadata(rows_of(params, 1, seed=seed, banned_token_ids=[4, 5]), CPU)
-        )
+        rows = rows_of(params, 1, seed=seed, banned_token_ids=[4, 5])
+        (drawn,) = sample(logits, SamplingMetadata(rows, CPU))
         assert drawn.token_id not in (4, 5)
         expected = logits.log_softmax(-1)[0]
         assert drawn.logprob == pytest.approx(expected[drawn.token_id].item(), abs=1e-5)
@@ -214,17 +212,9 @@ def test_a_row_in_which_no_token_is_allowed_is_marked(params: SamplingParams) ->
     assert math.isfinite(first.logprob + last.logprob)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0),
-        SamplingParams(seed=1, n=2),
-        BeamSearchParams(beam_width=2, max_tokens=16),
-    ],
-    ids=["greedy", "samples", "beams"],
-)
+@pytest.mark.parametrize("kind", ["greedy", "several", "beams"])
 def test_a_mask_that_allows_nothing_is_an_error(
-    params: SamplingParams | BeamSearchParams, qwen3: Oracle, monkeypatch: pytest.MonkeyPatch
+    kind: str, qwen3: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A grammar can come to a dead end: its request is named and can be aborted, the others go on."""
     banned = Sequence.banned_token_ids
@@ -234,11 +224,10 @@ def test_a_mask_that_allows_nothing_is_an_error(
         return range(VOCAB_SIZE) if is_stuck else banned.fget(seq)
 
     monkeypatch.setattr(Sequence, "banned_token_ids", property(no_way_on))
-    llm = LLM(qwen3.folder, num_blocks=50)
-    engine = llm.engine
+    engine = LLM(qwen3.folder, num_blocks=50).engine
     expected = qwen3.greedy([4, 5], 6)
     engine.add_request("well", [4, 5], SamplingParams(temperature=0, max_tokens=6))
-    engine.add_request("stuck", [1, 2, 3], params)
+    engine.add_request("stuck", [1, 2, 3], replace(KINDS[kind], max_tokens=16))
     engine.step()
     engine.step()
     with pytest.raises(NonFiniteLogits, match="no token is allowed for request 'stuck' at position 5") as it:
@@ -284,7 +273,7 @@ def seeded(seed: int | None, **extra: object) -> SamplingParams:
 
 
 def texts(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
-    return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    return tokens_of(llm.generate(prompts, params, use_tqdm=False))
 
 
 def test_a_seed_gives_the_same_text_in_any_batch(qwen3: Oracle) -> None:

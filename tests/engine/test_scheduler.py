@@ -10,10 +10,9 @@ import fake_runner
 import pytest
 from conftest import tokens
 from fake_runner import FakeRunner, next_token
-from faults import interrupt_second_append
 
 from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from nanopaged.sequence import ScheduledBatch, StepResult
+from nanopaged.sequence import Sample, ScheduledBatch, Sequence, StepResult
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -354,7 +353,14 @@ def test_an_interrupted_fork_still_fits(make: MakeEngine, monkeypatch: pytest.Mo
     """
     engine = make(num_blocks=2)
     engine.add_request("a", tokens(1, 8), SamplingParams(n=3, max_tokens=1, ignore_eos=True))
-    interrupt_second_append(monkeypatch)
+    append, number = Sequence.append, count(1)
+
+    def interrupted(seq: Sequence, sample: Sample) -> bool:
+        if next(number) == 2:
+            raise KeyboardInterrupt
+        return append(seq, sample)
+
+    monkeypatch.setattr(Sequence, "append", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     engine.check_invariants()

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from conftest import EOS, VOCAB_SIZE, Oracle, random_prompts
-from serving import Params, serve
+from serving import Params, serve, tokens_of
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 
@@ -202,8 +202,7 @@ def test_beams_that_all_end(beams: LLM, qwen3: Oracle) -> None:
 def test_one_beam_is_greedy(beams: LLM, qwen3: Oracle, early_stopping: bool | str) -> None:
     prompts = random_prompts(8, seed=9, longest=8)
     params = BeamSearchParams(beam_width=1, max_tokens=30, early_stopping=early_stopping)
-    for prompt, output in zip(prompts, serve(beams, prompts, params), strict=True):
-        assert texts(output) == [qwen3.greedy(prompt, 30)]
+    assert tokens_of(serve(beams, prompts, params)) == [qwen3.greedy(prompt, 30) for prompt in prompts]
 
 
 def mixed_params(rng: random.Random) -> Params:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Oracle, random_prompts
-from serving import serve
+from serving import serve, tokens_of
 from test_attention import CASES, CPU, LAYER, Case
 from torch import Tensor
 
@@ -227,8 +227,7 @@ def test_samples_and_beams_in_a_small_pool(qwen3: Oracle, preemption: str) -> No
     for backend in ("torch", "cpp"):
         options = {"block_size": 4, "num_blocks": 40, "preemption": preemption}
         llm = LLM(qwen3.folder, dtype="float32", attention_backend=backend, **options)
-        outputs = serve(llm, prompts, params)
-        texts.append([[completion.token_ids for completion in output.outputs] for output in outputs])
+        texts.append(tokens_of(serve(llm, prompts, params)))
         assert getattr(llm.engine.stats(), f"num_preemptions_{preemption}") > 0
     assert texts[0] == texts[1]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import Oracle, random_prompts
-from serving import serve
+from serving import serve, tokens_of
 
-from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.sequence import ScheduledBatch, StepResult
 
 pytestmark = pytest.mark.gpu
@@ -23,10 +23,6 @@ def engine(oracle: Oracle, **options: object) -> LLM:
     return LLM(oracle.folder, **defaults | options)
 
 
-def texts(outputs: list[RequestOutput]) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
-
-
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_the_same_tokens_as_transformers(oracle: Oracle, backend: str, enforce_eager: bool) -> None:
@@ -34,8 +30,8 @@ def test_the_same_tokens_as_transformers(oracle: Oracle, backend: str, enforce_e
     prompts = random_prompts(20, seed=1)
     llm = engine(oracle, attention_backend=backend, enforce_eager=enforce_eager, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0, max_tokens=20)
-    for prompt, output in zip(prompts, serve(llm, prompts, params), strict=True):
-        assert output.outputs[0].token_ids == oracle.greedy(prompt, 20)
+    outputs = serve(llm, prompts, params)
+    assert tokens_of(outputs) == [oracle.greedy(prompt, 20) for prompt in prompts]
 
 
 def test_log_probabilities_as_in_transformers(oracle: Oracle) -> None:
@@ -54,7 +50,7 @@ def test_graphs_equal_eager(oracle: Oracle, size: int) -> None:
     params = [SamplingParams(temperature=0.8, top_k=20, seed=i, max_tokens=30) for i in range(size)]
     eager = serve(engine(oracle, enforce_eager=True), prompts, params)
     graphs = serve(engine(oracle), prompts, params)
-    assert texts(graphs) == texts(eager)
+    assert tokens_of(graphs) == tokens_of(eager)
     for one, other in zip(graphs, eager, strict=True):
         assert abs(one.outputs[0].cumulative_logprob - other.outputs[0].cumulative_logprob) < 1e-3
 
@@ -84,19 +80,15 @@ def test_padding_touches_no_block(qwen3: Oracle) -> None:
 def test_forks_and_preemption_on_streams(oracle: Oracle, preemption: str) -> None:
     """Copies on write, swaps and kernels run in the right order: the same tokens as without preemption."""
     prompts = random_prompts(8, seed=4, longest=20)
-    params = [
-        SamplingParams(n=3, temperature=1.0, seed=i, max_tokens=24, ignore_eos=True)
-        if i % 2
-        else BeamSearchParams(beam_width=3, max_tokens=24)
-        for i in range(len(prompts))
-    ]
+    params = [BeamSearchParams(beam_width=3, max_tokens=24)] * 4
+    params += [SamplingParams(n=3, seed=i, max_tokens=24, ignore_eos=True) for i in range(4)]
     expected = serve(engine(oracle), prompts, params)
     llm = engine(oracle, num_blocks=40, num_host_blocks=200, preemption=preemption)
     actual = serve(llm, prompts, params)
     stats = llm.engine.stats()
     assert stats.num_preemptions_swap + stats.num_preemptions_recompute > 0
     assert stats.num_blocks_copied > 0
-    assert texts(actual) == texts(expected)
+    assert tokens_of(actual) == tokens_of(expected)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -108,14 +100,11 @@ def test_half_precision(qwen3: Oracle, dtype: str, backend: str) -> None:
     prompts = random_prompts(6, seed=6)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
     exact = serve(engine(qwen3, attention_backend="torch"), prompts, params)
-    half = serve(
-        engine(qwen3, dtype=dtype, attention_backend=backend, max_num_batched_tokens=24), prompts, params
-    )
+    llm = engine(qwen3, dtype=dtype, attention_backend=backend, max_num_batched_tokens=24)
     tolerance = 0.05 if dtype == "float16" else 0.4
-    for one, other, prompt in zip(exact, half, prompts, strict=True):
-        for token_id, a, b in zip(
-            prompt[1:], one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True
-        ):
+    for one, other, prompt in zip(exact, serve(llm, prompts, params), prompts, strict=True):
+        pairs = zip(prompt, one.prompt_logprobs, other.prompt_logprobs, strict=True)
+        for token_id, a, b in [*pairs][1:]:
             assert abs(float(a[token_id]) - float(b[token_id])) < tolerance
 
 

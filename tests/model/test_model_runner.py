@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import MAX_MODEL_LEN, Oracle, random_prompts
+from serving import tokens_of
 
 from nanopaged import LLM, EngineConfig, SamplingParams, memory
 from nanopaged.kv_cache import KVShape
@@ -137,5 +138,5 @@ def test_compiled_operations_give_the_same_tokens(oracle: Oracle, monkeypatch: p
     monkeypatch.setattr("nanopaged.model_runner.choose_operations", lambda *_: operations)
     llm = LLM(oracle.folder, dtype="float32", num_blocks=64, attention_backend="torch")
     prompts = random_prompts(4, seed=3)
-    for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
-        assert output.outputs[0].token_ids == oracle.greedy(prompt, 12)
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert tokens_of(outputs) == [oracle.greedy(prompt, 12) for prompt in prompts]

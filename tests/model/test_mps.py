@@ -9,11 +9,10 @@ import pytest
 import torch
 from conftest import MAX_MODEL_LEN, Oracle, random_prompts, tokens
 from fake_mps import MPS, FakeMps, pretend
-from serving import KINDS
+from serving import KINDS, tokens_of
 from torch import Tensor
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.outputs import RequestOutput
 
 REAL = torch.backends.mps.is_available()
 
@@ -78,17 +77,13 @@ def engine(oracle: Oracle, device: str, **options: object) -> LLM:
     return LLM(oracle.folder, device=device, **defaults | options)
 
 
-def said(outputs: list[RequestOutput]) -> list[list[list[int]]]:
-    return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
-
-
 @pytest.mark.parametrize("name", list(KINDS))
 def test_every_kind_of_sampling_gives_the_tokens_of_the_cpu(qwen3: Oracle, apple: None, name: str) -> None:
     """A seed draws what it draws on the CPU: only the logits are computed on the other device."""
     scored = {"prompt_logprobs": 2} if name == "log-probabilities" else {}
     params = dataclasses.replace(KINDS[name], max_tokens=4, **scored)
     there, here = (engine(qwen3, d).generate(PROMPTS, params, use_tqdm=False) for d in ("mps", "cpu"))
-    assert said(there) == said(here)
+    assert tokens_of(there) == tokens_of(here)
     for a, b in zip(there, here, strict=True) if scored else ():
         found, wanted = ([*o.prompt_logprobs[1:], *o.outputs[0].logprobs] for o in (a, b))
         for at, wanted_at in zip(found, wanted, strict=True):
@@ -104,7 +99,7 @@ def test_preemption_copies_and_chunks(qwen3: Oracle, apple: None, preemption: st
     runs = []
     for device in ("mps", "cpu"):
         llm = engine(qwen3, device, **options)
-        runs.append(said(llm.generate(prompts, params, use_tqdm=False)))
+        runs.append(tokens_of(llm.generate(prompts, params, use_tqdm=False)))
         stats = llm.engine.stats()
         counts = {"swap": stats.num_preemptions_swap, "recompute": stats.num_preemptions_recompute}
         assert counts.get(preemption, sum(counts.values())) > 0
