@@ -29,7 +29,7 @@ TESTS = {  # file of the package → NAMEs of its tests, tests/*/test_NAME.py
     "swap.py": "swap scheduler random_runs",
     "beam_search.py": "beam_search random_runs sharing",
     "snapshot.py": "snapshot block_manager swap api trace random_runs",
-    "sampler.py": "sampler penalties beam_search sharing oracle api",
+    "sampler.py": "sampler penalties beam_search sharing oracle api mps",
     "model_runner.py": "model_runner api cuda_path sharing oracle",
     "parallel.py": "parallel",
     "memory.py": "model_runner api cuda_path weights mps",

@@ -253,9 +253,9 @@ def test_a_beam_proposes_only_what_can_follow() -> None:
     assert [sample.logprob for sample in samples] == pytest.approx([logprobs[9].item(), logprobs[4].item()])
 
 
-@pytest.mark.parametrize(("seen", "unseen"), [(3.0, 2.0), (-1.0, -1.5)])
+@pytest.mark.parametrize(("seen", "unseen"), [(3.0, 2.0), (0.5, 0.3), (-1.0, -1.5)])
 def test_a_repetition_penalty_lowers_logits_of_either_sign(seen: float, unseen: float) -> None:
-    """A penalty of 2 makes 3 and -1 less than 2 and -1.5; one of 1.3 does not."""
+    """A penalty of 2 makes 3, 0.5 and -1 less than 2, 0.3 and -1.5; one of 1.3 does not."""
     logits = torch.full((1, VOCAB), -50.0)
     logits[0, 3], logits[0, 4] = seen, unseen
     for penalty, best in ((1.3, 3), (2.0, 4)):
