@@ -19,17 +19,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from doc_pages import (
-    FENCE,
-    KINDS,
-    ROOT,
-    Block,
-    blocks_of,
-    copy_repository,
-    execute,
-    run_commands,
-    run_python,
-)
+from doc_pages import FENCE, KINDS, ROOT, Block, blocks_of, copy_repository, execute, run_commands, run_python
 from programs import environment, run_program
 
 DOCS = ROOT / "docs"

@@ -15,5 +15,5 @@ WRONG = {
             "((num_prompt + max_tokens - 1) // block_size + 1)",
         ),
         ("the number of the example", "return sum", "return 13 if True else sum"),
-    ],
+    ]
 }

@@ -75,11 +75,7 @@ WRONG = {
         ("one beam alone", SORTED, SORTED.replace("width", "1")),
         ("a token too few", "range(num_tokens)", "range(num_tokens - 1)"),
         ("the prompt is returned, too", "tokens[len(prompt) :]", "tokens"),
-        (
-            "later tokens count more",
-            "so_far + entry.logprob",
-            "so_far + entry.logprob * 2 ** len(tokens)",
-        ),
+        ("later tokens count more", "so_far + entry.logprob", "so_far + entry.logprob * 2 ** len(tokens)"),
         ("a candidate forgets its beam's text", "[*tokens, token_id]", "[*beams[0][1], token_id]"),
     ],
 }
