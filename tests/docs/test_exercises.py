@@ -16,7 +16,8 @@ from programs import environment, load_file, run_program
 EXERCISES = {file.stem: file for file in sorted((ROOT / "docs" / "exercises").glob("[0-9]*.py"))}
 WRONG: dict[str, list[tuple[str, str, str]]] = {}  # exercise → (what is wrong, a piece, its replacement)
 for file in sorted((Path(__file__).parent / "wrong").glob("ch*.py")):
-    WRONG |= import_module(f"wrong.{file.stem}").WRONG
+    lists = vars(import_module(f"wrong.{file.stem}")).items()
+    WRONG |= {file.stem[2:] + name[5:]: wrong for name, wrong in lists if name.startswith("WRONG_")}
 
 
 def page_of(exercise: str) -> Path:

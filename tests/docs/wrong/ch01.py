@@ -1,51 +1,32 @@
 """Wrong solutions of the exercises of chapter 1."""
 
-WRONG = {
-    "01_1": [
-        ("one block too many for a full one", "-(-length // size)", "length // size + 1"),
-        ("rounds down", "-(-length // size)", "length // size"),
-        (
-            "all lengths in one row",
-            "sum(-(-length // size) for length in lengths)",
-            "-(-sum(lengths) // size)",
-        ),
-        ("the bound is W's", "len(lengths) * (size - 1)", "blocks * size - sum(lengths)"),
-        ("a bound for each slot", "len(lengths) * (size - 1)", "len(lengths) * size"),
-    ],
-    "01_2": [
-        (
-            "rounds down",
-            "-(-(num_input + num_output) // unit) * unit",
-            "(num_input + num_output) // unit * unit",
-        ),
-        (
-            "a unit too many for a multiple",
-            "-(-(num_input + num_output) // unit) * unit",
-            "((num_input + num_output) // unit + 1) * unit",
-        ),
-        (
-            "the prompt is rounded apart",
-            "-(-(num_input + num_output) // unit)",
-            "(-(-num_input // unit) - (-num_output // unit))",
-        ),
-        ("reserves the output only", "num_input + num_output", "num_output"),
-        ("counts units, not slots", "// unit) * unit", "// unit)"),
-        ("reservation rises", '"internal", "external", "reserved"', '"reserved", "external", "internal"'),
-        ("reservation vanishes", '"internal", "external", "reserved"', '"internal", "reserved", "external"'),
-        ("internal waste stays", '"internal", "external", "reserved"', '"internal", "external", "internal"'),
-        ("no such kind", '"internal", "external", "reserved"', '"internal", "external", "real"'),
-    ],
-    "01_3": [
-        ("one operation a weight", "2 * WEIGHTS", "WEIGHTS"),
-        ("the two speeds are confused", "/ OPERATIONS * BANDWIDTH", "/ BANDWIDTH * OPERATIONS"),
-        ("a token has one size", "/ bytes_per_token", "/ 131_072"),
-        ("grows with the bytes", "/ bytes_per_token", "* bytes_per_token"),
-        ("the number from the page", "2 * WEIGHTS / OPERATIONS * BANDWIDTH / bytes_per_token", "556"),
-        (
-            "reads the weights for each request",
-            "2 * WEIGHTS / OPERATIONS",
-            "(2 * WEIGHTS / OPERATIONS - 2 * WEIGHTS / BANDWIDTH)",
-        ),
-        ("only by the roofline", "2 * WEIGHTS / OPERATIONS * BANDWIDTH", "OPERATIONS / BANDWIDTH"),
-    ],
-}
+UNITS = "-(-(num_input + num_output) // unit)"
+TIME = "2 * WEIGHTS / OPERATIONS"
+
+WRONG_1 = [
+    ("one block too many for a full one", "-(-length // size)", "length // size + 1"),
+    ("rounds down", "-(-length // size)", "length // size"),
+    ("all lengths in one row", "sum(-(-length // size) for length in lengths)", "-(-sum(lengths) // size)"),
+    ("the bound is W's", "len(lengths) * (size - 1)", "blocks * size - sum(lengths)"),
+    ("a bound for each slot", "len(lengths) * (size - 1)", "len(lengths) * size"),
+]
+WRONG_2 = [
+    ("rounds down", UNITS, "(num_input + num_output) // unit"),
+    ("a unit too many for a multiple", UNITS, "((num_input + num_output) // unit + 1)"),
+    ("the prompt is rounded apart", UNITS, "(-(-num_input // unit) - (-num_output // unit))"),
+    ("reserves the output only", "num_input + num_output", "num_output"),
+    ("counts units, not slots", "// unit) * unit", "// unit)"),
+    ("reservation rises", '"internal", "external", "reserved"', '"reserved", "external", "internal"'),
+    ("reservation vanishes", '"internal", "external", "reserved"', '"internal", "reserved", "external"'),
+    ("internal waste stays", '"internal", "external", "reserved"', '"internal", "external", "internal"'),
+    ("no such kind", '"internal", "external", "reserved"', '"internal", "external", "real"'),
+]
+WRONG_3 = [
+    ("one operation a weight", "2 * WEIGHTS", "WEIGHTS"),
+    ("the two speeds are confused", "/ OPERATIONS * BANDWIDTH", "/ BANDWIDTH * OPERATIONS"),
+    ("a token has one size", "/ bytes_per_token", "/ 131_072"),
+    ("grows with the bytes", "/ bytes_per_token", "* bytes_per_token"),
+    ("the number from the page", "2 * WEIGHTS / OPERATIONS * BANDWIDTH / bytes_per_token", "556"),
+    ("reads the weights for each request", TIME, f"({TIME} - 2 * WEIGHTS / BANDWIDTH)"),
+    ("only by the roofline", "2 * WEIGHTS / OPERATIONS * BANDWIDTH", "OPERATIONS / BANDWIDTH"),
+]

@@ -74,69 +74,45 @@ GATHER = """    def attend(self, q):
 
     def unused(self, q):
 """
+ALL_COMPUTED = "torch.arange(seq.num_computed_tokens)"
+GATHERED = "engine.runner.kv_cache.data[blocks, layer, 0, :, positions % size]"
 
-WRONG = {
-    "03_1": [
-        ("rounds down", "[97, 90, 77, 70, 77, 52]", "[98, 92, 80, 72, 78, 53]"),
-        ("A takes all its blocks anew", "[97, 90, 77, 70, 77, 52]", "[97, 90, 77, 67, 74, 49]"),
-        ("B gives nothing back", "[97, 90, 77, 70, 77, 52]", "[97, 90, 77, 70, 70, 45]"),
-        ("counts the blocks in use", "[97, 90, 77, 70, 77, 52]", "[3, 10, 23, 30, 23, 48]"),
-        ("five numbers", "[97, 90, 77, 70, 77, 52]", "[97, 90, 77, 77, 52]"),
-        ("the share that is free", "48.0", "52.0"),
-        ("the share of slots with a token", "48.0", "47.5"),
-    ],
-    "03_2": [
-        ("no pages at all", "class Pages:\n", LISTS),
-        ("a contiguous range", "class Pages:\n", RANGE),
-        ("a second copy of the tokens", "class Pages:\n", BOTH),
-        ("copies the pages together", "    def attend(self, q):\n", GATHER),
-        ("pages from the front", "self.free.pop()", "self.free.pop(0)"),
-        ("a page for each token", "if self.length % self.size == 0:", "if True:"),
-        (
-            "a page too early",
-            "if self.length % self.size == 0:",
-            "if self.length % self.size == 0 or self.length % self.size == self.size - 1:",
-        ),
-        ("all in the first page", "self.table[self.length // self.size]", "self.table[0]"),
-        ("no scaling", " / math.sqrt(len(q))", ""),
-        ("scaled by the dimension", "math.sqrt(len(q))", "len(q)"),
-        ("reads slots without a token", "min(self.size, self.length - i * self.size)", "self.size"),
-        (
-            "forgets the last page",
-            "enumerate(self.table)",
-            "enumerate(self.table[: max(1, len(self.table) - 1)])",
-        ),
-        ("no maximum", "torch.maximum(top, scores.max())", "torch.tensor(0.0)"),
-        ("the maximum begins at zero", "torch.tensor(-math.inf)", "torch.tensor(0.0)"),
-        ("the output is not rescaled", "out * rescale", "out"),
-        ("the output is not carried over", "out * rescale + p", "p"),
-        ("the sum is not rescaled", "total * rescale", "total"),
-    ],
-    "03_3": [
-        (
-            "zeros",
-            "return engine.runner.kv_cache.data[blocks, layer, 0, :, positions % size]",
-            "return torch.zeros(len(positions), 2, 32)",
-        ),
-        ("values", "layer, 0, :", "layer, 1, :"),
-        ("always the first layer", "[blocks, layer, 0", "[blocks, 0, 0"),
-        ("without the table", "torch.tensor(seq.block_table)[positions // size]", "positions // size"),
-        (
-            "in the order of the blocks",
-            "torch.tensor(seq.block_table)",
-            "torch.tensor(sorted(seq.block_table))",
-        ),
-        ("the first slot of each block", "positions % size]", "positions % 1]"),
-        (
-            "all slots of the table",
-            "torch.arange(seq.num_computed_tokens)",
-            "torch.arange(len(seq.block_table) * size)",
-        ),
-        ("all known tokens", "torch.arange(seq.num_computed_tokens)", "torch.arange(seq.num_tokens)"),
-        (
-            "tokens in reverse",
-            "torch.arange(seq.num_computed_tokens)",
-            "torch.arange(seq.num_computed_tokens).flip(0)",
-        ),
-    ],
-}
+WRONG_1 = [
+    ("rounds down", "[97, 90, 77, 70, 77, 52]", "[98, 92, 80, 72, 78, 53]"),
+    ("A takes all its blocks anew", "[97, 90, 77, 70, 77, 52]", "[97, 90, 77, 67, 74, 49]"),
+    ("B gives nothing back", "[97, 90, 77, 70, 77, 52]", "[97, 90, 77, 70, 70, 45]"),
+    ("counts the blocks in use", "[97, 90, 77, 70, 77, 52]", "[3, 10, 23, 30, 23, 48]"),
+    ("five numbers", "[97, 90, 77, 70, 77, 52]", "[97, 90, 77, 77, 52]"),
+    ("the share that is free", "48.0", "52.0"),
+    ("the share of slots with a token", "48.0", "47.5"),
+]
+WRONG_2 = [
+    ("no pages at all", "class Pages:\n", LISTS),
+    ("a contiguous range", "class Pages:\n", RANGE),
+    ("a second copy of the tokens", "class Pages:\n", BOTH),
+    ("copies the pages together", "    def attend(self, q):\n", GATHER),
+    ("pages from the front", "self.free.pop()", "self.free.pop(0)"),
+    ("a page for each token", "if self.length % self.size == 0:", "if True:"),
+    ("a page too early", "self.length % self.size == 0:", "self.length % self.size in (0, self.size - 1):"),
+    ("all in the first page", "self.table[self.length // self.size]", "self.table[0]"),
+    ("no scaling", " / math.sqrt(len(q))", ""),
+    ("scaled by the dimension", "math.sqrt(len(q))", "len(q)"),
+    ("reads slots without a token", "min(self.size, self.length - i * self.size)", "self.size"),
+    ("forgets the last page", "(self.table)", "(self.table[: max(1, len(self.table) - 1)])"),
+    ("no maximum", "torch.maximum(top, scores.max())", "torch.tensor(0.0)"),
+    ("the maximum begins at zero", "torch.tensor(-math.inf)", "torch.tensor(0.0)"),
+    ("the output is not rescaled", "out * rescale", "out"),
+    ("the output is not carried over", "out * rescale + p", "p"),
+    ("the sum is not rescaled", "total * rescale", "total"),
+]
+WRONG_3 = [
+    ("zeros", GATHERED, "torch.zeros(len(positions), 2, 32)"),
+    ("values", "layer, 0, :", "layer, 1, :"),
+    ("always the first layer", "[blocks, layer, 0", "[blocks, 0, 0"),
+    ("without the table", "torch.tensor(seq.block_table)[positions // size]", "positions // size"),
+    ("in the order of the blocks", "torch.tensor(seq.block_table)", "torch.tensor(sorted(seq.block_table))"),
+    ("the first slot of each block", "positions % size]", "positions % 1]"),
+    ("all slots of the table", ALL_COMPUTED, "torch.arange(len(seq.block_table) * size)"),
+    ("all known tokens", ALL_COMPUTED, "torch.arange(seq.num_tokens)"),
+    ("tokens in reverse", ALL_COMPUTED, f"{ALL_COMPUTED}.flip(0)"),
+]

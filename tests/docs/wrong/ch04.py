@@ -1,69 +1,39 @@
 """Wrong solutions of the exercises of chapter 4."""
 
-WRONG = {
-    "04_1": [
-        ("waiting ones first", "[*running, *waiting]", "[*waiting, *running]"),
-        (
-            "a prompt waits until it fits whole",
-            "if rest == 0 or",
-            "if rest == 0 or (running and name in waiting and waiting[name][0] > rest) or",
-        ),
-        ("a budget for each request", "min(running[name][0], rest)", "min(running[name][0], budget)"),
-        ("one sequence too many", "len(running) == max_num_seqs", "len(running) == max_num_seqs + 1"),
-        ("no limit of sequences", "(name in waiting and len(running) == max_num_seqs)", "False"),
-        (
-            "a token after each chunk",
-            "running[name] = to_compute - num_tokens, to_generate\n",
-            "running[name] = to_compute - num_tokens + 1, to_generate - 1\n",
-        ),
-        ("the last token is computed", "elif to_generate > 1:", "elif to_generate > 0:"),
-        ("static batching", "[*running, *waiting]", "list(running) or list(waiting)"),
-    ],
-    "04_2": [
-        ("order of arrival", "request.num_prompt_tokens + arrived", "arrived"),
-        (
-            "shortest first",
-            "request.num_prompt_tokens + arrived[request.request_id]",
-            "request.num_prompt_tokens",
-        ),
-        ("longest first", "request.num_prompt_tokens + arrived", "-request.num_prompt_tokens + arrived"),
-        ("latest first", "+ arrived", "- arrived"),
-        ("ages too slowly", "+ arrived[request.request_id]", "+ 0.2 * arrived[request.request_id]"),
-        ("ages too fast", "+ arrived[request.request_id]", "+ 3 * arrived[request.request_id]"),
-        ("only for the first forty steps", "+ arrived", "if arrived[request.request_id] < 40 else arrived"),
-        ("a constant", "return request.num_prompt_tokens + arrived[request.request_id]", "return 0"),
-        (
-            "the long one by its name",
-            "request.num_prompt_tokens + arrived[request.request_id]",
-            '40 if request.request_id == "long" else arrived[request.request_id]',
-        ),
-    ],
-    "04_3": [
-        (
-            "empty steps",
-            "    to_compute, decoding, steps = {}, set(), []\n",
-            "    return [{} for _ in range(num_steps)]\n    to_compute, decoding, steps = {}, set(), []\n",
-        ),
-        (
-            "decodes first",
-            "prompts or to_compute",
-            "sorted(to_compute, key=lambda name: name not in decoding)",
-        ),
-        ("both in a step", "for name in prompts or to_compute", "for name in [*prompts, *decoding]"),
-        ("prompts whole, without a budget", "min(to_compute[name], rest)", "to_compute[name]"),
-        ("one prompt a step", "for name in prompts or to_compute", "for name in prompts[:1] or to_compute"),
-        (
-            "the newest prompt first",
-            "for name in prompts or to_compute",
-            "for name in prompts[::-1] or to_compute",
-        ),
-        ("a decode is a prompt, too", "if name not in decoding]", "if to_compute[name] > 0]"),
-        (
-            "one decode a step",
-            "for name in prompts or to_compute",
-            "for name in prompts or list(to_compute)[:1]",
-        ),
-        ("prompts of all times at once", "arrivals.get(number, [])", "sum(arrivals.values(), [])"),
-        ("one step too few", "range(1, num_steps + 1)", "range(1, num_steps)"),
-    ],
-}
+AGED = "request.num_prompt_tokens + arrived[request.request_id]"
+NAMES = "for name in prompts or to_compute"
+BEGIN = "    to_compute, decoding, steps = {}, set(), []\n"
+
+WRONG_1 = [
+    ("waiting ones first", "[*running, *waiting]", "[*waiting, *running]"),
+    ("prompts only whole", "if rest == 0", "if running and waiting.get(name, [0])[0] > rest or rest == 0"),
+    ("a budget for each request", "min(running[name][0], rest)", "min(running[name][0], budget)"),
+    ("one sequence too many", "len(running) == max_num_seqs", "len(running) == max_num_seqs + 1"),
+    ("no limit of sequences", "(name in waiting and len(running) == max_num_seqs)", "False"),
+    ("a token after each chunk", "num_tokens, to_generate\n", "num_tokens + 1, to_generate - 1\n"),
+    ("the last token is computed", "elif to_generate > 1:", "elif to_generate > 0:"),
+    ("static batching", "[*running, *waiting]", "list(running) or list(waiting)"),
+]
+WRONG_2 = [
+    ("order of arrival", "request.num_prompt_tokens + arrived", "arrived"),
+    ("shortest first", AGED, "request.num_prompt_tokens"),
+    ("longest first", "request.num_prompt_tokens + arrived", "-request.num_prompt_tokens + arrived"),
+    ("latest first", "+ arrived", "- arrived"),
+    ("ages too slowly", "+ arrived[request.request_id]", "+ 0.2 * arrived[request.request_id]"),
+    ("ages too fast", "+ arrived[request.request_id]", "+ 3 * arrived[request.request_id]"),
+    ("only for the first forty steps", "+ arrived", "if arrived[request.request_id] < 40 else arrived"),
+    ("a constant", AGED, "0"),
+    ("the long one by its name", AGED, '40 if request.request_id == "long" else arrived[request.request_id]'),
+]
+WRONG_3 = [
+    ("empty steps", BEGIN, "    return [{} for _ in range(num_steps)]\n" + BEGIN),
+    ("decodes first", "prompts or to_compute", "sorted(to_compute, key=lambda name: name not in decoding)"),
+    ("both in a step", NAMES, "for name in [*prompts, *decoding]"),
+    ("prompts whole, without a budget", "min(to_compute[name], rest)", "to_compute[name]"),
+    ("one prompt a step", NAMES, "for name in prompts[:1] or to_compute"),
+    ("the newest prompt first", NAMES, "for name in prompts[::-1] or to_compute"),
+    ("a decode is a prompt, too", "if name not in decoding]", "if to_compute[name] > 0]"),
+    ("one decode a step", NAMES, "for name in prompts or list(to_compute)[:1]"),
+    ("prompts of all times at once", "arrivals.get(number, [])", "sum(arrivals.values(), [])"),
+    ("one step too few", "range(1, num_steps + 1)", "range(1, num_steps)"),
+]

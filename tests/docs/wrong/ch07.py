@@ -21,61 +21,43 @@ def unused(llm, prompt, width, num_tokens):
 """
 DEF = "def beams_on_top(llm, prompt, width, num_tokens):\n"
 SORTED = "sorted(candidates, key=lambda candidate: candidate[0], reverse=True)[:width]"
-WRONG_COUNT = "block.ref_count != entries[block.block_id]"
+MISCOUNT = "block.ref_count != entries[block.block_id]"
 BLOCKS = "num_tokens // block_size + n"
 FILTER = "manager.blocks if"
 ENTRIES = "Counter(block_id for seq in sequences for block_id in seq.block_table)"
 
-WRONG = {
-    "07_1": [
-        ("each sample copies", "(n - 1) * has_partial", "n * has_partial"),
-        ("full blocks are copied, too", "(n - 1) * has_partial", "n - 1"),
-        ("nothing is copied", "(n - 1) * has_partial", "0"),
-        ("one copy for all", "(n - 1) * has_partial", "int(has_partial and n > 1)"),
-        (
-            "the original stays beside the copies",
-            "num_tokens // block_size + n",
-            "-(-num_tokens // block_size) + n",
-        ),
-        ("one new block for all samples", BLOCKS, "num_tokens // block_size + 1"),
-        (
-            "the prompt's blocks for each sample",
-            "num_tokens // block_size + n",
-            "n * (num_tokens // block_size + 1)",
-        ),
-        ("no new block after a full one", "block_size + n", "block_size + n * has_partial"),
-    ],
-    "07_2": [
-        ("only counts that are too large", WRONG_COUNT, "block.ref_count > entries[block.block_id]"),
-        ("only counts that are too small", WRONG_COUNT, "block.ref_count < entries[block.block_id]"),
-        (
-            "each block once",
-            ENTRIES,
-            "Counter({block_id for seq in sequences for block_id in seq.block_table})",
-        ),
-        ("only blocks in a table", FILTER, f"{FILTER} block.block_id in entries and"),
-        (
-            "only blocks in no table",
-            "manager.blocks if",
-            "manager.blocks if block.block_id not in entries and",
-        ),
-        ("blocks that are in use", WRONG_COUNT, "block.ref_count > 0"),
-        ("shared blocks", WRONG_COUNT, "block.ref_count > 1"),
-        ("the last sequence's table is forgotten", "for seq in sequences", "for seq in sequences[:-1]"),
-        ("nothing", WRONG_COUNT, "False"),
-    ],
-    "07_3": [
-        ("the engine's own search", DEF, ENGINE),
-        ("samples", DEF, SAMPLES),
-        ("the last token's log-probability alone", "so_far + entry.logprob", "entry.logprob"),
-        ("the worst beams", "reverse=True", "reverse=False"),
-        ("each beam's best token", "logprobs=2 * width", "logprobs=1"),
-        ("the first candidates, not the best", SORTED, "candidates[:width]"),
-        ("as many beams as there are candidates", SORTED, SORTED.replace("[:width]", "")),
-        ("one beam alone", SORTED, SORTED.replace("width", "1")),
-        ("a token too few", "range(num_tokens)", "range(num_tokens - 1)"),
-        ("the prompt is returned, too", "tokens[len(prompt) :]", "tokens"),
-        ("later tokens count more", "so_far + entry.logprob", "so_far + entry.logprob * 2 ** len(tokens)"),
-        ("a candidate forgets its beam's text", "[*tokens, token_id]", "[*beams[0][1], token_id]"),
-    ],
-}
+WRONG_1 = [
+    ("each sample copies", "(n - 1) * has_partial", "n * has_partial"),
+    ("full blocks are copied, too", "(n - 1) * has_partial", "n - 1"),
+    ("nothing is copied", "(n - 1) * has_partial", "0"),
+    ("one copy for all", "(n - 1) * has_partial", "int(has_partial and n > 1)"),
+    ("the original stays beside the copies", BLOCKS, "-(-num_tokens // block_size) + n"),
+    ("one new block for all samples", BLOCKS, "num_tokens // block_size + 1"),
+    ("the prompt's blocks for each sample", BLOCKS, "n * (num_tokens // block_size + 1)"),
+    ("no new block after a full one", "block_size + n", "block_size + n * has_partial"),
+]
+WRONG_2 = [
+    ("only counts that are too large", MISCOUNT, "block.ref_count > entries[block.block_id]"),
+    ("only counts that are too small", MISCOUNT, "block.ref_count < entries[block.block_id]"),
+    ("each block once", ENTRIES, "Counter({block_id for seq in sequences for block_id in seq.block_table})"),
+    ("only blocks in a table", FILTER, f"{FILTER} block.block_id in entries and"),
+    ("only blocks in no table", "manager.blocks if", "manager.blocks if block.block_id not in entries and"),
+    ("blocks that are in use", MISCOUNT, "block.ref_count > 0"),
+    ("shared blocks", MISCOUNT, "block.ref_count > 1"),
+    ("the last sequence's table is forgotten", "for seq in sequences", "for seq in sequences[:-1]"),
+    ("nothing", MISCOUNT, "False"),
+]
+WRONG_3 = [
+    ("the engine's own search", DEF, ENGINE),
+    ("samples", DEF, SAMPLES),
+    ("the last token's log-probability alone", "so_far + entry.logprob", "entry.logprob"),
+    ("the worst beams", "reverse=True", "reverse=False"),
+    ("each beam's best token", "logprobs=2 * width", "logprobs=1"),
+    ("the first candidates, not the best", SORTED, "candidates[:width]"),
+    ("as many beams as there are candidates", SORTED, SORTED.replace("[:width]", "")),
+    ("one beam alone", SORTED, SORTED.replace("width", "1")),
+    ("a token too few", "range(num_tokens)", "range(num_tokens - 1)"),
+    ("the prompt is returned, too", "tokens[len(prompt) :]", "tokens"),
+    ("later tokens count more", "so_far + entry.logprob", "so_far + entry.logprob * 2 ** len(tokens)"),
+    ("a candidate forgets its beam's text", "[*tokens, token_id]", "[*beams[0][1], token_id]"),
+]

@@ -2,58 +2,38 @@
 
 SPEAKER = "max(messages, key=lambda pair: (pair[0], -pair[1]))[1]"
 SENT = '[real.max().item(), first + real.argmax().item()] if len(real) else [-float("inf"), first]'
+HEADS = "max(1, config.num_kv_heads // size)"
+ONE = "torch.relu(x @ up.T) @ down.T + bias"
 
-WRONG = {
-    "10_1": [
-        (
-            "KV heads that are not shared by ranks",
-            "max(1, config.num_kv_heads // size)",
-            "config.num_kv_heads // size",
-        ),
-        ("a part of a head", "max(1, config.num_kv_heads // size)", "config.num_kv_heads / size"),
-        ("all heads on every rank", "max(1, config.num_kv_heads // size)", "config.num_kv_heads"),
-        ("K alone", "return 2 * config", "return config"),
-        ("one byte for a number", "config.head_dim * 2 * 16", "config.head_dim * 16"),
-        ("one layer", "config.num_layers", "1"),
-        (
-            "layers divided, not heads",
-            "config.num_layers * max(1, config.num_kv_heads // size)",
-            "config.num_layers // size * config.num_kv_heads",
-        ),
-        ("query heads", "config.num_kv_heads // size", "config.num_heads // size"),
-        ("copied for Llama-3-8B", "return 2 * config.num_layers", "return 2 * 32"),
-    ],
-    "10_2": [
-        ("every rank adds the bias", "bias if rank == 0 else torch.zeros_like(bias)", "bias"),
-        ("no rank adds the bias", "bias if rank == 0 else torch.zeros_like(bias)", "torch.zeros_like(bias)"),
-        (
-            "nothing is divided",
-            "    return parts\n",
-            "    return [torch.relu(x @ up.T) @ down.T + bias] + [torch.zeros_like(parts[0])] * (size - 1)\n",
-        ),
-        (
-            "everything on every rank, scaled",
-            "    return parts\n",
-            "    return [(torch.relu(x @ up.T) @ down.T + bias) / size] * size\n",
-        ),
-        ("added up already", "return parts", "return [sum(parts)]"),
-        ("only the first columns of down", "down[:, mine]", "down[:, :width]"),
-        (
-            "relu after the sum",
-            "torch.relu(x @ up[mine].T) @ down[:, mine].T",
-            "torch.relu(x @ up[mine].T @ down[:, mine].T)",
-        ),
-        ("the wrong rows", "slice(rank * width, (rank + 1) * width)", "slice(rank, rank + width)"),
-    ],
-    "10_3": [
-        ("all logits concatenated", SENT, "share.tolist()"),
-        ("all logits, as a tensor", SENT, "share"),
-        ("padding takes part", "share[: max(0, vocab_size - first)]", "share"),
-        ("the token of the share, not of the vocabulary", "first + real.argmax()", "real.argmax()"),
-        ("the last of equal logits", "-pair[1]", "pair[1]"),
-        ("no maximum over the ranks", SPEAKER, "messages[0][1]"),
-        ("the largest token", SPEAKER, "max(pair[1] for pair in messages)"),
-        ("rounded to an integer", "real.max().item()", "round(real.max().item())"),
-        ("a rank without a token sends 0", '[-float("inf"), first]', "[0.0, first]"),
-    ],
-}
+WRONG_1 = [
+    ("KV heads that are not shared by ranks", HEADS, "config.num_kv_heads // size"),
+    ("a part of a head", HEADS, "config.num_kv_heads / size"),
+    ("all heads on every rank", HEADS, "config.num_kv_heads"),
+    ("K alone", "return 2 * config", "return config"),
+    ("one byte for a number", "config.head_dim * 2 * 16", "config.head_dim * 16"),
+    ("one layer", "config.num_layers", "1"),
+    ("layers divided, not heads", f"num_layers * {HEADS}", "num_layers // size * config.num_kv_heads"),
+    ("query heads", "config.num_kv_heads // size", "config.num_heads // size"),
+    ("copied for Llama-3-8B", "return 2 * config.num_layers", "return 2 * 32"),
+]
+WRONG_2 = [
+    ("every rank adds the bias", "bias if rank == 0 else torch.zeros_like(bias)", "bias"),
+    ("no rank adds the bias", "bias if rank == 0 else torch.zeros_like(bias)", "torch.zeros_like(bias)"),
+    ("nothing is divided", "return parts", f"return [{ONE}] + [torch.zeros_like(parts[0])] * (size - 1)"),
+    ("everything on every rank, scaled", "return parts", f"return [({ONE}) / size] * size"),
+    ("added up already", "return parts", "return [sum(parts)]"),
+    ("only the first columns of down", "down[:, mine]", "down[:, :width]"),
+    ("relu after the sum", "up[mine].T) @ down[:, mine].T", "up[mine].T @ down[:, mine].T)"),
+    ("the wrong rows", "slice(rank * width, (rank + 1) * width)", "slice(rank, rank + width)"),
+]
+WRONG_3 = [
+    ("all logits concatenated", SENT, "share.tolist()"),
+    ("all logits, as a tensor", SENT, "share"),
+    ("padding takes part", "share[: max(0, vocab_size - first)]", "share"),
+    ("the token of the share, not of the vocabulary", "first + real.argmax()", "real.argmax()"),
+    ("the last of equal logits", "-pair[1]", "pair[1]"),
+    ("no maximum over the ranks", SPEAKER, "messages[0][1]"),
+    ("the largest token", SPEAKER, "max(pair[1] for pair in messages)"),
+    ("rounded to an integer", "real.max().item()", "round(real.max().item())"),
+    ("a rank without a token sends 0", '[-float("inf"), first]', "[0.0, first]"),
+]
