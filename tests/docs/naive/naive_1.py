@@ -1,18 +1,14 @@
 """Stage 1, written naively: one token, or one query, after another; each block is read twice."""
-
-# ruff: noqa: F821
-from __future__ import annotations
+# ruff: noqa: ANN001, ANN002, ANN201, F821
 
 
-def gather_context(cache: Tensor, block_tables: Tensor, num_keys: int) -> Tensor:
+def gather_context(cache, block_tables, num_keys):
     block_size = cache.shape[2]
     tokens = [cache[block_tables[..., p // block_size], :, p % block_size] for p in range(num_keys)]
     return torch.stack(tokens, dim=-2)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, num_seen: int, score_mod: LayerMod = None
-) -> Tensor:
+def attend(q, k, v, queries, num_seen, score_mod=None):
     keys = torch.arange(k.shape[-2], device=q.device)
     scores = (q.float()[..., None, :] * k.float()[..., None, :, :]).sum(-1)
     if score_mod is not None:
@@ -23,15 +19,7 @@ def attend(
     return (weights[..., None] * v.float()[..., None, :, :]).sum(-2).to(q.dtype)
 
 
-def reference_paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: list[int],
-    context_len: int,
-    scale: float,
-    score_mod: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
-) -> Tensor:
+def reference_paged_attention(q, k_cache, v_cache, block_table, context_len, scale, score_mod=None):
     num_heads = q.shape[0]
     group, block_size = num_heads // k_cache.shape[1], k_cache.shape[2]
     blocks = []  # scores and values of each block

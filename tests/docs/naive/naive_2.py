@@ -1,8 +1,6 @@
 """Stage 2 of docs/rebuild.py, written again: one sequence, no prefix cache, and no bookkeeping ahead."""
 # ruff: noqa: F821
 
-from __future__ import annotations
-
 
 class BlockManager:
     def take(self) -> int:

@@ -1,8 +1,6 @@
 """Stage 3 of docs/rebuild.py, written once more: sums and lists are made again wherever they are needed."""
 # ruff: noqa: F821
 
-from __future__ import annotations
-
 
 class Scheduler:
     def schedule(self) -> ScheduledBatch:

@@ -1,8 +1,6 @@
 """Stage 4 of docs/rebuild.py, written again: sets of keys, and a search where the source keeps an order."""
 # ruff: noqa: F821
 
-from __future__ import annotations
-
 
 class BlockManager:
     def keys_of(self, seq: Sequence, num_blocks: int) -> list[bytes]:

@@ -1,8 +1,6 @@
 """Stage 5 of docs/rebuild.py, written again: a block is copied if a later sibling has it, too."""
 # ruff: noqa: F821
 
-from __future__ import annotations
-
 
 def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_size: int) -> int:
     total = 0

@@ -1,8 +1,6 @@
 """Stage 6 of docs/rebuild.py, written once more: loops over lists, and every count made again."""
 # ruff: noqa: F821
 
-from __future__ import annotations
-
 
 class Scheduler:
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:

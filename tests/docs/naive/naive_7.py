@@ -1,7 +1,5 @@
 """Stage 7, written naively: row by row and token by token, in Python numbers."""
-
 # ruff: noqa: F821
-from __future__ import annotations
 
 
 def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

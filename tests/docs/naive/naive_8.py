@@ -1,32 +1,8 @@
-"""Stage 8, written naively: one key after another, one split after another."""
-
-# ruff: noqa: ANN001, ANN201, F821
-from __future__ import annotations
+"""Stage 8, written naively: one key after another, one split after another; arguments as in the source."""
+# ruff: noqa: ANN001, ANN002, ANN201, F821
 
 
-def decode_kernel(
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    tables_ptr,
-    rows_ptr,
-    lens_ptr,
-    out_ptr,
-    lse_ptr,
-    scale_log2,
-    q_seq,
-    cache_block,
-    cache_head,
-    table_row,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    DOT: tl.constexpr,
-):
+def decode_kernel(*arguments):
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -64,17 +40,7 @@ def decode_kernel(
     tl.store(lse_ptr + head * NUM_SPLITS + split, top + tl.log2(total), mask=group < GROUP)
 
 
-def reduce_kernel(
-    partial_ptr,
-    lse_ptr,
-    lens_ptr,
-    out_ptr,
-    HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-):
+def reduce_kernel(*arguments):
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     context_len = tl.load(lens_ptr + seq)

@@ -1,8 +1,6 @@
 """Stage 9 of docs/rebuild.py, written once more: token by token, and with one kind of exchange alone."""
 # ruff: noqa: F821
 
-from __future__ import annotations
-
 
 class ModelConfig:
     def share(self, size: int) -> ModelConfig:
