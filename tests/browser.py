@@ -1,10 +1,12 @@
-"""A headless Chromium that shows the page of a trace. Without one, the tests that need it are skipped."""
+"""A headless Chromium, and a web server for it. Without a Chromium, the tests that need it are skipped."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -33,6 +35,15 @@ class Browser:
         """The value of a JavaScript expression; `arguments` are its arguments[0], arguments[1], …"""
         return self.driver.execute_script(f"return {script}", *arguments)
 
+    def text(self, id: str) -> str:
+        return self.run("document.getElementById(arguments[0]).textContent", id)
+
+    def texts(self, selector: str) -> list[str]:
+        return self.run("[...document.querySelectorAll(arguments[0])].map((it) => it.textContent)", selector)
+
+    def click(self, selector: str) -> None:
+        self.run("document.querySelector(arguments[0]).click()", selector)
+
     def press(self, key: str) -> None:
         """Press a key, sent to the element that has the focus."""
         self.driver.switch_to.active_element.send_keys(key)
@@ -53,6 +64,28 @@ class Browser:
         events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         asked = [event for event in events if event["method"] == "Network.requestWillBeSent"]
         return console, [event["params"]["request"]["url"] for event in asked]
+
+
+class Site:
+    """A folder behind a web server. `sent` counts the bytes of the files that it has sent."""
+
+    def __init__(self, folder: Path) -> None:
+        site, self.sent = self, 0
+
+        class Handler(SimpleHTTPRequestHandler):
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments, directory=str(folder))
+
+            def log_message(self, *_: Any) -> None: ...
+
+            def copyfile(self, source: Any, outputfile: Any) -> None:
+                data = source.read()
+                site.sent += len(data)
+                outputfile.write(data)
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.root = f"http://127.0.0.1:{server.server_port}/"
 
 
 @contextmanager

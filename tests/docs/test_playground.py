@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import random
 import re
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from functools import cache
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
-from browser import Browser, open_browser
+from browser import Browser, Site, open_browser
 from programs import load_file
 from traces import find_events, name_of, read_trace, states_of
 
-import nanopaged
 from nanopaged.block_manager import blocks_needed
 
 ROOT = Path(__file__).parents[2]
@@ -128,9 +124,7 @@ def test_every_preset_shows_what_it_says(name: str) -> None:
                 changes.pop(field, None)
         return Run({**settings, **changes, "requests": rows})
 
-    names = {"left": changed(), "changed": changed}
-    if "beside" in preset:
-        names["right"] = changed(**preset["beside"])
+    names = {"left": changed(), "right": changed(**preset.get("beside", {})), "changed": changed}
     assert len(preset["claims"]) >= 2
     for claim in preset["claims"]:
         assert eval(claim, names), claim
@@ -166,10 +160,7 @@ def small(**changes: Any) -> dict[str, Any]:
         ({"requests": [{"prompt": " "}]}, "request 1: the prompt is empty: it needs at least one token"),
         ({"requests": [{"prompt": "a", "arrival": 0}]}, "request 1: arrival is 0, but must be at least 1"),
         ({"requests": [{"prompt": "a", "n": 2, "beam_width": 2}]}, "request 1: n is 2, but a beam search"),
-        (
-            {"requests": [{"prompt": "a", "beam_width": 17}]},
-            "request 1: beam_width is 17, but the playground",
-        ),
+        ({"requests": [{"prompt": "a", "beam_width": 17}]}, "request 1: beam_width is 17, but the"),
         ({"requests": [{"prompt": "a", "n": 17}]}, "request 1: the request is for 17 sequences, but max_num"),
         ({"num_blocks": 2}, "request 1: a prompt of 6 tokens with max_tokens=4 may need 3 blocks of 4 slots"),
         (
@@ -193,7 +184,8 @@ def change(file: str, old: str, new: str) -> dict[str, str]:
     return {f"nanopaged/{file}": text.replace(old, new)}
 
 
-LEAK = change("block_manager.py", "        self.trim(seq, 0)\n", "        self.trim(seq, 1)\n")
+A_LEAK = "        self.trim(seq, 0)\n", "        self.trim(seq, 1)\n"
+LEAK = change("block_manager.py", *A_LEAK)
 
 
 def test_a_broken_invariant_ends_the_run_at_its_step() -> None:
@@ -212,23 +204,18 @@ def test_an_exception_is_reported_at_its_line() -> None:
     own = change("scheduler.py", "self._preempt(self.running.pop(), batch)", "self._preempt(None, batch)")
     rows = [{"prompt": "to be or not", "max_tokens": 6}] * 3
     result = playground.run({"num_blocks": 4, "enable_prefix_caching": False, "requests": rows}, own)
-    failure = result["failure"]
-    line = own["nanopaged/scheduler.py"].splitlines()[failure["line"] - 1]
-    assert failure["kind"] == "source"
+    failure, lines = result["failure"], lines_of(result["page"])
+    assert (failure["kind"], failure["file"]) == ("source", "nanopaged/scheduler.py")
     assert failure["message"].startswith("AttributeError: 'NoneType' object has no attribute")
-    assert failure["file"] == "nanopaged/scheduler.py"
-    assert "request.live" in line
-    lines = lines_of(result["page"])
+    assert "request.live" in own[failure["file"]].splitlines()[failure["line"] - 1]
     assert failure["step"] == len(lines) - 1
     assert lines[-1]["failed"] == "AttributeError"
 
     broken = change("swap.py", "class Swapper:", "class Swapper")
     failure = playground.run(small(), broken)["failure"]
     at = 1 + broken["nanopaged/swap.py"].splitlines().index("class Swapper")
-    assert failure | {"message": ""} == {
-        "kind": "source", "message": "", "file": "nanopaged/swap.py", "line": at, "step": 0,
-    }  # fmt: skip
-    assert failure["message"].startswith("SyntaxError: ")
+    assert failure.pop("message").startswith("SyntaxError: ")
+    assert failure == {"kind": "source", "file": "nanopaged/swap.py", "line": at, "step": 0}
 
     failure = playground.run(small(rank="lambda request: request.age"), {})["failure"]
     assert (failure["file"], failure["line"]) == ("rank", 1)
@@ -238,18 +225,13 @@ def test_an_exception_is_reported_at_its_line() -> None:
 def test_a_change_is_used_and_leaves_the_tests_package_alone() -> None:
     """Blocks are handed out from the other end, and what is printed is collected."""
     before = {name: module for name, module in sys.modules.items() if name.startswith("nanopaged")}
-    ours = change(
-        "block_manager.py",
-        "self.blocks[self.free_ids.pop()]",
-        "self.blocks[self.free_ids.pop(0)]; print('taken')",
-    )
-    result = playground.run(small(), ours)
+    take = "self.blocks[self.free_ids.pop()]"
+    other_end = take.replace("pop()", "pop(0)") + "; print('taken')"
+    result = playground.run(small(), change("block_manager.py", take, other_end))
     assert result["failure"] is None
     assert result["printed"].split() == ["taken"] * result["printed"].count("taken")
-    first = lines_of(result["page"])[1]
-    assert first["scheduled"]["seqs"][0][3] == [7, 6]
+    assert lines_of(result["page"])[1]["scheduled"]["seqs"][0][3] == [7, 6]
     assert before == {name: module for name, module in sys.modules.items() if name.startswith("nanopaged")}
-    assert nanopaged is sys.modules["nanopaged"]
 
 
 def test_a_run_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,54 +245,38 @@ def test_steps_without_a_request_are_left_out() -> None:
     """Requests that arrive together stay together, and a rank can use the step in which they arrived."""
     rows = [{"prompt": "a b", "max_tokens": 2}] + [{"prompt": "c d", "max_tokens": 2, "arrival": 9}] * 2
     run = Run({"requests": rows, "rank": "lambda request: -request.arrival_time"})
-    assert [run.computes(step) for step in range(1, 5)] == [
-        {"A": 2},
-        {"A": 1},
-        {"C": 2, "B": 2},
-        {"C": 1, "B": 1},
-    ]
-    assert run.num_steps == 4
+    computed = [run.computes(step) for step in range(1, run.num_steps + 1)]
+    assert computed == [{"A": 2}, {"A": 1}, {"C": 2, "B": 2}, {"C": 1, "B": 1}]
 
 
 # ── what the page and the worker repeat of it ─────────────────────────────────────────────────────
 
 
-def of_script(name: str) -> str:
-    return (HERE / name).read_text(encoding="utf-8")
-
-
-def constant(name: str) -> dict[str, Any]:
-    """An object of playground.js."""
-    text = re.search(rf"^const {name} = (\{{.*?\}});$", of_script("playground.js"), re.M | re.S)[1]
-    text = re.sub(r"//.*", "", text)
-    return ast.literal_eval(re.sub(r"(\w+):(?= [\"\[])", r'"\1":', text))
+def of_script(name: str, pattern: str) -> str:
+    return re.search(pattern, (HERE / name).read_text(encoding="utf-8"), re.DOTALL)[1]
 
 
 def test_the_page_has_a_field_for_each_setting() -> None:
-    assert set(constant("FIELDS")) == set(playground.ENGINE) | {"rank"}
-    assert set(constant("COLUMNS")) == set(playground.REQUEST)
+    for constant, settings in (("FIELDS", {*playground.ENGINE, "rank"}), ("COLUMNS", {*playground.REQUEST})):
+        fields = of_script("playground.js", rf"const {constant} = \{{(.*?)\}};")
+        assert set(re.findall(r'(\w+): "', fields)) == settings
 
 
 def test_the_functions_of_the_editor_exist() -> None:
-    for file, names in constant("FUNCTIONS").items():
-        tree = ast.parse((ROOT / "nanopaged" / f"{file}.py").read_text(encoding="utf-8"))
-        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        for owner in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-            defined |= {
-                f"{owner.name}.{node.name}" for node in owner.body if isinstance(node, ast.FunctionDef)
-            }
-            annotated = [node.target for node in ast.walk(owner) if isinstance(node, ast.AnnAssign)]
-            defined |= {
-                f"{owner.name}.{target.attr}" for target in annotated if isinstance(target, ast.Attribute)
-            }
-        assert set(names) <= defined
+    functions = of_script("playground.js", r"const FUNCTIONS = \{(.*?)\};")
+    for file, names in re.findall(r"(\w+): \[(.*?)\]", functions):
+        source = (ROOT / "nanopaged" / f"{file}.py").read_text(encoding="utf-8")
+        for name in re.findall(r'"(.*?)"', names):
+            owner, _, member = name.rpartition(".")
+            begin = rf"class {owner}\b.*^ +(def |self\.){member}[(:]" if owner else rf"def {member}\("
+            assert re.search(f"^{begin}", source, re.MULTILINE | re.DOTALL), name
 
 
 def test_the_worker_fetches_the_files_that_a_run_imports() -> None:
-    names = re.search(r"FILES = `(.*?)`", of_script("worker.js"), re.S)[1].split()
     Run(small(rank="lambda request: request.arrival_time"))
     modules = playground.package(frozenset()).modules.values()
     imported = {Path(module.__file__) for module in modules if getattr(module, "__file__", None)}
+    names = of_script("worker.js", r"FILES = `(.*?)`").split()
     assert {ROOT / "nanopaged" / f"{name}.py" for name in names} == imported
 
 
@@ -323,112 +289,79 @@ def test_without_npm_pyodide_cannot_be_fetched(tmp_path: Path, monkeypatch: pyte
 
 # ── in a browser ──────────────────────────────────────────────────────────────────────────────────
 
-
-class Site:
-    """The checkout behind a web server. `sent` counts the bytes of the files that it has sent."""
-
-    def __init__(self, folder: Path) -> None:
-        site = self
-        self.sent = 0
-
-        class Handler(SimpleHTTPRequestHandler):
-            def __init__(self, *arguments: Any) -> None:
-                super().__init__(*arguments, directory=str(folder))
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-            def copyfile(self, source: Any, outputfile: Any) -> None:
-                data = source.read()
-                site.sent += len(data)
-                outputfile.write(data)
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.root = f"http://127.0.0.1:{self.server.server_port}/"
-        self.page = f"{self.root}docs/playground/"
+FRAMES = "[...document.querySelectorAll('iframe')]"
 
 
-class Playground:
+class Playground(Browser):
     """The page in a browser."""
 
-    def __init__(self, browser: Browser, site: Site) -> None:
-        self.browser, self.site = browser, site
-        self.num_runs = 0
+    def __init__(self, driver: Any, site: Site) -> None:
+        super().__init__(driver)
+        self.site, self.num_runs = site, 0
 
     def open(self, address: str = "", runs: bool = True) -> None:
         """Load the page anew."""
-        self.browser.driver.get("about:blank")
+        self.driver.get("about:blank")
         self.num_runs = 0
-        self.browser.driver.get(f"{self.site.page}{address}")
+        self.driver.get(f"{self.site.root}docs/playground/{address}")
         if runs:
             self.wait()
 
-    def go(self, address: str) -> None:
-        """Change the address of the open page."""
-        self.browser.run(f"void (location.hash = {json.dumps(address)})")
-        self.wait()
-
-    def show(self, settings: dict[str, Any]) -> None:
-        """By a link. A rank is code of its author, so the page waits for the reader."""
-        self.browser.run(f"void (location.hash = '#settings={quote(json.dumps(settings))}')")
-        if settings.get("rank"):
+    def go(self, address: str, rank: bool = False) -> None:
+        """Change the address of the open page. A rank is code of its author, so it waits for the reader."""
+        self.run("void (location.hash = arguments[0])", address)
+        if rank:
             self.until("document.getElementById('told').textContent.includes('Read it, then press Run')")
-            self.browser.run("document.querySelector('#form .run').click()")
+            self.click("#form .run")
         self.wait()
 
-    def press_run(self) -> None:
-        self.browser.run("document.querySelector('#form .run').click()")
+    def press_run(self, selector: str = "#form .run") -> None:
+        """Or another button that runs the engine."""
+        self.click(selector)
         self.wait()
 
     def wait(self) -> None:
         """Until the next run has ended, and its pictures are drawn."""
         self.num_runs += 1
-        drawn = "[...document.querySelectorAll('iframe')].every((frame) => frame.contentWindow.trace)"
+        drawn = f"{FRAMES}.every((frame) => frame.contentWindow.trace)"
         self.until(f"document.body.dataset.runs >= {self.num_runs} && {drawn}")
 
     def until(self, condition: str) -> None:
         """Until the expression is true."""
         end = time.monotonic() + 60
-        while not self.browser.run(condition):
+        while not self.run(condition):
             assert time.monotonic() < end, f"{condition}: {self.text('told')} {self.text('problem')}"
             time.sleep(0.02)
 
-    def text(self, name: str) -> str:
-        return self.browser.run(f"document.getElementById('{name}').textContent")
+    def set_field(self, selector: str, value: str) -> None:
+        script = "((field, value) => { field.value = value; field.onchange(); })(...arguments)"
+        self.run(script, self.driver.find_element("css selector", selector), value)
+        self.wait()
 
-    def change(self, function: str, old: str, new: str) -> None:
-        """In the editor, in a function."""
-        if not self.browser.run("document.getElementById('source').open"):
-            self.browser.run("document.querySelector('#source summary').click()")
+    def change(self, function: str, old: str, new: str, runs: bool = True) -> None:
+        """Replace a piece of a function in the editor, and run it."""
+        if not self.run("document.getElementById('source').open"):
+            self.click("#source summary")
             self.until("document.getElementById('function').value")
         option = f"[...document.querySelectorAll('#function option')].find((o) => o.text === '{function}')"
-        self.browser.run(f"({option}.selected = true, document.getElementById('function').onchange())")
-        text = self.browser.run("document.getElementById('text').value")
+        self.run(f"({option}.selected = true, document.getElementById('function').onchange())")
+        text = self.run("document.getElementById('text').value")
         assert text.count(old) == 1
-        area = self.browser.driver.find_element("id", "text")
-        self.browser.run(
-            "(arguments[0].focus(), arguments[0].setSelectionRange(arguments[1], arguments[2]))",
-            area,
-            text.index(old),
-            text.index(old) + len(old),
-        )
-        self.browser.run("document.execCommand('insertText', false, arguments[0])", new)
+        start = text.index(old)
+        self.run("document.getElementById('text').focus()")
+        self.run("document.getElementById('text').setSelectionRange(...arguments)", start, start + len(old))
+        self.run("document.execCommand('insertText', false, arguments[0])", new)
+        if runs:
+            self.press_run()
 
     def pictures(self) -> list[list[dict[str, Any]]]:
         """What each picture was given: the header and the lines of its page, without the times."""
-        texts = self.browser.run(
-            "[...document.querySelectorAll('iframe')]"
-            ".map((frame) => frame.contentDocument.getElementById('steps').textContent)"
-        )
-        return [lines_of(f'id="steps">{text}') for text in texts]
+        steps = "map((frame) => frame.contentDocument.getElementById('steps').textContent)"
+        return [lines_of(f'id="steps">{text}') for text in self.run(f"{FRAMES}.{steps}")]
 
     def steps(self) -> list[int]:
         """That each picture shows."""
-        return self.browser.run(
-            "[...document.querySelectorAll('iframe')]"
-            ".map((frame) => +frame.contentDocument.getElementById('slider').value)"
-        )
+        return self.run(f"{FRAMES}.map((frame) => +frame.contentDocument.getElementById('slider').value)")
 
 
 @pytest.fixture(scope="module")
@@ -449,10 +382,10 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def opened(browser: Browser, site: Site) -> Iterator[Playground]:
     """No test leaves a message in the console, and no request leaves the machine."""
-    browser.driver.get(f"{site.page}presets.json")
+    browser.driver.get(f"{site.root}docs/playground/presets.json")
     browser.run("localStorage.clear()")
     browser.logs()
-    yield Playground(browser, site)
+    yield Playground(browser.driver, site)
     console, asked = browser.logs()
     assert console == []
     assert all(url.startswith((site.root, "data:", "blob:", "about:")) for url in asked), asked
@@ -490,17 +423,15 @@ def random_settings(seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_random_settings_are_the_same_in_the_browser(
-    opened: Playground, request: pytest.FixtureRequest
-) -> None:
+def test_random_settings_are_the_same_in_the_browser(opened: Playground, pytestconfig: pytest.Config) -> None:
     """Every line of the recorded page, so also what is drawn of it."""
     opened.open()
-    first = request.config.getoption("--first-seed")
+    first = pytestconfig.option.first_seed
     kinds: set[str] = set()
     for seed in range(first, first + 40):
         settings = random_settings(seed)
         run = Run(settings)
-        opened.show(settings)
+        opened.go(f"#settings={quote(json.dumps(settings))}", rank=bool(settings["rank"]))
         assert opened.text("problem") == ""
         assert opened.pictures() == [[run.header, *run.lines]], f"settings of seed {seed}"
         kinds |= {kind for events in run.events for kind in events}
@@ -514,20 +445,16 @@ def test_every_preset_opens(opened: Playground) -> None:
     for name, preset in PRESETS.items():
         opened.go(f"#preset={name}")
         assert opened.text("title") == preset["title"]
-        settings = [
-            preset["settings"],
-            *([preset["settings"] | preset["beside"]] if "beside" in preset else []),
-        ]
-        runs = [Run(its) for its in settings]
+        settings = preset["settings"]
+        runs = [Run(settings | its) for its in ({}, preset.get("beside")) if its is not None]
         assert opened.pictures() == [[run.header, *run.lines] for run in runs]
         assert opened.steps() == [min(first_step(preset), run.num_steps) for run in runs]
     name, preset = next(iter(PRESETS.items()))
     opened.open(f"#preset={name}&embed", runs=False)
     assert "Run loads Python" in opened.text("told")
-    assert not opened.browser.run("document.getElementById('form').checkVisibility()")
-    opened.browser.run("document.querySelector('.embedded .run').click()")
-    opened.wait()
-    opened.browser.driver.find_elements("css selector", "#knob option")[1].click()
+    assert not opened.run("document.getElementById('form').checkVisibility()")
+    opened.press_run(".embedded .run")
+    opened.driver.find_elements("css selector", "#knob option")[1].click()
     opened.wait()
     run = Run(preset["settings"] | preset["knob"][1][1])
     assert opened.pictures() == [[run.header, *run.lines]]
@@ -537,88 +464,61 @@ def test_every_preset_opens(opened: Playground) -> None:
 def test_two_pictures_step_together(opened: Playground) -> None:
     """The shorter run stays at its end, and the step stays when a setting is changed."""
     opened.open("#preset=reserved")
-    browser = opened.browser
-
-    def press(picture: int, button: str) -> None:
-        browser.run(
-            f"document.querySelectorAll('iframe')[{picture}].contentDocument.getElementById('{button}').click()"
-        )
-
-    press(0, "last")
-    assert opened.steps() == [4, 4]
-    press(1, "last")
-    assert opened.steps() == [4, 12]
-    press(0, "first")
-    assert opened.steps() == [0, 0]
-    for _ in range(2):
-        press(1, "step-forward")
-    assert opened.steps() == [2, 2]
-    set_field(opened, "#num_blocks-left", "16")
-    assert opened.steps() == [2, 2]
+    walk = [(0, "last", [4, 4]), (1, "last", [4, 12]), (0, "first", [0, 0]), (1, "step-forward", [1, 1])]
+    for picture, button, steps in walk:
+        opened.run(f"{FRAMES}[{picture}].contentDocument.getElementById('{button}').click()")
+        assert opened.steps() == steps
+    opened.set_field("#num_blocks-left", "16")
+    assert opened.steps() == [1, 1]
 
 
 @pytest.mark.slow
 def test_settings_are_changed_in_the_form(opened: Playground) -> None:
     """They run at once, stand in the address, and a wrong one is marked."""
     opened.open("#preset=prefix-hit")
-    set_field(opened, "#block_size-left", "2")
-    settings = PRESETS["prefix-hit"]["settings"] | {"block_size": 2}
-    assert opened.pictures()[0][1:] == Run(settings).lines
-    opened.browser.run("document.getElementById('add').click()")
-    opened.wait()
-    assert len(opened.pictures()[0][1]["requests"]) == 1 + len(Run(settings).lines[0]["requests"])
-    address = opened.browser.run("location.hash")
+    opened.set_field("#block_size-left", "2")
+    run = Run(PRESETS["prefix-hit"]["settings"] | {"block_size": 2})
+    assert opened.pictures()[0][1:] == run.lines
+    opened.press_run("#add")
     shown = opened.pictures()
-    opened.open(address)
+    assert len(shown[0][1]["requests"]) == 1 + len(run.lines[0]["requests"])
+    opened.open(opened.run("location.hash"))
     assert opened.pictures() == shown
 
-    set_field(opened, "#requests > :nth-child(2) [name=max_tokens]", "0")
-    assert (
-        opened.text("problem")
-        == "request 2: max_tokens is 0, but must be at least 1 (None is as many as max_model_len allows)"
-    )
-    marked = "document.querySelectorAll('[aria-invalid]')"
-    assert opened.browser.run(f"[...{marked}].map((field) => field.getAttribute('aria-label'))") == [
-        "output of request 2"
-    ]
+    output = "#requests > :nth-child(2) [name=max_tokens]"
+    opened.set_field(output, "0")
+    problem = "request 2: max_tokens is 0, but must be at least 1 (None is as many as max_model_len allows)"
+    assert opened.text("problem") == problem
+    marked = "[...document.querySelectorAll('[aria-invalid]')].map((field) => field.ariaLabel)"
+    assert opened.run(marked) == ["output of request 2"]
     assert opened.pictures() == shown, "the last pictures stay"
-    set_field(opened, "#requests > :nth-child(2) [name=max_tokens]", "3")
-    assert opened.browser.run(f"{marked}.length") == 0
-
-
-def set_field(opened: Playground, selector: str, value: str) -> None:
-    field = opened.browser.driver.find_element("css selector", selector)
-    opened.browser.run("(arguments[0].value = arguments[1], arguments[0].onchange())", field, value)
-    opened.wait()
+    opened.set_field(output, "3")
+    assert opened.run(marked) == []
 
 
 @pytest.mark.slow
 def test_a_change_of_the_source_is_shown_beside_it(opened: Playground) -> None:
     """And what it breaks, at its step; it stays when the page is loaded again, until it is taken back."""
-    opened.open("#preset=copy-on-write")
-    opened.change("BlockManager.take", "self.free_ids.pop()", "self.free_ids.pop(0)")
-    opened.press_run()
-    before, after = opened.pictures()
     settings = PRESETS["copy-on-write"]["settings"]
-    ours = change("block_manager.py", "self.free_ids.pop()", "self.free_ids.pop(0)")
-    assert [before, after] == [lines_of(playground.run(settings, its)["page"]) for its in ({}, ours)]
+    opened.open("#preset=copy-on-write")
+    pop = "self.free_ids.pop()", "self.free_ids.pop(0)"
+    opened.change("BlockManager.take", *pop)
+    ours = change("block_manager.py", *pop)
+    before, after = (lines_of(playground.run(settings, its)["page"]) for its in ({}, ours))
+    assert opened.pictures() == [before, after]
     assert before != after
 
     opened.open("#preset=copy-on-write")
     assert opened.pictures() == [before, after]
-    opened.browser.run("document.getElementById('reset').click()")
-    opened.wait()
+    opened.press_run("#reset")
     assert opened.pictures() == [before]
 
-    opened.change("all of block_manager.py", "        self.trim(seq, 0)\n", "        self.trim(seq, 1)\n")
-    opened.press_run()
+    opened.change("all of block_manager.py", *A_LEAK)
     expected = playground.run(settings, LEAK)
-    assert opened.pictures() == [before, lines_of(expected["page"])]
-    (shown,) = opened.browser.run(
-        "[...document.querySelectorAll('figure .problem')].map((p) => p.textContent)"
-    )
     failure = expected["failure"]
-    assert shown == f"After step {failure['step']} an invariant is broken: {failure['message']}"
+    assert opened.pictures() == [before, lines_of(expected["page"])]
+    broken = f"After step {failure['step']} an invariant is broken: {failure['message']}"
+    assert opened.texts("figure .problem") == [broken]
     assert opened.steps()[1] == failure["step"]
 
 
@@ -627,45 +527,36 @@ def test_mistakes_in_the_source(opened: Playground) -> None:
     """A syntax error and an exception at their lines; a loop without an end is stopped."""
     opened.open("#preset=copy-on-write")
     opened.change("BlockManager.take", "if self.free_ids:", "if self.free_ids")
-    opened.press_run()
-    wrong = "document.querySelector('#numbers .wrong').textContent"
-    at = opened.browser.run(wrong)
-    assert opened.text("problem").startswith(
-        f"SyntaxError: expected ':' (nanopaged/block_manager.py, line {at})"
-    )
-    assert "if self.free_ids" in opened.browser.run("document.getElementById('text').value").split("\n")[2]
+    (at,) = opened.texts("#numbers .wrong")
+    wrong = f"SyntaxError: expected ':' (nanopaged/block_manager.py, line {at})"
+    assert opened.text("problem").startswith(wrong)
+    assert "if self.free_ids" in opened.run("document.getElementById('text').value").split("\n")[2]
 
     opened.change("BlockManager.take", "if self.free_ids", "if self.free_blocks:")
-    opened.press_run()
-    (shown,) = opened.browser.run(
-        "[...document.querySelectorAll('figure .problem')].map((p) => p.textContent)"
-    )
-    assert shown.startswith(
-        "Step 1 failed. AttributeError: 'BlockManager' object has no attribute 'free_blocks'"
-    )
-    assert opened.browser.run(wrong) == at
+    wrong = "Step 1 failed. AttributeError: 'BlockManager' object has no attribute 'free_blocks'"
+    assert opened.texts("figure .problem")[0].startswith(wrong)
+    assert opened.texts("#numbers .wrong") == [at]
 
-    opened.change("BlockManager.take", "if self.free_blocks:", "while True: pass\n        if self.free_ids:")
-    opened.browser.run("document.querySelector('#form .run').click()")
+    endless = "while True: pass\n        if self.free_ids:"
+    opened.change("BlockManager.take", "if self.free_blocks:", endless, runs=False)
+    opened.click("#form .run")
     time.sleep(1)
-    opened.browser.run("document.getElementById('stop').click()")
-    opened.wait()
+    opened.press_run("#stop")
     assert re.match(r"The run was stopped after \d+ seconds, in step 1\.", opened.text("problem"))
-    opened.browser.run("document.getElementById('reset').click()")
-    opened.wait()
+    opened.press_run("#reset")
     assert len(opened.pictures()) == 1
 
 
 @pytest.mark.slow
 def test_the_second_load_is_from_the_cache(opened: Playground) -> None:
     sizes = json.loads((HERE / "pyodide" / "files.json").read_text(encoding="utf-8"))["sizes"]
-    assert f"{sum(sizes.values()) / 1e6:.1f} MB, once" in of_script("playground.js")
-    opened.browser.command("Network.clearBrowserCache")
+    assert of_script("playground.js", r"([\d.]+ MB), once") == f"{sum(sizes.values()) / 1e6:.1f} MB"
+    opened.command("Network.clearBrowserCache")
     sent = []
     for _ in range(2):
-        before = opened.site.sent
+        opened.site.sent = 0
         opened.open()
-        sent.append(opened.site.sent - before)
+        sent.append(opened.site.sent)
     assert sent[0] > 13e6 > 1e6 > sent[1]
 
 
@@ -674,9 +565,9 @@ def test_the_page_says_why_it_cannot_run(browser: Browser, tmp_path: Path) -> No
     """As a file; without Pyodide; without the source."""
     browser.driver.get("about:blank")
     browser.driver.get((HERE / "index.html").as_uri())
-    assert "python -m http.server" in browser.run("document.getElementById('problem').textContent")
+    assert "python -m http.server" in browser.text("problem")
     shutil.copytree(HERE, tmp_path / "docs" / "playground", ignore=shutil.ignore_patterns("pyodide"))
-    page = Playground(browser, Site(tmp_path))
+    page = Playground(browser.driver, Site(tmp_path))
     page.open()
     assert page.text("problem") == "Pyodide is missing. Run: python docs/playground/fetch.py"
     browser.logs()
