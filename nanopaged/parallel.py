@@ -12,7 +12,7 @@ partial results of a layer are added up (all-reduce) after `o_proj` and after `d
 are the same everywhere, and K/V is never sent (PagedAttention, §4.6).
 
 A rank that fails or is lost ends the engine. Ranks that are started here meet by a file, and open ports on
-127.0.0.1 alone (NCCL's, on GPUs, are its own). Under torchrun ports are open to the network, and messages are
+127.0.0.1 alone (except NCCL's, on GPUs). Under torchrun ports are open to the network, and messages are
 pickles: whoever reaches them can run code (docs/ranks.md).
 """
 
@@ -26,22 +26,19 @@ import signal
 import tempfile
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing import spawn
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 # Seconds that ranks wait for each other within a step; a rank that takes longer is lost.
 STEP_TIMEOUT = float(os.environ.get("NANOPAGED_STEP_TIMEOUT", 30))
 NUM_THREADS = torch.get_num_threads()  # before any engine has changed it
-Make = Callable[..., Any]  # make(ranks=…, device=…) gives the model runner of a rank
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # it has started this process, and all other ranks
 
 
@@ -54,9 +51,7 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     try:
         device = torch.empty(0, device=name).device  # "cuda" becomes "cuda:0": some functions need the number
     except (RuntimeError, AssertionError) as error:
-        # PyTorch's own words for "mps" are a page about its dispatcher.
-        reason = "PyTorch finds no Apple GPU" if name.startswith("mps") else error
-        raise ValueError(f"device {name!r} cannot be used here: {reason}") from error
+        raise ValueError(f"device {name!r} cannot be used here: PyTorch has no such device") from error
     if device.type not in ("cpu", "cuda", "mps") or (local_rank is not None and device.type == "mps"):
         raise ValueError(f"device {name!r} cannot be used here: only cpu, cuda and, by one rank, mps can")
     return device
@@ -69,7 +64,9 @@ class Ranks:
         self.rank, self.size, self.store, self.device = rank, size, store, device
         self.pid = os.getpid()
         self.lost: str | None = None  # why the engine has ended
-        self.processes: list[Any] = []  # the workers that rank 0 has started; none if torchrun has
+        self.failed: str | None = None  # why a worker has
+        self.workers: Any = None  # on rank 0, those it has started; None if torchrun has
+        self.processes: list[Any] = []  # theirs
         self.messages: Any = None  # the group for messages, and …
         self.group: Any = None  # … for tensors
         # It runs as this object goes, or as the program ends.
@@ -82,18 +79,16 @@ class Ranks:
             if reason := self.failure():
                 raise RuntimeError(reason)
             time.sleep(0.02)
-        timeout = timedelta(seconds=STEP_TIMEOUT)
-        options: Any = timeout  # under torchrun, ports are on the interface that GLOO_SOCKET_IFNAME names
-        if not UNDER_TORCHRUN:
-            options = dist.ProcessGroupGloo._Options()  # ty: ignore[missing-attribute]
-            options._timeout = timeout
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        gloo, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()  # ty: ignore[missing-attribute]
+        # Under torchrun, ports are on the interface that GLOO_SOCKET_IFNAME names.
+        here = gloo.create_default_device() if UNDER_TORCHRUN else gloo.create_device(hostname="127.0.0.1")
+        options._devices, options._timeout = [here], timedelta(seconds=STEP_TIMEOUT)
         store = dist.PrefixStore("gloo", self.store)
-        self.group = self.messages = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+        self.group = self.messages = gloo(store, self.rank, self.size, options)
         if self.device.type == "cuda":
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # abort, do not end the process
             options, store = dist.ProcessGroupNCCL.Options(), dist.PrefixStore("nccl", self.store)
-            options._timeout = timeout
+            options._timeout = timedelta(seconds=STEP_TIMEOUT)
             self.group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     # ── what a step needs ─────────────────────────────────────────────────────────────────────────
@@ -140,15 +135,14 @@ class Ranks:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
     def failure(self, seconds: float = 0.0) -> str | None:
-        """The traceback of the first worker that failed, or which one was killed. None: all live so long."""
-        ended = wait([process.sentinel for process in self.processes], seconds)  # until one has
-        for process in self.processes:
-            process.join(1.0 if process.sentinel in ended else 0.0)  # its exit code comes a moment later
-        codes = {rank: process.exitcode for rank, process in enumerate(self.processes, 1) if process.exitcode}
-        killed = min(codes, key=codes.__getitem__, default=0)  # it may make others fail, so it counts first
-        if self.store.check(["failure"]) and codes.get(killed, 0) >= 0:
-            return self.store.get("failure").decode()
-        return f"rank {killed} died (exit code {codes[killed]}): see its output" if codes else None
+        """The traceback of a worker that failed, or how one died. None: all that were started here live."""
+        try:
+            if self.workers is not None and self.failed is None:
+                self.workers.join(seconds)  # it ends all workers if one has failed
+        except ProcessException as error:  # its message counts the workers from 0
+            number = error.error_index
+            self.failed = error.msg.strip().replace(f"rocess {number} ", f"rocess of rank {number + 1} ")
+        return self.failed
 
     def check(self) -> None:
         """On a GPU an all-reduce whose other ranks are gone may end without an error, with wrong sums."""
@@ -160,11 +154,9 @@ class Ranks:
         """End the engine after a failure within a step. Raises RuntimeError, as every later step does: which
         rank failed, and how. Ctrl-C passes through."""
         if self.lost is None:  # else `send` has raised it
-            reason = f"rank 0 failed within a step: {error!r}"
-            if isinstance(error, RuntimeError):  # a connection may end before its process does
-                timed_out = f"a rank has not answered for {STEP_TIMEOUT:.0f} seconds"
-                reason = self.failure(3.0) or (timed_out if "imed out" in str(error) else reason)
-            self.lost = f"the engine has ended: {reason}"
+            # A connection may end before its process does.
+            reason = self.failure(3.0) if isinstance(error, RuntimeError) else None
+            self.lost = f"the engine has ended: {reason or f'rank 0 failed within a step: {error!r}'}"
             self.close()
         if isinstance(error, Exception):
             raise RuntimeError(self.lost) from error
@@ -189,8 +181,8 @@ def _end_workers(pid: int, folder: str, processes: list[Any]) -> None:
 # ── starting ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def start(size: int, device_name: str, make_runner: Make) -> Any:
-    """The model runner of rank 0, among `size` ranks; of the only one, if `size` is 1.
+def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
+    """The model runner of rank 0, `make_runner(ranks=…, device=…)`; of the only rank, if `size` is 1.
 
     Started by torchrun, each process is a rank: in the workers this call does not return, but ends the
     process when rank 0 ends. Otherwise the workers are started here. A RuntimeError has the traceback of a
@@ -198,17 +190,16 @@ def start(size: int, device_name: str, make_runner: Make) -> Any:
     """
     if size == 1:
         return make_runner()
-    local_rank = int(os.environ["LOCAL_RANK"]) if UNDER_TORCHRUN else 0
-    device = pick_device(device_name, local_rank)
+    device = pick_device(device_name, int(os.environ["LOCAL_RANK"]) if UNDER_TORCHRUN else 0)
     if UNDER_TORCHRUN:
         store, rank, num_launched = next(dist.rendezvous("env://"))
         if num_launched != size:
             raise ValueError(f"tensor_parallel_size is {size}, but torchrun started {num_launched} processes")
+        ranks = Ranks(rank, size, store, device)
         if rank > 0:
-            _serve(rank, size, store, device_name, local_rank, make_runner)
+            make_runner(ranks=ranks, device=device).serve()
         if store.add("num_engines", 1) > 1:
             raise ValueError("under torchrun a program can have one engine: its workers serve no other")
-        ranks = Ranks(0, size, store, device)
     else:
         if device.type == "cpu":  # all ranks share the cores
             torch.set_num_threads(min(torch.get_num_threads(), max(1, NUM_THREADS // size)))
@@ -217,7 +208,8 @@ def start(size: int, device_name: str, make_runner: Make) -> Any:
     try:
         if not UNDER_TORCHRUN:
             arguments = size, device_name, folder, torch.get_num_threads(), make_runner
-            ranks.processes += spawn(_worker, arguments, size - 1, join=False, daemon=True).processes
+            ranks.workers = spawn(_worker, arguments, size - 1, join=False, daemon=True)
+            ranks.processes += ranks.workers.processes
         return make_runner(ranks=ranks, device=device)
     except BaseException as error:
         reason = ranks.failure(3.0) if isinstance(error, RuntimeError) else None
@@ -227,28 +219,18 @@ def start(size: int, device_name: str, make_runner: Make) -> Any:
         raise RuntimeError(f"the engine cannot start: {reason}") from error
 
 
-def _worker(index: int, size: int, device: str, folder: str, threads: int, make_runner: Make) -> None:
+def _worker(index: int, size: int, device_name: str, folder: str, threads: int, make_runner: Any) -> None:
     """The life of a worker that was started here."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    store = dist.FileStore(f"{folder}/store", size)
-    _serve(index + 1, size, store, device, index + 1, make_runner)
+    rank, device = index + 1, pick_device(device_name, index + 1)
+    ranks = Ranks(rank, size, dist.FileStore(f"{folder}/store", size), device)
+    make_runner(ranks=ranks, device=device).serve()
 
 
 def _end_with_parent() -> None:
     """End this process when rank 0's has ended, however it did."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+    parent: Any = multiprocessing.parent_process()
     parent.join()
     os._exit(1)
-
-
-def _serve(rank: int, size: int, store: Any, device_name: str, local_rank: int, make_runner: Make) -> None:
-    """Be a worker until rank 0 ends; the first one that fails tells why."""
-    try:
-        device = pick_device(device_name, local_rank)
-        make_runner(ranks=Ranks(rank, size, store, device), device=device).serve()
-    except Exception:
-        store.compare_set("failure", "", f"rank {rank}:\n{traceback.format_exc()}")
-        raise
