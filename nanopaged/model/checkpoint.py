@@ -34,15 +34,13 @@ def find_model(model: str | Path | None, with_weights: bool = True) -> Path:
     folder = Path(os.path.expanduser(model)) if model is not None else TINY_MODEL
     if os.path.isdir(folder):  # unlike Path's, False for a name that is too long
         return folder
-    if isinstance(model, Path) or str(model).startswith(("/", ".", "~")) or os.path.exists(folder):
+    if isinstance(model, Path) or str(model).startswith(("/", ".", "~")):
         raise FileNotFoundError(f"{folder} is not a folder: name the one that holds config.json, or a hub id")
     try:
         patterns = CONFIG_FILES + ["*.safetensors"] * with_weights
-        # Mistral's folders have all weights a second time, in a format of their own.
-        return Path(snapshot_download(str(model), allow_patterns=patterns, ignore_patterns=["consolidated*"]))
+        return Path(snapshot_download(str(model), allow_patterns=patterns))
     except (OSError, ValueError) as error:  # huggingface's own errors are of these types
-        reason = f"is not a folder here, and downloading it as a hub id failed: {error}"
-        raise FileNotFoundError(f"{model!r} {reason}") from error
+        raise FileNotFoundError(f"{model!r} is not a folder, nor a hub id to download: {error}") from error
 
 
 def load_model(
@@ -61,8 +59,8 @@ def load_model(
         allocate(model, dtype, device)
         model.rotary.compute(model_config, config.max_model_len, dtype, device)
     except (RuntimeError, OverflowError) as error:  # torch's out-of-memory errors are RuntimeErrors
-        what = f"{model_config} with max_model_len {config.max_model_len}"
-        raise ValueError(f"cannot be allocated on {device}, lower max_model_len: {what}") from error
+        advice = f"lower max_model_len, {config.max_model_len}: {model_config}"
+        raise ValueError(f"the model cannot be allocated on {device}, {advice}") from error
     if config.load_format == "dummy":
         _draw_weights(model, config.seed + rank)
     else:
@@ -88,12 +86,12 @@ def _draw_weights(model: Model, seed: int) -> None:
 def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
     """Fill the model's weights, or this rank's shares of them, from the safetensors files."""
     slots, files = _weight_slots(model), _weight_files(folder)
-    missing = sorted(slots.keys() - files.keys())
     # Old checkpoints carry rotary frequencies, and some tied ones a copy of the embedding.
     redundant = ("rotary_emb.inv_freq", "lm_head.weight" if model.config.tie_word_embeddings else "inv_freq")
-    unexpected = sorted(name for name in files.keys() - slots.keys() if not name.endswith(redundant))
+    missing = sorted(slots.keys() - files.keys())[:8]
+    unexpected = sorted(name for name in files.keys() - slots.keys() if not name.endswith(redundant))[:8]
     if missing or unexpected:
-        named = f"missing: {', '.join(missing[:8])}; unexpected: {', '.join(unexpected[:8])}"
+        named = f"missing: {', '.join(missing)}; unexpected: {', '.join(unexpected)}"
         raise ValueError(f"the weights in {folder} do not match its config.json; {named}")
     shapes = _weight_slots(Model(model.config))  # without memory, for the shapes of unsplit weights
     for file in set(files.values()):
@@ -102,25 +100,22 @@ def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
                 if files[name] != file:
                     continue
                 weight, shape = tensors.get_slice(name), list(shapes[name].shape)
-                if weight.get_shape() != shape:
-                    raise ValueError(f"{name} has shape {weight.get_shape()} in {file}, but needs {shape}")
+                dtype, found = weight.get_dtype(), weight.get_shape()
+                if found != shape or dtype not in ("F32", "F16", "BF16"):  # others may be quantised
+                    raise ValueError(f"{name} is {dtype} {found}, but must be F32, F16 or BF16 {shape}")
                 part = weight[_share(name, slot, shape, rank, size)]
-                if not part.is_floating_point() or part.itemsize == 1:  # floats of one byte are quantised
-                    raise ValueError(f"{name} is of {part.dtype}, but weights must be floats of 16 bits on")
                 if rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias")):
                     part = part[:0]  # the ranks' results are added up, so only one may have the bias
                 slot[: len(part)].copy_(part)
                 slot[len(part) :].zero_()  # rows beyond the vocabulary
                 if not torch.stack(slot.aminmax()).isfinite().all():
-                    raise ValueError(
-                        f"{name} has weights that are not finite in {slot.dtype}: use a wider dtype"
-                    )
+                    raise ValueError(f"{name} is not finite in {slot.dtype}: use a wider dtype")
 
 
 @contextmanager
 def _open_weights(file: Path) -> Iterator[safe_open]:
-    if not os.path.exists(file):
-        raise FileNotFoundError(f"{file} is missing, though the index names it")
+    if not file.exists():
+        raise FileNotFoundError(f"{file} is missing: convert the weights, or set load_format='dummy'")
     try:
         with torch.device("cpu"), safe_open(file, framework="pt") as tensors:  # not torch's default
             yield tensors
@@ -154,17 +149,8 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     """The name of each weight in the checkpoint → its file, which the index says if there is one."""
     if index := read_json(folder / "model.safetensors.index.json").get("weight_map"):
         return {name: folder / file for name, file in index.items()}
-    whole = folder / "model.safetensors"
-    files = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(
-            f"no *.safetensors in {folder}: convert the weights, or set load_format='dummy'"
-        )
-    found: dict[str, Path] = {}
-    for file in files:
-        with _open_weights(file) as tensors:
-            found |= dict.fromkeys(tensors.keys(), file)
-    return found
+    with _open_weights(folder / "model.safetensors") as tensors:
+        return dict.fromkeys(tensors.keys(), folder / "model.safetensors")
 
 
 def _share(name: str, slot: Tensor, shape: list[int], rank: int, size: int) -> tuple[slice, ...]:
@@ -186,22 +172,18 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers and the parser in Rust raise many types
         raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(f"{folder} has only a slow tokenizer: save it again with a tokenizer.json")
-    return tokenizer
 
 
 def read_eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """All end-of-sequence ids: those of generation_config.json (else config.json) and the tokenizer's."""
     eos = read_json(folder / "generation_config.json").get("eos_token_id")
     if eos is None:
-        eos = read_json(folder / "config.json").get("eos_token_id", [])
-    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        eos = read_json(folder / "config.json").get("eos_token_id")
+    eos = eos if isinstance(eos, list) else [eos]
+    eos = [token_id for token_id in (*eos, getattr(tokenizer, "eos_token_id", None)) if token_id is not None]
     if not all(type(token_id) is int and token_id >= 0 for token_id in eos):
         raise ValueError(f"{folder} has eos_token_id {eos}, but token ids are ints from 0 on")
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos = [*eos, tokenizer.eos_token_id]
     return frozenset(eos)

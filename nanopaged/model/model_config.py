@@ -15,18 +15,17 @@ from transformers import AutoConfig
 
 from nanopaged.config import DTYPES
 
-FAMILIES: dict[str, tuple[str, dict[str, bool]]] = {  # model_type → architecture, and how it differs
-    "llama": ("LlamaForCausalLM", {}),
-    "qwen2": ("Qwen2ForCausalLM", {"qkv_bias": True, "o_bias": False}),
-    "qwen3": ("Qwen3ForCausalLM", {"qk_norm": True}),
+FAMILIES: dict[str, dict[str, bool]] = {  # model_type → how it differs from Llama
+    "llama": {},
+    "qwen2": {"qkv_bias": True, "o_bias": False},
+    "qwen3": {"qk_norm": True},
 }
 CHOICES: dict[str, tuple[Any, ...]] = {  # setting → what is supported; the first is what a missing one means
     "hidden_act": ("silu", "swish"),
     "quantization_config": (None, {}),
     "rope_type": (None, "default", "llama3"),
     "partial_rotary_factor": (1.0, None),
-    "dtype": (None, *DTYPES[1:]),
-    "torch_dtype": (None, *DTYPES[1:]),  # its name in transformers 4
+    "dtype": DTYPES[1:],
     "is_causal": (True,),
     "per_layer_config": (None, {}),
 }
@@ -88,17 +87,15 @@ def read_model_config(folder: Path) -> ModelConfig:
     if not file.exists():
         raise FileNotFoundError(f"no config.json in {folder}: is it a Hugging Face model folder?")
     raw = read_json(file)
-    model_type, architectures = raw.get("model_type"), raw.get("architectures")
-    architecture, differences = FAMILIES.get(str(model_type), ("", {}))
-    if not architecture or architectures not in (None, [], architecture, [architecture]):
-        supported = ", ".join(name for name, _ in FAMILIES.values())
-        is_of = f"architectures {architectures!r} and model_type {model_type!r}"
-        raise ValueError(f"{file} has {is_of}, which is not supported; supported are {supported}")
+    differences = FAMILIES.get(str(raw.get("model_type")))
+    if differences is None:
+        raise _unsupported(file, "model_type", raw.get("model_type"), " or ".join(FAMILIES))
     try:
         hf = AutoConfig.for_model(**copy.deepcopy(raw))  # it changes its arguments
     except Exception as error:  # the message of transformers says what is wrong, in several lines
         raise ValueError(f"{file} cannot be used: {' '.join(str(error).split())}") from error
-    settings, rope = raw | hf.rope_parameters, hf.rope_parameters
+    rope, dtype = hf.rope_parameters, str(hf.dtype or "float32").removeprefix("torch.")
+    settings = {**raw, **rope, "dtype": dtype}
     for name, choices in CHOICES.items():
         if (value := settings.get(name, choices[0])) not in choices:
             raise _unsupported(file, name, value, " or ".join(map(repr, choices)))
@@ -107,13 +104,12 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise _unsupported(file, f"sliding_window {window} and layer_types", layer_types, "full attention")
     heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads or hf.num_attention_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // max(heads, 1)
-    sizes = {name: getattr(hf, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
-    sizes |= {"num_layers": hf.num_hidden_layers, "num_heads": heads, "num_kv_heads": kv_heads}
-    sizes |= {"head_dim": head_dim, "max_position_embeddings": hf.max_position_embeddings}
+    names = "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"
+    sizes = {name: getattr(hf, name) for name in names} | {"num_layers": hf.num_hidden_layers}
+    sizes |= {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
     if min(sizes.values()) < 1 or heads % kv_heads or head_dim % 2:
-        raise _unsupported(
-            file, "sizes", sizes, "sizes above 0, num_heads a multiple of num_kv_heads, head_dim even"
-        )
+        allowed = "sizes above 0, num_heads a multiple of num_kv_heads, head_dim even"
+        raise _unsupported(file, "sizes", sizes, allowed)
     bias = bool(getattr(hf, "attention_bias", False))
     return ModelConfig(
         **sizes,
@@ -124,7 +120,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         rope_theta=float(rope["rope_theta"]),
         rope_scaling={name: rope[name] for name in LLAMA3} if rope["rope_type"] == "llama3" else None,
         tie_word_embeddings=hf.tie_word_embeddings,
-        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        dtype=dtype,
     )
 
 
