@@ -84,11 +84,9 @@ class Snapshot:
 
     def __str__(self) -> str:
         """Block tables as in the paper (logical block → physical block, # filled), then the pool."""
-        num_used, num_cached = len(self.blocks) - self.num_free_blocks, len(self.cached)
-        lines = [
-            f"after step {self.num_steps}: of {len(self.blocks)} blocks with {self.block_size} slots, "
-            f"{num_used} in use, {num_cached} cached, {self.num_free_blocks - num_cached} free"
-        ]
+        total, cached, free = len(self.blocks), len(self.cached), self.num_free_blocks - len(self.cached)
+        counts = f"{total - cached - free} in use, {cached} cached, {free} free"
+        lines = [f"after step {self.num_steps}: of {total} blocks with {self.block_size} slots, {counts}"]
         for request in self.requests:
             for seq in request.sequences:
                 lines += ["", *self._draw_table(request, seq)]
@@ -102,15 +100,13 @@ class Snapshot:
           physical block   7  1
           # filled         4  2
         """
-        table, place = seq.block_table, "physical block"
-        if seq.host_table:
-            table, place = seq.host_table, "host block"
-        num_tokens, num_computed = len(seq.token_ids), seq.num_computed_tokens
-        lines = [f"{seq.name}, {request.state}: {num_tokens} tokens, {num_computed} of them computed"]
-        filled = [filled_here(num_computed, i, self.block_size) for i in range(len(table))]
+        table, computed = seq.host_table or seq.block_table, seq.num_computed_tokens
+        place = "host block" if seq.host_table else "physical block"
+        lines = [f"{seq.name}, {request.state}: {len(seq.token_ids)} tokens, {computed} of them computed"]
         for begin in range(0, len(table), COLUMNS):
-            part = slice(begin, begin + COLUMNS)
-            rows = {"logical block": range(len(table))[part], place: table[part], "# filled": filled[part]}
+            logical = range(len(table))[begin : begin + COLUMNS]
+            filled = [filled_here(computed, i, self.block_size) for i in logical]
+            rows = {"logical block": logical, place: [table[i] for i in logical], "# filled": filled}
             width = max(len(str(number)) for row in rows.values() for number in row) + 2
             for title, row in rows.items():
                 lines.append(f"  {title:<14} " + "".join(f"{number:>{width}}" for number in row))
@@ -123,25 +119,20 @@ class Snapshot:
           1  ██··  A.2
         2-7  free
         """
-        holders: dict[int, list[str]] = {}
-        for request in self.requests:
-            for seq in request.sequences:
-                for block_id in seq.block_table:
-                    holders.setdefault(block_id, []).append(seq.name)
-        turn = {block_id: place for place, block_id in enumerate(self.cached, start=1)}
+        notes = {i: f" cached, number {turn} to be evicted" for turn, i in enumerate(self.cached, start=1)}
+        for seq in (seq for request in self.requests for seq in request.sequences):
+            for block_id in seq.block_table:
+                notes[block_id] = f"{notes.get(block_id, '')} {seq.name}"
         rows: list[tuple[str, str]] = []
         for is_free, group in groupby(self.blocks, key=lambda block: block.state == "free"):
             run = list(group)
             if is_free:
-                ids = [str(run[0].block_id), str(run[-1].block_id)]
-                rows.append(("-".join(dict.fromkeys(ids)), "free"))
+                ids = dict.fromkeys([str(run[0].block_id), str(run[-1].block_id)])
+                rows.append(("-".join(ids), "free"))
                 continue
             for block in run:
                 slots = "█" * block.num_filled + "·" * (self.block_size - block.num_filled)
-                note = " ".join(holders.get(block.block_id, []))
-                if block.state == "cached":
-                    note = f"cached, number {turn[block.block_id]} to be evicted"
-                rows.append((str(block.block_id), f"{slots}  {note}"))
+                rows.append((str(block.block_id), f"{slots} {notes.get(block.block_id, '')}"))
         width = max(len(ids) for ids, _ in rows)
         return [f"  {ids:>{width}}  {note}" for ids, note in rows]
 
@@ -152,42 +143,27 @@ def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Reque
     Args:
         requests: all unfinished requests, in order of arrival.
     """
-    manager = scheduler.block_manager
+    manager, size = scheduler.block_manager, scheduler.block_manager.block_size
     filled, waiting = filled_slots(manager, scheduler.running_sequences), set(scheduler.waiting)
-    blocks = []
+    filled |= dict.fromkeys(manager.cached, size)
+    blocks, states = [], []
     for block in manager.blocks:
-        state, num_filled = "free", 0
+        num_filled = filled.get(block.block_id, 0)
+        state = "cached" if block.key is not None else "free"
         if block.ref_count > 0:
-            num_filled = filled[block.block_id]
-            state = "full" if num_filled == manager.block_size else "partial"
-        elif block.key is not None:
-            state, num_filled = "cached", manager.block_size
+            state = "full" if num_filled == size else "partial"
         blocks.append(BlockState(block.block_id, state, block.ref_count, num_filled, block.key))
-    states = []
     for request in requests:
-        name, several = request.request_id, len(request.sequences) > 1
         state = "running" if request not in waiting else "swapped" if request.is_swapped else "waiting"
-        sequences = [
-            SequenceState(
-                f"{name}.{seq.index + 1}" if several else name,
-                tuple(seq.token_ids),
-                seq.num_computed_tokens,
-                tuple(seq.block_table),
-                tuple(seq.host_table),
-            )
-            for seq in request.live
-        ]
+        sequences = []
+        for seq in request.live:
+            name = request.request_id + (f".{seq.index + 1}" if len(request.sequences) > 1 else "")
+            tables = tuple(seq.block_table), tuple(seq.host_table)
+            sequences.append(SequenceState(name, tuple(seq.token_ids), seq.num_computed_tokens, *tables))
         if sequences:
-            states.append(RequestState(name, state, tuple(sequences)))
-    return Snapshot(
-        num_steps,
-        manager.block_size,
-        requests=tuple(states),
-        blocks=tuple(blocks),
-        num_free_blocks=manager.num_free_blocks,
-        cached=tuple(manager.cached),
-        num_host_blocks=scheduler.swapper.num_host_blocks,
-    )
+            states.append(RequestState(request.request_id, state, tuple(sequences)))
+    free, cached, num_host_blocks = manager.num_free_blocks, manager.cached, scheduler.swapper.num_host_blocks
+    return Snapshot(num_steps, size, tuple(states), tuple(blocks), free, tuple(cached), num_host_blocks)
 
 
 def short_key(key: bytes) -> str:
@@ -250,20 +226,14 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     """
     sequences = list(sequences)
     references = Counter(block_id for seq in sequences for block_id in seq.block_table)
-    free = set(manager.free_ids)
-    assert len(free) == len(manager.free_ids), "a block is in the free list twice"
-    assert not free & manager.cached.keys(), "a block is both free and cached"
-    assert not references.keys() & (free | manager.cached.keys()), "a block in a table is free"
-    assert len(references) + manager.num_free_blocks == manager.num_blocks, (
-        f"{len(references)} blocks in use + {manager.num_free_blocks} free != {manager.num_blocks}"
-    )
+    counts = f"{len(references)} blocks in use + {manager.num_free_blocks} free"
+    everything = sorted([*references, *manager.free_ids, *manager.cached])
+    assert everything == list(range(manager.num_blocks)), f"{counts} != {manager.num_blocks}"
     for block in manager.blocks:
-        assert block.ref_count == references[block.block_id], (
-            f"block {block.block_id} has {block.ref_count} references, "
-            f"but stands {references[block.block_id]} times in tables"
-        )
-        assert block.key is None or manager.index[block.key] is block, "a stale key"
-    assert all(block.key == key for key, block in manager.index.items()), "the index names another block"
+        counts = f"{block.ref_count} references, but stands {references[block.block_id]} times in tables"
+        assert block.ref_count == references[block.block_id], f"block {block.block_id} has {counts}"
+    published = {block.key: block for block in manager.blocks if block.key is not None}
+    assert manager.index == published, "the index names another block"
     holders: dict[int, tuple[int, Sequence]] = {}  # block → its position in the first table that has it
     computed: set[tuple[Request, int]] = set()
     for seq in sequences:
@@ -272,8 +242,8 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
             place, other = holders.setdefault(block_id, (i, seq))
             if other is not seq:
                 assert place == i, "a block stands at different places of two tables"
-                published = manager.blocks[block_id].key is not None
-                assert published or seq.request is other.request, "requests share a private block"
+                private = manager.blocks[block_id].key is None
+                assert not private or seq.request is other.request, "requests share a private block"
                 end = min((i + 1) * manager.block_size, seq.num_computed_tokens, other.num_computed_tokens)
                 assert seq.token_ids[:end] == other.token_ids[:end], "shared, with different tokens"
             # The first sequence of a request that has a block computes it for its siblings.
@@ -297,12 +267,10 @@ def _check_table(manager: BlockManager, seq: Sequence) -> None:
 
 def check_host_blocks(swapper: Swapper, requests: Iterable[Request]) -> None:
     """Raise AssertionError unless every host block is free or in one request's tables."""
-    in_use: list[int] = []
+    everything, size = list(swapper.free_ids), swapper.block_manager.block_size
     for request in requests:
-        in_use += {host_id for seq in request.live for host_id in seq.host_table}
+        everything += {host_id for seq in request.live for host_id in seq.host_table}
         for seq in request.live:
-            size = swapper.block_manager.block_size
             assert not (seq.host_table and seq.block_table), "a swapped sequence has device blocks"
             assert not seq.host_table or seq.num_computed_tokens <= len(seq.host_table) * size
-    everything = sorted(swapper.free_ids + in_use)
-    assert everything == list(range(swapper.num_host_blocks)), "a host block is lost or used twice"
+    assert sorted(everything) == list(range(swapper.num_host_blocks)), "a host block is lost or used twice"
