@@ -1,4 +1,4 @@
-"""What an engine measures and chooses when it starts: the dtype, how many blocks fit, the way to preempt."""
+"""What an engine chooses when it starts: the dtype, how many blocks fit, the way to preempt."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def measure_num_blocks(config: ResolvedConfig, model: Model, shape: KVShape) -> 
 
         total · memory_utilization  =  in use (weights, other programs)  +  the largest step  +  blocks
 
-    CUDA graphs, captured later, use the memory left over: 10 % of the GPU's by default. On a CPU, where other
-    programs need the memory too, blocks take at most `HOST_BYTES`, unless a share is configured or a single
-    sequence needs more. All ranks share this memory, and so does Apple's GPU.
+    CUDA graphs, captured later, use the memory left over: 10 % by default. On a CPU, blocks take at most
+    `HOST_BYTES`, unless a share is configured or a single sequence needs more. All ranks share this memory, and
+    so does Apple's GPU.
     """
     device, max_model_len = model.embed_tokens.weight.device, config.max_model_len
     if device.type == "cuda":
@@ -103,8 +103,7 @@ def largest_step(config: ResolvedConfig, model: Model, shape: KVShape) -> None:
     budget = config.max_num_batched_tokens
     num_seqs = min(config.max_num_seqs, budget, -(-GATHER_KEYS // max_model_len))
     num_seqs = max(num_seqs, -(-budget // max_model_len))
-    query_lens = np.full(num_seqs, budget // num_seqs)
-    query_lens[: budget % num_seqs] += 1
+    query_lens = np.diff(np.arange(num_seqs + 1) * budget // num_seqs)  # 10 tokens by 3: 3 3 4
     positions = np.concatenate([np.arange(max_model_len - n, max_model_len) for n in query_lens])
     num_blocks = -(-max_model_len // config.block_size)
     one_layer = KVShape(1, shape.num_kv_heads, shape.head_dim, shape.dtype)

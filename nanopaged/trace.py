@@ -1,11 +1,11 @@
 """Writes what happens in each step into a page that a browser shows: `LLM(..., trace="run.html")`.
 
 The file begins with `page.html`, the whole viewer. A line of JSON follows for the engine, then one for each
-step. Every line goes to the file at once, so the page is complete at any time, also after an interrupt.
+step. The file is closed after every line, so the page is complete at any time.
 
-A line has two whole states: when the batch was scheduled, and after the update. The page compares them: it
-finds, and says in words, which blocks were taken, found in the prefix cache or evicted. A block that is taken
-and given back within one step is not seen. The recorder is a listener of the engine, and changes nothing.
+A line has two whole states: when the batch was scheduled, and after the update. The page compares them, and
+says which blocks were taken, found in the prefix cache or evicted, but not which were taken and given back
+within one step. The recorder is a listener of the engine, and changes nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
-from io import FileIO
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -30,14 +27,8 @@ PAGE = Path(__file__).with_name("page.html")
 logger = logging.getLogger("nanopaged")
 
 
-@dataclass(slots=True)
-class State:
-    """Queues, cached blocks and sequences. It stays as it is while the engine goes on."""
-
-    running: list[int]  # numbers of requests, in order of service
-    waiting: list[int]
-    cached: list[int]  # blocks, in order of eviction
-    rows: list[tuple[Sequence, int, list[Any]]]  # the number of its tokens; the first six of its fields
+State = tuple[dict[str, list[int]], list[tuple[Sequence, int, list[Any]]]]
+"""Queues and cached blocks; of each sequence, the number of its tokens, and the first six of its fields."""
 
 
 class Recorder:
@@ -75,7 +66,8 @@ class Recorder:
     """
 
     def __init__(self, path: Path, scheduler: Scheduler, tokenizer: Any, model_name: str) -> None:
-        self.path, self.scheduler, self.tokenizer = path, scheduler, tokenizer
+        self.path, self.scheduler, self.tokenizer = path.absolute(), scheduler, tokenizer
+        self.full = False  # the disk
         self.start, self.num_steps = time.monotonic(), 0
         self.numbers: dict[Request, int] = {}  # of the unfinished ones
         self.num_requests = 0
@@ -94,10 +86,7 @@ class Recorder:
         }
         page = PAGE.read_bytes()
         try:
-            # Without a buffer every line goes out at once, and nothing is left that could fail at the end.
-            self.file: FileIO | None = path.open("wb", buffering=0)
-            weakref.finalize(self, self.file.close)
-            _write_all(self.file, page + _as_json(header))
+            path.write_bytes(page + _as_json(header))
         except OSError as error:
             raise OSError(error.errno, f"the trace cannot be written: {error.strerror}", str(path)) from error
 
@@ -109,15 +98,14 @@ class Recorder:
         """Write the line of a step that has just ended."""
         self.num_steps += 1
         updated = self._state(seq.request for seq in batch.sequences)
+        numbers, seqs = self.numbers, batch.sequences
         line = {
-            "admitted": [self.numbers[request] for request in batch.admitted],
-            "preempted": [[self.numbers[request], way] for request, way in batch.preempted],
+            "admitted": [numbers[request] for request in batch.admitted],
+            "preempted": [[numbers[request], way] for request, way in batch.preempted],
             "out": batch.swap_out,
             "in": batch.swap_in,
             "copies": batch.copies,
-            "batch": [
-                [self.numbers[seq.request], seq.index, seq.num_scheduled_tokens] for seq in batch.sequences
-            ],
+            "batch": [[numbers[seq.request], seq.index, seq.num_scheduled_tokens] for seq in seqs],
         }
         self._write(line, scheduled=self.scheduled, updated=updated)
 
@@ -139,27 +127,23 @@ class Recorder:
                 place = [numbers[request], seq.index, seq.num_computed_tokens]
                 tables = [list(seq.block_table), list(seq.host_table)]
                 rows.append((seq, seq.num_tokens, [*place, *tables, seq.finish_reason]))
-        return State(
-            [numbers[request] for request in running],
-            [numbers[request] for request in waiting],
-            list(scheduler.block_manager.cached),
-            rows,
-        )
+        queues = {"running": [numbers[request] for request in running]}
+        queues |= {"waiting": [numbers[request] for request in waiting]}
+        return queues | {"cached": list(scheduler.block_manager.cached)}, rows
 
     def _write(self, line: dict[str, Any], **states: State) -> None:
         """Append a line. If that fails (the disk is full), the trace ends, and the engine goes on."""
         tokens: dict[Sequence, int] = {}
         texts: set[int] = set()
-        for name, state in states.items():
+        for name, (queues, rows) in states.items():
             seqs = []
-            for seq, num_tokens, row in state.rows:
+            for seq, num_tokens, row in rows:
                 first = tokens.get(seq, self.told_tokens.get(seq, 0))
                 new = seq.token_ids[first:num_tokens]
                 seqs.append([*row, first, new])
                 tokens[seq] = num_tokens
                 texts.update(new)
-            queues = {"running": state.running, "waiting": state.waiting}
-            line[name] = queues | {"cached": state.cached, "seqs": seqs}
+            line[name] = queues | {"seqs": seqs}
         keys = {block.block_id: key for key, block in self.scheduler.block_manager.index.items()}
         changed = {block_id for block_id, _ in keys.items() ^ self.told_keys.items()}
         line["requests"] = [
@@ -172,12 +156,13 @@ class Recorder:
             texts -= self.told_texts
             line["texts"] = {token_id: self.tokenizer.decode([token_id]) for token_id in sorted(texts)}
         line["generated"] = self.scheduler.counters.num_generated_tokens
-        if self.file is not None:
+        if not self.full:
             now = {"step": self.num_steps, "time": round(time.monotonic() - self.start, 6)}
             try:
-                _write_all(self.file, _as_json(now | {name: value for name, value in line.items() if value}))
+                with self.path.open("ab") as file:
+                    file.write(_as_json(now | {name: value for name, value in line.items() if value}))
             except OSError as error:
-                self.file = None
+                self.full = True
                 logger.warning("the trace %s ends here: %s", self.path, error)
         self.told_requests, self.told_tokens, self.told_keys = self.num_requests, tokens, keys
         self.told_texts |= texts
@@ -188,9 +173,3 @@ class Recorder:
 def _as_json(line: dict[str, Any]) -> bytes:
     """A line of the page. In it, a "<" could end the script element that the lines are in."""
     return json.dumps(line, separators=(",", ":")).replace("<", "\\u003c").encode() + b"\n"
-
-
-def _write_all(file: FileIO, data: bytes) -> None:
-    """When a disk becomes full, a write stores what still fits, and only the next one raises OSError."""
-    while data:
-        data = data[file.write(data) :]
