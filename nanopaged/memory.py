@@ -57,8 +57,8 @@ def measure_num_blocks(config: ResolvedConfig, model: Model, shape: KVShape) -> 
         total · memory_utilization  =  in use (weights, other programs)  +  the largest step  +  blocks
 
     CUDA graphs, captured later, use the memory left over: 10 % by default. On a CPU, blocks take at most
-    `HOST_BYTES`, unless a share is configured or a single sequence needs more. All ranks share this memory, and
-    so does Apple's GPU.
+    `HOST_BYTES`, unless a share is configured or a single sequence needs more. All ranks share this memory,
+    and so does Apple's GPU.
     """
     device, max_model_len = model.embed_tokens.weight.device, config.max_model_len
     if device.type == "cuda":

@@ -47,8 +47,7 @@ TESTS = {  # file of the package → NAMEs of its tests, tests/*/test_NAME.py
     "kernels/cpp.py": "cpp",
     "kernels/paged_attention.py": "kernels attention",
     "model/checkpoint.py": "weights parallel api",
-    "model/decoder.py": "weights oracle parallel",
-    "model/decoder.py": "weights cpp oracle",
+    "model/decoder.py": "weights cpp oracle parallel",
     "model/model_config.py": "weights parallel",
 }
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from nanopaged import parallel
 from nanopaged.model import checkpoint
-from nanopaged.model.decoder import Model
-from nanopaged.model.decoder import Linear, allocate
+from nanopaged.model.decoder import Linear, Model, allocate
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.parallel import Ranks
 

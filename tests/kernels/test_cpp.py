@@ -177,7 +177,9 @@ def test_silu_mul(width: int, dtype: torch.dtype) -> None:
     skip_without(dtype)
     gate_up = torch.randn(70, 2 * width).to(dtype) * 5
     gate_up[:3, 0] = torch.tensor([-1000, 1000, math.nan])
-    assert_close(cpp.silu_mul(gate_up).nan_to_num(99), decoder.silu_mul(gate_up.float()).nan_to_num(99), dtype)
+    assert_close(
+        cpp.silu_mul(gate_up).nan_to_num(99), decoder.silu_mul(gate_up.float()).nan_to_num(99), dtype
+    )
 
 
 # ── the engine ────────────────────────────────────────────────────────────────────────────────────

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from nanopaged import LLM, EngineConfig, SamplingParams
 from nanopaged.model.checkpoint import TINY_MODEL, load_model, read_eos_token_ids
-from nanopaged.model.layers import Linear
+from nanopaged.model.decoder import Linear
 from nanopaged.model.model_config import read_model_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -451,15 +451,9 @@ def test_a_hub_id_is_downloaded(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) 
     assert "*.safetensors" in asked["some-lab/model"]["allow_patterns"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", r"config\.json cannot be read as a JSON object"),
-        ("[" * 100_000, r"config\.json cannot be read as a JSON object"),
-        ("[1]", r"config\.json cannot be read as a JSON object"),
-        ("{}", "model_type None, but only"),
-    ],
-    ids=["cut", "deep", "list", "empty"],
+NO_JSON, NO_TOKENIZER = (
+    r"config\.json cannot be read as a JSON object",
+    "the tokenizer in .* cannot be read: ",
 )
 
 
@@ -467,7 +461,7 @@ def test_a_hub_id_is_downloaded(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) 
     ("file", "text", "message"),
     [
         *(("config.json", text, NO_JSON) for text in ("{", "[" * 100_000, "[1]")),
-        ("config.json", "{}", "model_type None, which is not supported"),
+        ("config.json", "{}", "model_type None, but only"),
         *(("tokenizer.json", text, NO_TOKENIZER) for text in ("[]", '{"version": ', "{}", None)),
     ],
     ids=[*("cut", "deep", "list", "empty"), *("tokenizer list", "cut", "empty", "folder")],
