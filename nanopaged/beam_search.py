@@ -22,22 +22,19 @@ from nanopaged.config import BeamSearchParams
 from nanopaged.sequence import Request, Sample, Sequence
 
 
-def fork_samples(request: Request, samples: list[Sample], block_manager: BlockManager) -> list[Sequence]:
+def fork_samples(request: Request, samples: list[Sample], block_manager: BlockManager) -> None:
     """Fork the sequence that has computed the prompt, once for each of the `samples` drawn to follow it.
 
     The request changes in one assignment at the end, so a failed step leaves no fork without its token.
-
-    Returns:
-        the sequences of the request, in order of index.
     """
     (parent,) = request.live
     siblings: list[Sequence] = []
     for index, sample in enumerate(samples):
         siblings.append(block_manager.fork(parent, index))
-        siblings[-1].append(sample)
+        if siblings[-1].append(sample):  # it ends with its first token
+            block_manager.free(siblings[-1])
     block_manager.free(parent)
-    request.sequences, request.live = siblings, siblings[:]
-    return siblings
+    request.sequences, request.live = siblings, [seq for seq in siblings if not seq.finished]
 
 
 def advance_beams(request: Request, block_manager: BlockManager) -> None:

@@ -13,6 +13,7 @@ from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain
 
 from nanopaged.sequence import Sequence
 
@@ -157,13 +158,12 @@ class BlockManager:
         # The last block of each sequence is its own, even if full: its last token is always computed.
         keys = [self.keys_of(seq, (seq.num_tokens - 1) // size) for seq in sequences]
         hits = [self.find_prefix(seq) if look_up else [] for seq in sequences]
-        in_use = {block_id for hit in hits for block_id in hit if self.blocks[block_id].ref_count > 0}
+        in_use = {block_id for block_id in chain(*hits) if self.blocks[block_id].ref_count > 0}
         num_distinct = len({key for its_keys in keys for key in its_keys})
         if num_distinct - len(in_use) + len(sequences) > self.num_free_blocks - num_reserved:
             return False
-        for hit in hits:  # share all hits first: `take` below may evict cached blocks
-            for block_id in hit:
-                self.share(block_id)
+        for block_id in chain(*hits):  # share all hits first: `take` below may evict cached blocks
+            self.share(block_id)
         taken: dict[bytes, int] = {}
         for seq, its_keys, hit in zip(sequences, keys, hits, strict=True):
             num_found = len(hit)
@@ -191,8 +191,7 @@ class BlockManager:
             the copies (source, destination) to make before the slots are written (copy-on-write, §4.4); None,
             and nothing is changed, if the pool has too few blocks.
         """
-        size = self.block_size
-        seq = sequences[0]
+        size, seq = self.block_size, sequences[0]
         if len(sequences) == 1 and len(seq.token_ids) <= len(seq.block_table) * size:
             return []  # the usual case: a free slot, and no sibling that could share the block
         if blocks_to_grow(sequences, [seq.block_table for seq in sequences], size) > self.num_free_blocks:
@@ -286,9 +285,8 @@ class BlockManager:
         keys = self.keys_of(seq, (seq.num_computed_tokens + seq.num_scheduled_tokens) // self.block_size)
         for key, block_id in zip(keys[first:], seq.block_table[first:], strict=False):
             if key not in self.index:
-                block = self.index[key] = self.blocks[block_id]
-                assert block.key is None, f"block {block.block_id} is published under another key"
-                block.key = key
+                self.index[key] = self.blocks[block_id]
+                self.index[key].key = key
 
     def reset_prefix_cache(self) -> None:
         """Make all cached blocks free. Blocks in use can still be found."""

@@ -39,11 +39,12 @@ class Options:
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # every class of options is a dataclass
 
     def __new__(cls: type[_T], *args: Any, **options: Any) -> _T:
-        known = cls.__dataclass_fields__
-        if not options.keys() <= known.keys():
+        if not options.keys() <= cls.__dataclass_fields__.keys():
             theirs = foreign_names("options")
             theirs |= foreign_names("beam_options") if cls is BeamSearchParams else {}
-            raise TypeError(f"{cls.__name__} has no option {explain(options, known, theirs)}")
+            raise TypeError(
+                f"{cls.__name__} has no option {explain(options, cls.__dataclass_fields__, theirs)}"
+            )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -147,6 +147,8 @@ class LLMEngine:
         Raises:
             TypeError, ValueError: the prompt or its params cannot be served, or the id is taken.
         """
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {request_id!r}")
         self.queue(self.prompts.make_request(request_id, prompt, params))
 
     def queue(self, request: Request) -> None:

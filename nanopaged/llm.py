@@ -77,11 +77,10 @@ class LLM(ForeignAttributes):
         try:
             self._queue(requests)
             with tqdm(total=len(requests), desc="Generating", unit="prompt", **options) as bar:
-                for num_done, request in enumerate(requests, 1):
+                for request in requests:
                     while not request.finished:
                         self._step(requests)
-                        bar.update(max(bar.n, min(len(self.engine.unreported), len(requests) - 1)) - bar.n)
-                    bar.update(max(bar.n, num_done) - bar.n)
+                        bar.update(min(len(self.engine.unreported), len(requests)) - bar.n)
         finally:
             self._drop(requests)
         for request in requests:
@@ -189,9 +188,8 @@ class LLM(ForeignAttributes):
 
     def _make_requests(self, pairs: list[tuple[Prompt, Params | None]]) -> list[Request]:
         """Checked requests without an id. (A tokenizer serves one thread at a time.)"""
-        make_request = partial(self.engine.prompts.make_request, "")
         with self._door, self._lock:
-            return list(starmap(make_request, pairs))
+            return list(starmap(partial(self.engine.prompts.make_request, ""), pairs))
 
     def _queue(self, requests: list[Request]) -> None:
         """Queue requests, each with an id that no unfinished request has."""

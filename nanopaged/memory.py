@@ -36,11 +36,9 @@ def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
 
 def count_blocks(config: ResolvedConfig, model: Model, shape: KVShape, ranks: Ranks | None) -> list[int]:
     """Blocks of the KV cache and in host memory: those of `config`, or measured."""
-    num_blocks, num_host_blocks = config.num_blocks, config.num_host_blocks
-    block_bytes = shape.block_bytes(config.block_size)
-    if num_blocks is None:
-        num_blocks = measure_num_blocks(config, model, shape)
-        num_blocks = ranks.smallest(num_blocks) if ranks is not None else num_blocks
+    num_host_blocks, block_bytes = config.num_host_blocks, shape.block_bytes(config.block_size)
+    num_blocks = config.num_blocks or measure_num_blocks(config, model, shape)
+    num_blocks = ranks.smallest(num_blocks) if ranks is not None else num_blocks
     if num_host_blocks is None:
         most = HOST_BYTES // config.tensor_parallel_size // block_bytes
         num_host_blocks = 0 if config.preemption == "recompute" else min(num_blocks, most)

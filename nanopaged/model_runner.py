@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanopaged.attention import choose_backend, make_attention
-from nanopaged.attention.metadata import AttentionMetadata, StepInputs, slots_of
+from nanopaged.attention.metadata import AttentionMetadata, StepInputs
 from nanopaged.config import ResolvedConfig
 from nanopaged.kernels import cpp
 from nanopaged.kv_cache import KVCache, KVShape, take_rows, to_device
@@ -91,11 +91,10 @@ class ModelRunner:
     def forward(self, inputs: StepInputs) -> Tensor:
         """Move blocks and run the model → hidden states [num_tokens, hidden_size]."""
         self.kv_cache.move_blocks(*inputs.moves)
-        input_ids, positions, metadata = inputs.input_ids, inputs.positions, inputs.metadata
-        if self.graphs is not None and metadata.num_decodes == len(metadata.query_lens):
-            return self.graphs.run(input_ids, positions, metadata)
-        self.attention.begin_step(metadata)
-        ids, where = to_device(np.stack((input_ids, positions)), self.device)
+        if self.graphs is not None and inputs.metadata.num_decodes == len(inputs.metadata.query_lens):
+            return self.graphs.run(inputs.input_ids, inputs.positions, inputs.metadata)
+        self.attention.begin_step(inputs.metadata)
+        ids, where = to_device(np.stack((inputs.input_ids, inputs.positions)), self.device)
         return self.model(ids, where, self.attention)
 
     def score_prompts(self, tiles: list[PromptTile], hidden: Tensor) -> dict[Request, list[Logprobs]]:
@@ -103,8 +102,8 @@ class ModelRunner:
         scores: dict[Request, list[Logprobs]] = {}
         for request, rows, scored in tiles:
             logprobs = self.model.logits(take_rows(hidden, rows)).log_softmax(-1)
-            actual = to_device(np.array(scored), logprobs.device)
-            tokens = gather_logprobs(logprobs, actual, [request.params.prompt_logprobs or 0] * len(rows))
+            actual, num = to_device(np.array(scored), logprobs.device), request.params.prompt_logprobs or 0
+            tokens = gather_logprobs(logprobs, actual, [num] * len(rows), logprobs)
             scores.setdefault(request, []).extend(token.logprobs or {} for token in tokens)
         return scores
 
@@ -143,34 +142,25 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
     block_size = 4, table [7, 2], 3 of 6 tokens computed: positions 3 4 5, slots 7·4+3, 2·4+0, 2·4+1
     """
     input_ids, positions, slots = [], [], []  # of each token
-    query_lens, context_lens, block_tables = [], [], []  # of each sequence
+    lens = []  # of each sequence: its new tokens, and its context with them
     last_tokens = []  # rows of the tokens that are sampled from: with 1, 1 and 4 new tokens 0, 1 and 5
     logit_rows, tiles = [last_tokens], []
     for seq in batch.sequences:
         start, n, table = seq.num_computed_tokens, seq.num_scheduled_tokens, seq.block_table
-        query_lens.append(n)
-        context_lens.append(start + n)
-        block_tables.append(table)
-        if n == 1:  # there may be hundreds of decodes, so no numpy for a single token
-            input_ids.append(seq.token_ids[start])
-            positions.append(start)
-            slots.append(table[start // block_size] * block_size + start % block_size)  # as in `slots_of`
-        else:
-            input_ids += seq.token_ids[start : start + n]
-            positions += range(start, start + n)
-            slots += slots_of(table, np.arange(start, start + n), block_size).tolist()
+        lens.append((n, start + n))
+        input_ids += seq.token_ids[start : start + n]
+        positions += range(start, start + n)
+        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, start + n)]
         if seq.needs_sample:
             last_tokens.append(len(input_ids) - 1)
         if seq.request.wants_prompt_logprobs:
             for tile in prompt_tiles(seq, row=len(input_ids) - n):
                 tiles.append(tile)
                 logit_rows.append(tile[1])
-    lens, slot_mapping = np.array((query_lens, context_lens), dtype=np.int64), np.array(slots, dtype=np.int64)
-    ids = list(map(id, batch.sequences))
-    metadata = AttentionMetadata(*lens, block_tables, slot_mapping, batch.num_decodes, ids)
-    moves = batch.swap_out, batch.swap_in, batch.copies
-    flat = np.array((input_ids, positions), dtype=np.int64)
-    return StepInputs(moves, *flat, metadata, logit_rows), tiles
+    flat = np.array((input_ids, positions, slots), dtype=np.int64)
+    tables, ids = [seq.block_table for seq in batch.sequences], list(map(id, batch.sequences))
+    metadata = AttentionMetadata(*np.array(lens).T, tables, flat[2], batch.num_decodes, ids)
+    return StepInputs((batch.swap_out, batch.swap_in, batch.copies), *flat[:2], metadata, logit_rows), tiles
 
 
 def prompt_tiles(seq: Sequence, row: int) -> Iterator[PromptTile]:

@@ -122,7 +122,7 @@ class RequestOutput(ForeignAttributes):
 class Counters:
     """What the steps since the engine was made have done.
 
-    `prefix_cache_queries` and `_hits` are tokens of admitted prompts, `num_blocks_copied` copies on write.
+    A prompt counts once it is computed; `prefix_cache_queries` and `_hits` are tokens of prompts.
     """
 
     num_prompt_tokens: int = 0

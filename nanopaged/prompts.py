@@ -71,11 +71,9 @@ class PromptProcessor:
         if not isinstance(params, Params):
             got = f"{type(params).__name__}{hint_for(params)}"
             raise TypeError(f"params must be SamplingParams or BeamSearchParams, got {got}")
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a str, got {request_id!r}")
         text, content, salt = read_prompt(prompt)
-        token_ids = self.encode(content) if isinstance(content, str) else content
-        token_ids = check_token_ids(token_ids, self.vocab_size)
+        given = self.encode(content) if isinstance(content, str) else content
+        token_ids = check_token_ids(given, self.vocab_size)
         require(len(token_ids) > 0, "the prompt is empty: it needs at least one token")
         rules = StopRules.of(params, len(token_ids), self.eos_token_ids, self.config.max_model_len)
         self._check(len(token_ids), params, rules)
@@ -134,8 +132,8 @@ class PromptProcessor:
             )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
-        wanted = max(params.logprobs or 0, params.prompt_logprobs or 0)
-        require(wanted <= vocab_size, f"logprobs is {wanted}, but the vocabulary has {vocab_size} tokens")
+        if (wanted := max(params.logprobs or 0, params.prompt_logprobs or 0)) > vocab_size:
+            raise ValueError(f"logprobs is {wanted}, but the vocabulary has {vocab_size} tokens")
         check_token_ids(params.stop_token_ids, vocab_size, "stop token")
         if params.min_tokens > 0 and len(rules.token_ids) == vocab_size:
             raise ValueError(
@@ -183,9 +181,9 @@ def check_token_ids(token_ids: Any, vocab_size: int, what: str = "token") -> lis
     if not isinstance(plain, SequenceOf) or isinstance(plain, bytes):
         raise TypeError(f"a prompt is a str or a list of token ids, got {type(plain).__name__}")
     for token_id in plain:
-        if isinstance(token_id, Mapping) and "role" in token_id:
-            raise ValueError(f"messages are for chat: llm.chat(messages, params); got {token_id!r}")
         if not is_whole(token_id):
+            if isinstance(token_id, Mapping) and "role" in token_id:
+                raise ValueError(f"messages are for chat: llm.chat(messages, params); got {token_id!r}")
             raise TypeError(f"{what} ids must be ints, got {token_id!r} in the prompt")
         if not 0 <= token_id < vocab_size:
             raise ValueError(f"{what} id {token_id} is outside the vocabulary of {vocab_size} tokens")
@@ -206,11 +204,8 @@ def token_rows(encoding: Mapping[str, Any]) -> list[list[int]]:
     ]
 
 
-def pair_up(
-    prompts: Prompt | SequenceOf[Prompt], params: Params | SequenceOf[Params] | None
-) -> list[tuple[Prompt, Params | None]]:
+def pair_up(given: Any, params: Any) -> list[tuple[Prompt, Params | None]]:
     """Each prompt with its params. A single prompt is a list of one; single params are for all prompts."""
-    given: Any = prompts
     if isinstance(given, Mapping) and "input_ids" in given:
         given = token_rows(given)
     elif isinstance(given, str | Mapping) or (hasattr(given, "tolist") and given.ndim < 2):

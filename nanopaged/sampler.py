@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
@@ -87,11 +87,10 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
     Args:
         logits: float32 [num_ready, vocab_size], a row for each sequence that needs a sample.
     """
-    samples: list[list[Sample]] = [[] for _ in batch.sequences]
-    ready = [pair for pair in zip(batch.sequences, samples, strict=True) if pair[0].needs_sample]
-    draws: list[Draw] = []
-    rows: list[int] = []  # of each draw, in the logits
-    for row, (seq, _) in enumerate(ready):
+    samples: dict[Sequence, list[Sample]] = defaultdict(list)
+    ready = [seq for seq in batch.sequences if seq.needs_sample]
+    draws, rows = [], []  # rows: of each draw, in the logits
+    for row, seq in enumerate(ready):
         request, params, where = seq.request, seq.request.params, (seq.num_tokens, seq.banned_token_ids)
         if isinstance(params, BeamSearchParams):  # the most likely token, with the next ones in likelihood
             num = min(request.num_candidates + len(where[1]), logits.shape[-1])
@@ -102,13 +101,12 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
                 draws.append(Draw(params, request.seed, index, *where, counts))
         rows += [row] * (len(draws) - len(rows))
     tokens = sample(take_rows(logits, rows), SamplingMetadata(draws, logits.device))
-    for row, token in zip(rows, tokens, strict=True):
-        seq, its_samples = ready[row]
+    for seq, token in zip([ready[row] for row in rows], tokens, strict=True):
         if not math.isfinite(token.logprob):
             error = NoTokenAllowed if token.logprob == -math.inf else NonFiniteLogits
             raise error(seq.request.request_id, seq.num_tokens)
-        its_samples += candidates(seq, token) if seq.request.is_beam_search else (token,)
-    return samples
+        samples[seq] += candidates(seq, token) if seq.request.is_beam_search else (token,)
+    return [samples[seq] for seq in batch.sequences]
 
 
 def token_counts(seq: Sequence) -> dict[int, int]:
@@ -142,8 +140,7 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
         token_ids = draw_tokens(filtered_probs(allowed, metadata), metadata.uniform)
         if metadata.any_greedy:
             token_ids = torch.where(metadata.is_greedy[:, 0] > 0, allowed.argmax(-1), token_ids)
-    masked = allowed if allowed is not logprobs else None
-    return gather_logprobs(logprobs, token_ids, metadata.num_logprobs, masked)
+    return gather_logprobs(logprobs, token_ids, metadata.num_logprobs, allowed)
 
 
 def penalize(logits: Tensor, where: Tensor, numbers: Tensor) -> Tensor:
@@ -234,7 +231,7 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def gather_logprobs(
-    logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int | None], allowed: Tensor | None = None
+    logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int | None], allowed: Tensor
 ) -> list[Sample]:
     """Each row's token and its log-probability; if wanted, the most likely tokens and theirs as well.
 
@@ -245,9 +242,7 @@ def gather_logprobs(
         allowed: scores like `logprobs`, -inf where a token is not allowed; so is then its log-probability.
     """
     token_ids = token_ids[:, None]
-    chosen = logprobs.gather(1, token_ids)
-    if allowed is not None:
-        chosen = chosen.masked_fill(allowed.gather(1, token_ids) == -math.inf, -math.inf)
+    chosen = logprobs.gather(1, token_ids).masked_fill(allowed.gather(1, token_ids) == -math.inf, -math.inf)
     columns = [token_ids, chosen.double()]
     wanted = [(row, num) for row, num in enumerate(num_logprobs) if num is not None]
     most = max([num for _, num in wanted], default=0)

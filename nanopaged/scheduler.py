@@ -107,6 +107,7 @@ class Scheduler:
                 break  # no request overtakes the first one, even if it needs fewer blocks
             budget = self._schedule_tokens(request, budget, batch)
         del self.waiting[: len(batch.admitted)]
+        self.counters.num_blocks_copied += len(batch.copies)
         assert batch.sequences or not (self.running or self.waiting), "no work was scheduled"
         return batch
 
@@ -116,8 +117,9 @@ class Scheduler:
         6 of 10 tokens computed, budget 20: 4 tokens are scheduled, 16 of the budget are left
         """
         for seq in request.live:
-            num_computed_tokens = seq.num_computed_tokens
-            num_tokens = len(seq.token_ids) - num_computed_tokens  # 0 for a beam that waits for its siblings
+            num_tokens = (
+                len(seq.token_ids) - seq.num_computed_tokens
+            )  # 0 for a beam that waits for its siblings
             if num_tokens > budget:
                 if not self.enable_chunked_prefill or budget == 0:
                     break  # its siblings wait, too: they may share blocks that it has not computed yet
@@ -129,8 +131,8 @@ class Scheduler:
                 batch.num_decodes += 1
             elif num_tokens > 1:
                 batch.sequences.append(seq)
-            if num_computed_tokens % self.block_size + num_tokens >= self.block_size:  # a block becomes full
-                self.block_manager.publish(seq)
+            if seq.num_computed_tokens % self.block_size + num_tokens >= self.block_size:
+                self.block_manager.publish(seq)  # a block becomes full
         return budget
 
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
@@ -141,10 +143,13 @@ class Scheduler:
         moves = self.swapper.swap_out(request) if self.preemption == "swap" else None
         if moves is not None:
             batch.swap_out += moves
+            self.counters.num_preemptions_swap += 1
+            self.counters.num_blocks_swapped_out += len(moves)
         else:
             for seq in request.live:
                 self.block_manager.free(seq)
                 seq.candidates = None  # recomputing the last token of a beam gives its candidates again
+            self.counters.num_preemptions_recompute += 1
         batch.preempted.append((request, "recompute" if moves is None else "swap"))
         request.num_preemptions += 1
         request.rank = self.rank(request)
@@ -162,6 +167,7 @@ class Scheduler:
             if moves is None:
                 return False
             batch.swap_in += moves
+            self.counters.num_blocks_swapped_in += len(moves)
             copies = self.block_manager.append_slots(request.live)
             assert copies is not None  # `swap_in` counted them
             batch.copies += copies
@@ -176,7 +182,6 @@ class Scheduler:
         batch.admitted.append(request)
         if request.num_cached_tokens is None:  # the first admission, not one after a preemption
             request.num_cached_tokens = request.live[0].num_computed_tokens
-            batch.started.append(request)
         return True
 
     def _fits_whole(self, request: Request, look_up: bool, budget: int) -> bool:
@@ -193,8 +198,7 @@ class Scheduler:
             assert request.prompt_logprobs is not None
             request.prompt_logprobs.extend(logprobs)
         advanced: dict[Request, None] = {}  # used as an ordered set
-        ended: list[Sequence] = []
-        now = time.monotonic()
+        counters, now = self.counters, time.monotonic()
         for seq, samples in zip(batch.sequences, result.samples, strict=True):
             request = seq.request
             seq.num_computed_tokens += seq.num_scheduled_tokens
@@ -207,37 +211,22 @@ class Scheduler:
                 advance_beams(request, self.block_manager)
                 samples = request.sequences  # one new token each
             elif request.awaits_fork:  # the prompt is computed: fork
-                ended += [sib for sib in fork_samples(request, samples, self.block_manager) if sib.finished]
+                fork_samples(request, samples, self.block_manager)
             elif seq.append(samples[0]):
-                ended.append(seq)
-            self.counters.num_generated_tokens += len(samples)
+                self.block_manager.free(seq)
+                request.live.remove(seq)
+            if request.first_token_time is None:  # its prompt is computed
+                request.first_token_time = now
+                counters.num_prompt_tokens += request.num_prompt_tokens
+                if self.block_manager.enable_prefix_caching and request.prompt_logprobs is None:  # looked up
+                    counters.prefix_cache_queries += request.num_prompt_tokens
+                    counters.prefix_cache_hits += request.num_cached_tokens or 0
+            counters.num_generated_tokens += len(samples)
             advanced[request] = None
-            request.first_token_time = request.first_token_time or now
-        for seq in ended:
-            self.block_manager.free(seq)
-            seq.request.live.remove(seq)
-        for request in advanced:
             if not request.live:
                 request.finish_time = now
                 self.running.remove(request)
-        if batch.admitted or batch.preempted or batch.copies:
-            self._count(batch)
         return list(advanced)
-
-    def _count(self, batch: ScheduledBatch) -> None:
-        """Count what a step did apart from generating tokens. Most steps do nothing else."""
-        counters = self.counters
-        for request in batch.started:
-            counters.num_prompt_tokens += request.num_prompt_tokens
-            if self.block_manager.enable_prefix_caching and request.prompt_logprobs is None:  # looked up
-                counters.prefix_cache_queries += request.num_prompt_tokens
-                counters.prefix_cache_hits += request.num_cached_tokens or 0
-        num_swaps = sum(way == "swap" for _, way in batch.preempted)
-        counters.num_preemptions_swap += num_swaps
-        counters.num_preemptions_recompute += len(batch.preempted) - num_swaps
-        counters.num_blocks_swapped_out += len(batch.swap_out)
-        counters.num_blocks_swapped_in += len(batch.swap_in)
-        counters.num_blocks_copied += len(batch.copies)
 
     def start_over(self, requests: Iterable[Request]) -> None:
         """After a failed step, put all unfinished `requests` back into the waiting queue.

@@ -139,9 +139,8 @@ class Sequence:
         """What a user gets of it so far. A stop token is not part of the text."""
         token_ids, text = self.token_ids[self.request.num_prompt_tokens :], ""
         if self.detokenizer is not None:
-            has_stop_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
-            shown = token_ids[: len(token_ids) - has_stop_token]
-            text = self.detokenizer.visible(shown, self.finish_reason is not None)
+            end = len(token_ids) - (self.finish_reason == "stop" and not isinstance(self.stop_reason, str))
+            text = self.detokenizer.visible(token_ids[:end], self.finish_reason is not None)
         logprobs = list(self.logprobs) if self.request.params.logprobs is not None else None
         ended = self.finish_reason, self.stop_reason, self.score
         return CompletionOutput(self.index, text, token_ids, self.cumulative_logprob, logprobs, *ended)
@@ -176,8 +175,7 @@ class Request:
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.prompt_token_ids)
-        self.width = self.params.width
+        self.num_prompt_tokens, self.width = len(self.prompt_token_ids), self.params.width
         self.is_beam_search = isinstance(self.params, BeamSearchParams)
         self.live = [Sequence(self, list(self.prompt_token_ids))]
         self.sequences = self.live[:]
@@ -192,7 +190,7 @@ class Request:
     @property
     def is_swapped(self) -> bool:
         """Whether the request is swapped out: its K/V is in host memory."""
-        return any(seq.host_table for seq in self.live)
+        return bool(self.live and self.live[0].host_table)
 
     @property
     def awaits_fork(self) -> bool:
@@ -244,8 +242,7 @@ class ScheduledBatch:
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination)
-    admitted: list[Request] = field(default_factory=list)  # requests that left the waiting queue …
-    started: list[Request] = field(default_factory=list)  # … for the first time
+    admitted: list[Request] = field(default_factory=list)  # requests that left the waiting queue
     preempted: list[tuple[Request, str]] = field(default_factory=list)  # and how: "swap" or "recompute"
 
 

@@ -32,7 +32,6 @@ import torch
 from nanopaged.attention.cpp_backend import CppAttention
 from nanopaged.attention.reference_backend import ReferenceAttention, ScoreMod
 from nanopaged.attention.torch_backend import TorchAttention
-from nanopaged.config import ATTENTION_BACKENDS
 from nanopaged.kernels import build, cpp
 from nanopaged.kv_cache import KVCache, KVShape
 
@@ -44,18 +43,14 @@ def choose_backend(name: str, device: torch.device, shape: KVShape, score_mod: S
 
     The C++ kernels are built here.
     """
-    if name not in ATTENTION_BACKENDS:
-        raise ValueError(f"attention_backend is {name!r}, but must be one of {ATTENTION_BACKENDS}")
-    if name != "auto":
-        reason = why_unavailable(name, device, shape, score_mod)
-        if reason is not None:
-            raise ValueError(f"attention_backend={name!r} cannot run here: {reason}; 'auto' picks another")
-        return name
-    for name in {"cuda": ["flash", "triton"], "cpu": ["cpp"] * build.is_wanted()}.get(device.type, []):
-        reason = why_unavailable(name, device, shape, score_mod)
+    fastest = {"cuda": ["flash", "triton"], "cpu": ["cpp"] * build.is_wanted()}.get(device.type, [])
+    for candidate in fastest if name == "auto" else [name]:
+        reason = why_unavailable(candidate, device, shape, score_mod)
         if reason is None:
-            return name
-        if name == "cpp":
+            return candidate
+        if name != "auto":
+            raise ValueError(f"attention_backend={name!r} cannot run here: {reason}; 'auto' picks another")
+        if candidate == "cpp":
             logger.warning("the C++ kernels are not used: %s", reason)
     return "torch"
 

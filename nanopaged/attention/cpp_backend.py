@@ -32,14 +32,12 @@ class CppAttention(TorchAttention):
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write k, v [num_tokens, num_kv_heads, head_dim] to their slots."""
-        (k_cache, v_cache), (num_tokens, num_heads, head_dim) = self.layers[layer], k.shape
-        assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1), "the heads of a token are contiguous"
-        assert k.dtype == v.dtype == k_cache.dtype
-        cpp.load().store_kv(
-            *(k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), self.slots.ctypes.data),
-            *(num_tokens, k.stride(0), v.stride(0), num_heads, head_dim),
-            *(self.cache.block_size, *k_cache.stride()[:2], cpp.DTYPES[k.dtype]),
-        )
+        k_cache, v_cache = self.layers[layer]
+        # The heads of a token are contiguous.
+        assert (*k.stride()[1:], k.dtype) == (*v.stride()[1:], v.dtype) == (k.shape[2], 1, k_cache.dtype)
+        numbers = len(k), k.stride(0), v.stride(0), *k.shape[1:], self.cache.block_size, *k_cache.stride()[:2]
+        addresses = *map(Tensor.data_ptr, (k, v, k_cache, v_cache)), self.slots.ctypes.data
+        cpp.load().store_kv(*addresses, *numbers, cpp.DTYPES[k.dtype])
 
     def begin_decodes(self, metadata: AttentionMetadata) -> None:
         """Divide the block tables into runs: parts of a table, and the sequences that read them.
@@ -67,28 +65,24 @@ class CppAttention(TorchAttention):
         step = max(1, RUN_KEYS // size) * size
         runs = [(seqs, i, min(i + step, end)) for seqs, first, end in parts for i in range(first, end, step)]
         blocks = [tables[seqs[0]][first // size : -(-end // size)] for seqs, first, end in runs]
-        readers = [seqs for seqs, _, _ in runs]
+        readers, firsts, ends = zip(*runs, strict=True)
         row_seq = list(chain(*readers))
-        arrays = [
-            *(list(chain(*blocks)), starts(map(len, blocks)), [end - first for _, first, end in runs]),
-            *(starts(map(len, readers)), row_seq),
-            *(starts(np.bincount(row_seq)), np.argsort(row_seq, kind="stable")),  # in the order of the keys
-        ]
+        keys = list(chain(*blocks)), starts(map(len, blocks)), np.subtract(ends, firsts)
+        order = np.argsort(row_seq, kind="stable")  # the parts of a sequence, in the order of the keys
+        rows = starts(map(len, readers)), row_seq, starts(np.bincount(row_seq)), order
         # Kept, since the step has only their addresses.
-        self.arrays = [np.array(values, dtype=np.int64) for values in arrays]
-        numbers = *self.layers[0][0].shape[1::2], size, 0, *self.layers[0][0].stride()[:2]
-        addresses = [array.ctypes.data for array in self.arrays]
-        scale = self.scale * math.log2(math.e)  # 2^(x · log2(e)) = e^x
-        self.step = cpp.Decode(len(runs), n, 0, *numbers, *addresses, scale)
+        self.arrays = [np.array(values, dtype=np.int64) for values in (*keys, *rows)]
+        cache, scale = self.layers[0][0], self.scale * math.log2(math.e)  # 2^(x · log2(e)) = e^x
+        numbers = len(runs), n, 0, *cache.shape[1::2], size, 0, *cache.stride()[:2]
+        self.step = cpp.Decode(*numbers, *[array.ctypes.data for array in self.arrays], scale)
 
     def decode(self, layer: int, q: Tensor) -> Tensor:
         """As `TorchAttention.decode`."""
-        step, (k_cache, v_cache), (num_seqs, num_heads, head_dim) = self.step, self.layers[layer], q.shape
-        assert (q.stride()[1:], q.dtype, num_seqs) == ((head_dim, 1), k_cache.dtype, step.num_seqs)
+        step, (k_cache, v_cache) = self.step, self.layers[layer]
+        assert (q.stride()[1:], q.dtype, len(q)) == ((q.shape[2], 1), k_cache.dtype, step.num_seqs)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        step.num_heads, step.q_seq = num_heads, q.stride(0)
-        step.q, step.k_cache, step.v_cache = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
-        step.out = out.data_ptr()
+        step.num_heads, step.q_seq = q.shape[1], q.stride(0)
+        step.q, step.k_cache, step.v_cache, step.out = map(Tensor.data_ptr, (q, k_cache, v_cache, out))
         cpp.load().paged_decode(ctypes.byref(step), cpp.DTYPES[q.dtype])
         return out
 

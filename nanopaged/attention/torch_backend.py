@@ -29,7 +29,9 @@ class TorchAttention:
         self.cache, self.scale, self.score_mod = cache, scale, score_mod
         self.device = cache.data.device
         # K and V of each layer: making these views takes 2 % of a decode step of one sequence.
-        self.layers = [cache.layer(layer) for layer in range(cache.shape.num_layers)]
+        layers = range(cache.shape.num_layers)
+        self.layers = [cache.layer(layer) for layer in layers]
+        self.score_mods = [partial(score_mod, layer) if score_mod is not None else None for layer in layers]
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Prepare what all layers of a step share."""
@@ -81,14 +83,13 @@ class TorchAttention:
 
     def decode(self, layer: int, q: Tensor) -> Tensor:
         """One query of each sequence: q → out, both [num_decodes, num_heads, head_dim]."""
-        score_mod = partial(self.score_mod, layer) if self.score_mod is not None else None
         # [num_seqs, num_kv_heads, group, head_dim]: heads that share a KV head are rows
         q = (q * self.scale).unflatten(1, (self.cache.shape.num_kv_heads, -1))
         out = torch.empty_like(q)
         for seqs, tables, queries in self.decodes:
             num_keys = tables.shape[1] * self.cache.block_size
             keys, values = (gather_context(x, tables, num_keys) for x in self.layers[layer])
-            out[seqs] = attend(q[seqs], keys, values, queries, 0, score_mod)
+            out[seqs] = attend(q[seqs], keys, values, queries, 0, self.score_mods[layer])
         return out.flatten(1, 2)
 
     def begin_prefills(self, metadata: AttentionMetadata) -> None:
@@ -103,23 +104,20 @@ class TorchAttention:
 
         Tile by tile, each query up to its own position: with 3 cached keys, query 0 sees keys 0 to 3.
         """
-        score_mod = partial(self.score_mod, layer) if self.score_mod is not None else None
         k_cache, v_cache = self.layers[layer]
         q, out, row = q * self.scale, torch.empty_like(q), 0  # row: of the tile's first token
         for table, query_len, context_len in self.prefills:
             keys = gather_context(k_cache, table, context_len)
             values = gather_context(v_cache, table, context_len)
-            positions = torch.arange(context_len, device=self.device)
             for first in range(context_len - query_len, context_len, QUERY_TILE):
-                end = min(first + QUERY_TILE, context_len)
-                tile = q[row : row + end - first].unflatten(1, (len(keys), -1)).transpose(0, 1)
-                queries = positions[first:end].repeat_interleave(tile.shape[2])[:, None]
+                num = min(QUERY_TILE, context_len - first)
+                end, mod = first + num, self.score_mods[layer]
+                tile = q[row : row + num].unflatten(1, (len(keys), -1)).transpose(0, 1)
+                queries = torch.arange(first, end, device=q.device).repeat_interleave(tile.shape[2])[:, None]
                 # [num_kv_heads, tile · group, head_dim]
-                rows = attend(tile.flatten(1, 2), keys[:, :end], values[:, :end], queries, first, score_mod)
-                out[row : row + end - first] = (
-                    rows.unflatten(1, (end - first, -1)).transpose(0, 1).flatten(1, 2)
-                )
-                row += end - first
+                rows = attend(tile.flatten(1, 2), keys[:, :end], values[:, :end], queries, first, mod)
+                out[row : row + num] = rows.unflatten(1, (num, -1)).transpose(0, 1).flatten(1, 2)
+                row += num
         return out
 
 

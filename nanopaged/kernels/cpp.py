@@ -57,10 +57,9 @@ def why_no_cpp(device: torch.device, head_dim: int, dtype: torch.dtype) -> str |
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     """x / √(mean(x²) + ε) · w, computed in float32: x [num_tokens, size] → the same shape."""
-    assert x.stride(1) == 1
-    assert x.dtype == weight.dtype
+    assert (x.stride(1), x.dtype) == (1, weight.dtype)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    addresses = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    addresses = map(Tensor.data_ptr, (x, weight, out))
     load().rms_norm(*addresses, *x.shape, x.stride(0), eps, DTYPES[x.dtype])
     return out
 
@@ -70,11 +69,10 @@ def norm_rotate(
 ) -> Tensor:
     """Normalise (if there are weights) and rotate queries and keys, in place, as in decoder.py."""
     num_tokens, num_heads, head_dim = qk.shape
-    assert qk.stride()[1:] == (head_dim, 1)
-    assert qk.dtype == cos.dtype == sin.dtype
-    norms = (weights[0].data_ptr(), weights[1].data_ptr()) if weights is not None else (None, None)
-    addresses = qk.data_ptr(), *norms, cos.data_ptr(), sin.data_ptr()
+    assert (qk.stride()[1:], qk.dtype, qk.dtype) == ((head_dim, 1), cos.dtype, sin.dtype)
+    norms = map(Tensor.data_ptr, weights) if weights is not None else (None, None)
     numbers = num_tokens, num_heads, num_q, head_dim // 2, qk.stride(0)
+    addresses = qk.data_ptr(), *norms, cos.data_ptr(), sin.data_ptr()
     load().norm_rotate(*addresses, eps, *numbers, DTYPES[qk.dtype])
     return qk
 
@@ -82,7 +80,6 @@ def norm_rotate(
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [num_tokens, 2 · width], contiguous → silu(gate) · up [num_tokens, width]."""
     assert gate_up.is_contiguous()
-    num_tokens, width = len(gate_up), gate_up.shape[1] // 2
-    out = gate_up.new_empty(num_tokens, width)
-    load().silu_mul(gate_up.data_ptr(), out.data_ptr(), num_tokens, width, DTYPES[gate_up.dtype])
+    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    load().silu_mul(gate_up.data_ptr(), out.data_ptr(), *out.shape, DTYPES[gate_up.dtype])
     return out
