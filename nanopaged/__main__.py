@@ -10,7 +10,7 @@ that you type is added to the text so far, and the model continues the text.
 /stats     what the engine has counted
 /reset     forget the conversation
 /help      this text
-/quit      or Ctrl-D; Ctrl-C stops an answer
+/quit      or Ctrl-D, or Ctrl-C, which stops an answer first
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
-        except KeyboardInterrupt:
-            print()
-            continue
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
             return
         if line == "/quit":
             return

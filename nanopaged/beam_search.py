@@ -89,8 +89,8 @@ def _is_over(request: Request, hypotheses: list[Sequence], best: float) -> bool:
     """Whether there are `beam_width` hypotheses and, by the `early_stopping` rule, no beam can improve them.
 
     True: the search ends with the first `beam_width` hypotheses. False: it ends if the best beam, ended now,
-    would not beat the worst hypothesis. "never": it ends if the best beam can never beat it. A positive
-    length penalty favours long texts: its best score is the present log-probability at the maximum length.
+    would not beat the worst hypothesis. "never": it ends if the best beam can never beat it: with a positive
+    length penalty, not even at the maximum length.
 
     Args:
         best: the cumulative log-probability of the best next beam.

@@ -1,14 +1,12 @@
 """Block tables, reference counts, copy-on-write and the prefix cache.
 
-The block manager is the page table of the engine. It hands out physical blocks of the KV cache, lets
-sequences share them, replaces a shared block before it is written, and keeps full blocks for later prompts
-(PagedAttention, §4.2 to §4.4; the prefix cache is not in the paper). It knows block ids only: the model
-runner copies the contents.
+The block manager hands out physical blocks of the KV cache, lets sequences share them, replaces a shared
+block before it is written, and keeps full blocks for later prompts (PagedAttention, §4.2 to §4.4; the prefix
+cache is not in the paper). It knows block ids only: the model runner copies the contents.
 """
 
 from __future__ import annotations
 
-import gc
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -28,8 +26,8 @@ def blocks_needed(num_tokens: int, block_size: int) -> int:
 def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_size: int) -> int:
     """Free blocks that a request's sequences need to store their newest tokens.
 
-    These are new blocks after the end of a table, and copies of a block that several sequences are about to
-    write: each but the last writer needs one.
+    New blocks after the end of a table, and copies of a block that several sequences are about to write: each
+    but the last writer needs one.
 
         block_size = 4, tables [7, 2] and [7, 2], 7 tokens each: one copy of block 2
         the same with 9 tokens each:                             two new blocks, and nothing to copy
@@ -80,11 +78,7 @@ class BlockManager:
 
     def reset(self) -> None:
         """Make all blocks free, and empty the prefix index."""
-        collects = gc.isenabled()
-        gc.disable()  # so many new objects would start collections, which go through all of PyTorch's objects
         self.blocks = [Block(i) for i in range(self.num_blocks)]
-        if collects:
-            gc.enable()
         self.free_ids = list(range(self.num_blocks))[::-1]  # a stack: block 0 is handed out first
         self.cached: OrderedDict[int, Block] = OrderedDict()  # without references, least recently used first
         self.index: dict[bytes, Block] = {}  # the prefix index: key → the one block published under it
@@ -139,8 +133,7 @@ class BlockManager:
         A sequence's table begins with the blocks found in the prefix cache; the others are taken.
 
             block_size = 2, a b c d e, the cache has (a b) in block 7:      table [7 0 1], 2 tokens computed
-            If another sequence uses block 7, 2 free blocks are needed. If none does, block 7 itself counts
-            as free: 3 of `num_free_blocks` are needed.
+            2 free blocks are needed; 3 if no sequence uses block 7, which counts as free itself.
 
         Several sequences, of a request that was preempted, also share the full blocks of their common
         prefixes. Such a block counts as computed for all but the first of them.
@@ -245,8 +238,8 @@ class BlockManager:
             with a salt                                  k0 = SHA-256(-1 salt)·(a b)
 
         Equal keys mean equal tokens, all the way back. A fast hash is not enough: two blocks with equal xxh3
-        are found in seconds, and a prompt would be served with the K/V of another. A salt is hashed after -1,
-        which is no token, so that no salt looks like a block.
+        are found in seconds, and a prompt would be served with the K/V of another. -1 is no token, so no salt
+        looks like a block.
         """
         keys, size = seq.block_keys, self.block_size
         for i in range(len(keys), num_blocks):

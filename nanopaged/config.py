@@ -6,15 +6,16 @@ no tensors: `dtype` and `device` are names here.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "cpp", "torch", "reference")
@@ -26,6 +27,8 @@ OR_NONE, TO_THE_LIMIT = " (None chooses it for you)", " (None is as many as max_
 
 Rule = Callable[[str, Any], Any]
 _T = TypeVar("_T", bound="Options")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def option(default: Any = MISSING, rule: Rule | None = None) -> Any:
@@ -166,7 +169,7 @@ class EngineConfig(Options):
     Fields:
         model: a folder with config.json, safetensors and a tokenizer, or a Hugging Face hub id. None is the
             tiny model in the box.
-        dtype: of weights, activations and K/V: "float32", "bfloat16", "float16"; "auto" is the checkpoint's.
+        dtype: of weights, activations and K/V; "auto" is the checkpoint's.
         device: "auto" (CUDA if there is one), "cpu", "cuda:1", "mps".
         block_size: token slots in a block; 16 is the paper's default (§7.2).
         num_blocks: blocks of the KV cache. None measures the free memory, and takes no more than
@@ -175,19 +178,17 @@ class EngineConfig(Options):
             at most 4 GiB; 0 disables swapping.
         memory_utilization: on a GPU, the share of its memory for weights, activations and KV cache together
             (None: 0.9). On a CPU, the share of the free memory for the KV cache; None is a half, but at most
-            4 GiB unless a single sequence of full length needs more.
+            4 GiB unless one sequence needs more.
         max_num_seqs: sequences running at once.
         max_num_batched_tokens: tokens computed in one step (the token budget). None is 2048, or
             `max_model_len` if that is more and chunked prefill is off.
         max_model_len: tokens of prompt and output together. None takes the model's own limit.
         enable_prefix_caching: let requests share full blocks of earlier prompts and outputs that begin alike.
-        enable_chunked_prefill: compute a long prompt in pieces over several steps, so that the sequences
-            that already decode need not wait.
+        enable_chunked_prefill: compute a long prompt in pieces, so that decodes need not wait for it.
         preemption: what happens to the K/V of a request that must give its blocks back. "swap" moves it to
             host memory (or recomputes if that is full), "recompute" computes it again, "auto" takes the
             faster way, measured at start.
-        watermark: share of the blocks that stay free when a request is admitted while others run, so that
-            these can grow.
+        watermark: share of the blocks that stay free when a request is admitted, for the others to grow.
         attention_backend: "torch" runs everywhere. "triton" has our kernels for storing and decoding, on a
             GPU; "flash" also prefills with flash attention. "cpp" has kernels for a CPU, built once by a C++
             compiler. "reference" is the slow, obvious loop over blocks. "auto" picks the fastest.
@@ -197,8 +198,7 @@ class EngineConfig(Options):
             The engine starts them, or uses those of torchrun.
         load_format: "auto" reads the weights; "dummy" draws random ones (config.json is enough).
         seed: seeds the requests that have no seed of their own, and the dummy weights.
-        trace: a page that shows each step in a browser, such as "run.html" (docs/trace.md). An older one is
-            overwritten.
+        trace: a page that shows each step in a browser, such as "run.html". An older one is overwritten.
 
     Raises:
         TypeError: an unknown name, or a value of the wrong type.
@@ -243,8 +243,7 @@ def resolve_lengths(config: EngineConfig, longest: int) -> ResolvedConfig:
         longest: tokens of the longest sequence that the model was made for.
 
     Raises:
-        ValueError: `max_model_len` is more than that; or prompts may not be cut into chunks, and the longest
-            does not fit in one step.
+        ValueError: `max_model_len` is more than that; or the longest prompt may not be cut, and does not fit.
     """
     max_model_len = config.max_model_len or longest
     require(
@@ -276,8 +275,8 @@ class RequestOptions(Options):
 class SamplingParams(RequestOptions):
     """How one request's tokens are chosen, and when it stops.
 
-    The logits pass through penalties (vLLM's), temperature, top-k, top-p and min-p, in transformers' order,
-    then a token is drawn. Defaults are vLLM's. `dataclasses.replace(params, n=2)` makes a changed copy.
+    The logits pass through penalties (vLLM's), temperature, top-k, top-p and min-p, in transformers' order.
+    Defaults are vLLM's. `dataclasses.replace(params, n=2)` makes a changed copy.
 
     Fields:
         n: outputs for the prompt (parallel sampling).
@@ -408,3 +407,34 @@ def explain(given: Iterable[str], known: Collection[str], theirs: dict[str, str]
             hint = f"did you mean {meant[0]!r}?" if meant else f"its options are {', '.join(known)}"
         parts.append(f"{name!r}: {hint.format(name=name)}")
     return "; ".join(parts)
+
+
+def hint_for(params: Any) -> str:
+    """What to write instead of a dict of params."""
+    return f": write SamplingParams(**{params!r})" if isinstance(params, dict) else ""
+
+
+def with_hints(params: type[Options]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a method, so that its error for an unknown keyword says what to write.
+
+    Args:
+        params: the class of its params, whose options are not keywords of the method itself.
+    """
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        known = {name: None for name in inspect.signature(method).parameters if name != "self"}
+
+        @wraps(method)
+        def call(*args: P.args, **options: P.kwargs) -> R:
+            if not options.keys() <= known.keys():
+                name, theirs = getattr(method, "__name__", ""), foreign_names("options")
+                theirs |= foreign_names("beam_options") if params is not SamplingParams else {}
+                for option, ours in ({each: each for each in params.__dataclass_fields__} | theirs).items():
+                    if ours in params.__dataclass_fields__ and option not in known:
+                        theirs[option] = f"put it into the params: {name}(…, {params.__name__}({ours}=…))"
+                raise TypeError(f"{name} has no option {explain(options, known, theirs)}")
+            return method(*args, **options)
+
+        return call
+
+    return decorate

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: a few hundred kernel launches are recorded once, then replayed with one call.
 
-A small decode step takes the GPU less time than Python needs to launch its kernels one by one. But a graph is
-rigid: the same kernels, with the same sizes, on the same addresses. So
+A small decode step takes the GPU less time than Python needs to launch its kernels. But a graph is rigid: the
+same kernels, with the same sizes, on the same addresses. So
 
     - a graph reads its inputs from its own buffers, which are filled before each replay;
     - there are graphs for some batch sizes, and a batch uses the next larger one. The other rows are padding:
@@ -93,15 +93,11 @@ class Capture:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()  # one for all: libraries allocate a workspace for each stream
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """Record `work`. Returns its output, and a function that computes it again in the same memory."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            work()  # once without recording, to compile kernels and initialise libraries
-        torch.cuda.current_stream().wait_stream(self.stream)
+        work()  # once without recording, to compile kernels and initialise libraries
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+        with torch.cuda.graph(graph, pool=self.pool):
             out = work()
         return out, graph.replay

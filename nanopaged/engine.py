@@ -1,6 +1,6 @@
 """The engine: the loop of continuous batching.
 
-`LLMEngine.step` is one turn of it, three calls long. `Scheduler` chooses the batch, a `Runner` computes it.
+`LLMEngine.step` is one turn of it. `Scheduler` chooses the batch, a `Runner` computes it.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import EngineConfig, Params, SamplingParams, resolve_lengths
+from nanopaged.config import EngineConfig, Params, SamplingParams, resolve_lengths, with_hints
 from nanopaged.model.checkpoint import find_model, load_tokenizer, read_eos_token_ids
 from nanopaged.model.model_config import read_model_config
 from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import EngineStats, RequestOutput
 from nanopaged.parallel import start
-from nanopaged.prompts import Prompt, PromptProcessor, with_hints
+from nanopaged.prompts import Prompt, PromptProcessor
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, ScheduledBatch, StepResult
 from nanopaged.snapshot import Snapshot, check_blocks, check_host_blocks, engine_stats, take_snapshot
@@ -80,9 +79,8 @@ class LLMEngine:
             runner.num_host_blocks,
             config.watermark,
         )
-        eos_token_ids = read_eos_token_ids(folder, self.tokenizer)
-        limits = self.vocab_size, runner.num_blocks, eos_token_ids
-        self.prompts = PromptProcessor(config, self.tokenizer, *limits)
+        eos = read_eos_token_ids(folder, self.tokenizer)
+        self.prompts = PromptProcessor(config, self.tokenizer, self.vocab_size, runner.num_blocks, eos)
         self.requests: dict[str, Request] = {}  # unfinished or not yet reported, in order of arrival
         self.unreported: dict[str, Request] = {}  # the finished ones among them
         self.num_steps = 0
@@ -90,8 +88,7 @@ class LLMEngine:
         if config.trace is not None:
             from nanopaged.trace import Recorder
 
-            recorder = Recorder(Path(config.trace), self.scheduler, self.tokenizer, self.model_name)
-            self.listeners.append(recorder)
+            self.listeners.append(Recorder(config.trace, self.scheduler, self.tokenizer, self.model_name))
 
     def step(self, report: bool = True) -> list[RequestOutput]:
         """Compute one batch. Returns the outputs of the requests that got a token or have ended.

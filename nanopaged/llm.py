@@ -1,8 +1,7 @@
 """`LLM`: the API for scripts. It generates text for a list of prompts.
 
-It makes requests, has the engine step until they are finished, and returns their outputs. Several threads
-and streams may use one `LLM`: a thread holds the lock for one step, and every step serves the requests of
-all. A call that ends early has its unfinished requests aborted. A server would use `LLMEngine` directly.
+Several threads and streams may use one `LLM`: a thread holds the lock for one step, and every step serves the
+requests of all. A call that ends early has its unfinished requests aborted. A server would use `LLMEngine`.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from nanopaged.config import BeamSearchParams, EngineConfig, Params, SamplingParams
+from nanopaged.config import BeamSearchParams, EngineConfig, Params, SamplingParams, with_hints
 from nanopaged.engine import LLMEngine
 from nanopaged.outputs import ForeignAttributes, RequestOutput
-from nanopaged.prompts import Prompt, pair_up, with_hints
+from nanopaged.prompts import Prompt, pair_up
 from nanopaged.sequence import NonFiniteLogits, Request
 from nanopaged.text import Message, render_chat
 

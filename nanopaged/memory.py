@@ -55,8 +55,7 @@ def measure_num_blocks(config: ResolvedConfig, model: Model, shape: KVShape) -> 
         total · memory_utilization  =  in use (weights, other programs)  +  the largest step  +  blocks
 
     CUDA graphs, captured later, use the memory left over: 10 % by default. On a CPU, blocks take at most
-    `HOST_BYTES`, unless a share is configured or a single sequence needs more. All ranks share this memory,
-    and so does Apple's GPU.
+    `HOST_BYTES` of all ranks, unless a share is configured or one sequence needs more.
     """
     device, max_model_len = model.embed_tokens.weight.device, config.max_model_len
     if device.type == "cuda":
@@ -94,8 +93,8 @@ def peak_memory(work: Callable[[], None], device: torch.device) -> int:
 def largest_step(config: ResolvedConfig, model: Model, shape: KVShape) -> None:
     """Run a step that needs the most memory: the whole budget, the longest contexts, the most samples.
 
-    Prefills are the ends of contexts of `max_model_len` tokens, enough to gather as many keys as a backend
-    does at once. All share the blocks of one small cache, whose single layer stands in for all layers.
+    Prefills are the ends of the longest contexts, enough to gather as many keys as a backend does at once.
+    All share the blocks of one small cache of a single layer.
     """
     device, max_model_len = model.embed_tokens.weight.device, config.max_model_len
     budget = config.max_num_batched_tokens

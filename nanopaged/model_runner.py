@@ -67,8 +67,8 @@ class ModelRunner:
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Run one step: move blocks, compute, sample.
 
-        A GPU runs asynchronously: `forward` returns while it still computes. So the inputs of the sampling
-        are prepared after that call, and the host waits only when it reads the tokens.
+        A GPU runs asynchronously: `forward` returns while it still computes, and the host waits only when it
+        reads the sampled tokens.
         """
         inputs, tiles = prepare(batch, self.block_size)
         ready, logits = inputs.logit_rows[0], None

@@ -95,7 +95,7 @@ class RequestOutput(ForeignAttributes):
     """The state of a request after a step; the last one has `finished=True`.
 
     It stays as it is while the request goes on. (`prompt_token_ids` and the dicts of log-probabilities are
-    the same objects in every output of the request; the engine does not read them again.)
+    the same objects in every output of the request.)
 
     Fields:
         prompt: the text, if the prompt came as text or from `chat`.

@@ -1,19 +1,18 @@
 """Tensor parallelism: several processes, the ranks, hold a share of each layer and compute steps together.
 
-Rank 0 is the process of the engine, with the scheduler, the block manager and the sampler. The other ranks,
-its workers, have a model runner each, and wait for the inputs of a step.
+Rank 0 is the engine's process. The other ranks, its workers, have only a model runner, and wait for inputs.
 
     rank 0    schedule ─▶ send ─▶ forward ─▶ logits ─▶ sample, update
     rank 1                 └────▶ forward ─▶ logits ─┘ gathered
 
 A rank has a share of the attention heads, of the columns of the MLP and of the rows of the vocabulary. The
-partial results of a layer are added up (all-reduce) after `o_proj` and after `down_proj` (Megatron-LM, arXiv
-1909.08053). A rank stores the K/V of its own heads in the same physical blocks as the others: block tables
-are the same everywhere, and K/V is never sent (PagedAttention, §4.6).
+partial results are added up (all-reduce) after `o_proj` and `down_proj` (Megatron-LM, arXiv 1909.08053). A
+rank stores the K/V of its own heads in the same physical blocks as the others: block tables are the same
+everywhere, and K/V is never sent (PagedAttention, §4.6).
 
 A rank that fails or is lost ends the engine. Ranks that are started here meet by a file, and open ports on
-127.0.0.1 alone (except NCCL's, on GPUs). Under torchrun ports are open to the network, and messages are
-pickles: whoever reaches them can run code (docs/ranks.md).
+127.0.0.1 alone (except NCCL's, on GPUs). Under torchrun ports are open to the network, and a message is a
+pickle, which can run code (docs/ranks.md).
 """
 
 from __future__ import annotations
@@ -151,8 +150,7 @@ class Ranks:
             raise RuntimeError("a rank did not take part in the whole step")
 
     def end(self, error: BaseException) -> None:
-        """End the engine after a failure within a step. Raises RuntimeError, as every later step does: which
-        rank failed, and how. Ctrl-C passes through."""
+        """End the engine after a failure within a step. Raises RuntimeError, as every later step does."""
         if self.lost is None:  # else `send` has raised it
             # A connection may end before its process does.
             reason = self.failure(3.0) if isinstance(error, RuntimeError) else None
@@ -184,9 +182,8 @@ def _end_workers(pid: int, folder: str, processes: list[Any]) -> None:
 def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
     """The model runner of rank 0, `make_runner(ranks=…, device=…)`; of the only rank, if `size` is 1.
 
-    Started by torchrun, each process is a rank: in the workers this call does not return, but ends the
-    process when rank 0 ends. Otherwise the workers are started here. A RuntimeError has the traceback of a
-    worker that cannot start.
+    Under torchrun each process is a rank: in the workers this call ends the process when rank 0 ends.
+    Otherwise the workers are started here. A RuntimeError has the traceback of one that cannot start.
     """
     if size == 1:
         return make_runner()

@@ -1,37 +1,24 @@
 """From a prompt and its parameters to a checked request.
 
 What this model or pool cannot serve is refused here, before it is queued; `config.py` refuses what is wrong
-for any model. This module knows the number of blocks, but no block.
+for any model.
 """
 
 from __future__ import annotations
 
-import inspect
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from functools import lru_cache, wraps
+from functools import lru_cache
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from nanopaged.config import (
-    Options,
-    Params,
-    ResolvedConfig,
-    SamplingParams,
-    explain,
-    foreign_names,
-    is_whole,
-    require,
-)
+from nanopaged.config import Params, ResolvedConfig, SamplingParams, hint_for, is_whole, require
 from nanopaged.sequence import Request
 from nanopaged.text import Detokenizer, StopRules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 Prompt = str | SequenceOf[int] | Mapping[str, Any]
 """A text, token ids, or a dict of {"prompt": text, "prompt_token_ids": ids} with one of them or both. Prompts
@@ -93,9 +80,8 @@ class PromptProcessor:
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer: give the prompt as a list of token ids")
         text.encode()  # half of a surrogate pair, which no tokenizer takes, is a ValueError
-        most = self.config.max_model_len
-        if len(text) > most:  # or it surely fits, and the vocabulary need not be measured
-            longest = longest_token(self.tokenizer)
+        if len(text) > self.config.max_model_len:  # or it surely fits, and the vocabulary is not measured
+            most, longest = self.config.max_model_len, longest_token(self.tokenizer)
             if len(text) > 4 * most * longest:  # normalisation may join up to 4 characters into one
                 raise ValueError(
                     f"the prompt has {len(text):,} characters, but max_model_len is {most} tokens, which "
@@ -198,10 +184,8 @@ def token_rows(encoding: Mapping[str, Any]) -> list[list[int]]:
         ids, mask = [ids], mask and [mask]
     if mask is None:
         return ids
-    return [
-        [token_id for token_id, is_text in zip(row, its_mask, strict=True) if is_text]
-        for row, its_mask in zip(ids, mask, strict=True)
-    ]
+    pairs = [zip(row, its_mask, strict=True) for row, its_mask in zip(ids, mask, strict=True)]
+    return [[token_id for token_id, is_text in pair if is_text] for pair in pairs]
 
 
 def pair_up(given: Any, params: Any) -> list[tuple[Prompt, Params | None]]:
@@ -227,34 +211,3 @@ def pair_up(given: Any, params: Any) -> list[tuple[Prompt, Params | None]]:
         f"there are {len(each)} prompts, but {len(params)} sampling_params: give one for all, or one each",
     )
     return list(zip(each, params, strict=True))
-
-
-def hint_for(params: Any) -> str:
-    """What to write instead of a dict of params."""
-    return f": write SamplingParams(**{params!r})" if isinstance(params, dict) else ""
-
-
-def with_hints(params: type[Options]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a method, so that its error for an unknown keyword says what to write.
-
-    Args:
-        params: the class of its params, whose options are not keywords of the method itself.
-    """
-
-    def decorate(method: Callable[P, R]) -> Callable[P, R]:
-        known = {name: None for name in inspect.signature(method).parameters if name != "self"}
-
-        @wraps(method)
-        def call(*args: P.args, **options: P.kwargs) -> R:
-            if not options.keys() <= known.keys():
-                name, theirs = getattr(method, "__name__", ""), foreign_names("options")
-                theirs |= foreign_names("beam_options") if params is not SamplingParams else {}
-                for option, ours in ({each: each for each in params.__dataclass_fields__} | theirs).items():
-                    if ours in params.__dataclass_fields__ and option not in known:
-                        theirs[option] = f"put it into the params: {name}(…, {params.__name__}({ours}=…))"
-                raise TypeError(f"{name} has no option {explain(options, known, theirs)}")
-            return method(*args, **options)
-
-        return call
-
-    return decorate

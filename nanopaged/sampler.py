@@ -82,8 +82,6 @@ def uniform(seed: int, index: int, position: int) -> float:
 def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
     """The samples of a `StepResult`: for each sequence of the batch, the tokens that may follow it.
 
-    All inputs are sent before the first result is read, because reading makes the host wait for the GPU.
-
     Args:
         logits: float32 [num_ready, vocab_size], a row for each sequence that needs a sample.
     """
@@ -206,8 +204,7 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
         VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    sums of chunks .3 .3 .4, cumulative .3 .6 1.
         u = .5: the second chunk, at (.5 - .3) / .3 = 2/3 of it: token 2
 
-    Cumulative sums are in float64, which adds float32 numbers almost exactly: none can draw a token of
-    probability 0.
+    Sums are in float64, which adds float32 numbers almost exactly: no token of probability 0 is drawn.
 
     Args:
         probs: [num_rows, vocab_size]; their sum need not be 1.

@@ -158,8 +158,8 @@ class Scheduler:
     def _admit(self, request: Request, budget: int, batch: ScheduledBatch) -> bool:
         """Move the first of the waiting requests to `running`; False if blocks or budget do not suffice.
 
-        While other requests run, `num_watermark_blocks` stay free for them to grow. A request that took the
-        last blocks would soon be preempted, and its prompt would have been computed for nothing.
+        While other requests run, `num_watermark_blocks` stay free for them to grow: a request that took the
+        last blocks would soon be preempted.
         """
         num_reserved = self.num_watermark_blocks if self.running else 0
         if request.is_swapped:
@@ -231,8 +231,8 @@ class Scheduler:
     def start_over(self, requests: Iterable[Request]) -> None:
         """After a failed step, put all unfinished `requests` back into the waiting queue.
 
-        They keep their generated tokens and lose their K/V, and the prefix cache is emptied. This needs no
-        record of what the step had done, so it is right wherever the step failed.
+        They keep their generated tokens and lose their K/V, and the prefix cache is emptied. This is right
+        wherever the step failed.
 
         Args:
             requests: all of the engine's, in order of arrival.

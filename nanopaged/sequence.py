@@ -2,7 +2,7 @@
 
 A `Sequence` is one output being generated. A `Request` has a prompt, its parameters and one or more
 sequences. The scheduler gives the model runner a `ScheduledBatch`; the runner returns a `StepResult`, or
-raises a failure that is the fault of one request. Blocks are only ids here.
+raises a failure of one request.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class Sequence:
     """The tokens of a prompt and of one output, and the state of their K/V.
 
     The K/V of tokens [0, num_computed_tokens) is in the KV cache (of a swapped request, in host memory). A
-    new prompt, a later chunk of it, a prefix found in the cache, a recomputation after preemption and a
-    decode step differ only in how many tokens are left:
+    prompt, a chunk of it, a recomputation and a decode step differ only in how many tokens are left:
 
         token_ids            a b c d e f g h i        num_tokens = 9
         K/V in the cache     ─────────┘               num_computed_tokens = 4

@@ -1,7 +1,6 @@
 """What can be seen between two steps: a snapshot, statistics, and invariants.
 
-A snapshot is everything that stands between two steps, as plain data and as a drawing in text. It shares
-nothing with the engine, so it stays as it is while the engine goes on. This module knows no tensors.
+A snapshot is plain data, and a drawing in text. It shares nothing with the engine, so it stays as it is.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class Swapper:
     def swap_in(self, request: Request, num_reserved: int = 0) -> list[Move] | None:
         """Exchange the request's host blocks for device blocks.
 
-        The host blocks are free at once. No swap-out of this step can overwrite them, because the scheduler
-        preempts before it admits.
+        The host blocks are free at once: the scheduler preempts before it admits, so no swap-out of this step
+        overwrites them.
 
         Args:
             num_reserved: device blocks that must stay free, see `Scheduler._admit`.

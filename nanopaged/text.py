@@ -7,7 +7,7 @@ string may begin in one token and end in another. The promise is:
     - what is shown while the output grows is a beginning of that text, so it is never taken back.
 
 So an unfinished text leaves out its end while later tokens could still change it. Without stop strings,
-tokens are decoded only when the text is read. This module knows no sequences and no requests.
+tokens are decoded only when the text is read.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 The file begins with `page.html`, the whole viewer. A line of JSON follows for the engine, then one for each
 step. The file is closed after every line, so the page is complete at any time.
 
-A line has two whole states: when the batch was scheduled, and after the update. The page compares them, and
-says which blocks were taken, found in the prefix cache or evicted, but not which were taken and given back
-within one step. The recorder is a listener of the engine, and changes nothing.
+A line has two whole states: when the batch was scheduled, and after the update. The page compares them. The
+recorder is a listener of the engine, and changes nothing.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class Recorder:
         OSError: the page cannot be written.
     """
 
-    def __init__(self, path: Path, scheduler: Scheduler, tokenizer: Any, model_name: str) -> None:
-        self.path, self.scheduler, self.tokenizer = path.absolute(), scheduler, tokenizer
+    def __init__(self, path: str | Path, scheduler: Scheduler, tokenizer: Any, model_name: str) -> None:
+        self.path, self.scheduler, self.tokenizer = Path(path).absolute(), scheduler, tokenizer
         self.full = False  # the disk
         self.start, self.num_steps = time.monotonic(), 0
         self.numbers: dict[Request, int] = {}  # of the unfinished ones
@@ -84,11 +83,7 @@ class Recorder:
             "budget": scheduler.max_num_batched_tokens,
             "preemption": scheduler.preemption,
         }
-        page = PAGE.read_bytes()
-        try:
-            path.write_bytes(page + _as_json(header))
-        except OSError as error:
-            raise OSError(error.errno, f"the trace cannot be written: {error.strerror}", str(path)) from error
+        self.path.write_bytes(PAGE.read_bytes() + _as_json(header))
 
     def batch_scheduled(self, batch: ScheduledBatch) -> None:
         """Keep the state. If the step then fails, it is never written."""

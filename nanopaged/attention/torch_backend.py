@@ -104,11 +104,9 @@ class TorchAttention:
 
         Tile by tile, each query up to its own position: with 3 cached keys, query 0 sees keys 0 to 3.
         """
-        k_cache, v_cache = self.layers[layer]
         q, out, row = q * self.scale, torch.empty_like(q), 0  # row: of the tile's first token
         for table, query_len, context_len in self.prefills:
-            keys = gather_context(k_cache, table, context_len)
-            values = gather_context(v_cache, table, context_len)
+            keys, values = [gather_context(x, table, context_len) for x in self.layers[layer]]
             for first in range(context_len - query_len, context_len, QUERY_TILE):
                 num = min(QUERY_TILE, context_len - first)
                 end, mod = first + num, self.score_mods[layer]

@@ -1,4 +1,4 @@
-// The small operations of a layer in C++, one pass over memory each. They compute what `layers.py` does.
+// The small operations of a layer in C++, one pass over memory each. They compute what `decoder.py` does.
 
 #include <cmath>
 
@@ -59,8 +59,7 @@ template <class T> void silu_mul_kernel(const T* gate_up, T* out, int64_t num_to
     for (int64_t row = 0; row < num_tokens; row++) {
         const T *gates = gate_up + row * 2 * width, *ups = gates + width;
         for (int64_t i = 0; i < width; i += LANES) {
-            const Vec gate = load(gates + i, width - i);
-            const Vec silu = gate / (1.0f + exp2(gate * -1.44269504f));
+            const Vec gate = load(gates + i, width - i), silu = gate / (1.0f + exp2(gate * -1.44269504f));
             store(out + row * width + i, silu * load(ups + i, width - i), width - i);
         }
     }

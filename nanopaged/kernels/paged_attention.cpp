@@ -76,8 +76,7 @@ template <class T, int VECS> void decode_kernel(const Decode& d, int64_t run, in
     std::vector<float> m(num_q, -INFINITY), l(num_q, 0.0f);
     for (int64_t i = 0; i < num_q; i++) {
         const T* row = (const T*)d.q + row_seq[i / group] * d.q_seq + (kv_head * group + i % group) * d.head_dim;
-        for (int v = 0; v < VECS; v++)
-            q[i * VECS + v] = load(row + LANES * v, d.head_dim - LANES * v) * d.scale_log2;
+        for (int v = 0; v < VECS; v++) q[i * VECS + v] = load(row + LANES * v, d.head_dim - LANES * v) * d.scale_log2;
     }
     const Vec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int64_t first = 0; first < end; first += TILE) {
@@ -93,8 +92,7 @@ template <class T, int VECS> void decode_kernel(const Decode& d, int64_t run, in
                     products[key] = query[0] * k[0];
                     for (int v = 1; v < VECS; v++) products[key] += query[v] * k[v];
                 }
-                const Ints live = lanes < (float)(end - first - t * LANES);
-                scores[t] = live ? sums(products) : all(-INFINITY);
+                scores[t] = lanes < (float)(end - first - t * LANES) ? sums(products) : all(-INFINITY);
                 top = maximum(top, scores[t]);
             }
             const float m_new = maximum(top), rescale = exp2(all(m[i] - m_new))[0];

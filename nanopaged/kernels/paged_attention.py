@@ -204,7 +204,7 @@ def decode_settings(
 
     A tensor core multiplies 16 rows (query heads of a KV head) at once; below 8.0 Triton uses none. 16 KB (64
     keys of 128 in bfloat16, fewer for more than 32 rows) leave an SM room for two programs. 8 warps have the
-    registers for a wide head and for float32. From 12.0 on, three loads in flight spill float32's registers.
+    registers for a wide head. From 12.0 on, three loads in flight spill float32's registers.
 
     Args:
         capability: (9, 0) for an H100. The interpreter takes any.

@@ -106,8 +106,7 @@ inline Vec exp2(Vec x) {
     Vec clamped = x < 128.0f ? maximum(x, all(-126.0f)) : all(128.0f);
     Ints whole = __builtin_convertvector(clamped + (clamped < 0.0f ? all(-0.5f) : all(0.5f)), Ints);
     Vec rest = clamped - __builtin_convertvector(whole, Vec);
-    Vec y = all(1.5252734e-5f);
-    y = y * rest + 1.5403530e-4f;
+    Vec y = rest * 1.5252734e-5f + 1.5403530e-4f;
     y = y * rest + 1.3333558e-3f;
     y = y * rest + 9.6181291e-3f;
     y = y * rest + 5.5504109e-2f;

@@ -94,7 +94,7 @@ def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
         named = f"missing: {', '.join(missing)}; unexpected: {', '.join(unexpected)}"
         raise ValueError(f"the weights in {folder} do not match its config.json; {named}")
     shapes = _weight_slots(Model(model.config))  # without memory, for the shapes of unsplit weights
-    for file in set(files.values()):
+    for file in sorted(set(files.values())):
         with _open_weights(file) as tensors:
             for name, slot in slots.items():
                 if files[name] != file:

@@ -246,8 +246,6 @@ class DecoderLayer(nn.Module):
 class Model(nn.Module):
     """Token ids and positions in, hidden states out; `logits` turns hidden states into scores.
 
-    It is made without memory for its weights: `load_model` gives them memory and values.
-
     Args:
         ranks: the ranks that share the model; None if this is all of it.
         operations: the functions that compute the small operations of all layers.
