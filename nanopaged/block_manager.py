@@ -135,8 +135,8 @@ class BlockManager:
             block_size = 2, a b c d e, the cache has (a b) in block 7:      table [7 0 1], 2 tokens computed
             2 free blocks are needed; 3 if no sequence uses block 7, which counts as free itself.
 
-        Several sequences, of a request that was preempted, also share the full blocks of their common
-        prefixes. Such a block counts as computed for all but the first of them.
+        Several sequences, of a preempted request, also share the full blocks of their common prefixes. Such a
+        block counts as computed for all but the first of them.
 
             abcde  abcdf  abxyz      tables [0 1 2] [0 1 3] [0 4 5]: 3 keys and 3 last blocks
 

@@ -193,10 +193,10 @@ class EngineConfig(Options):
             GPU; "flash" also prefills with flash attention. "cpp" has kernels for a CPU, built once by a C++
             compiler. "reference" is the slow, obvious loop over blocks. "auto" picks the fastest.
         enforce_eager: launch every kernel one by one. Otherwise, on a GPU, small operations are compiled, and
-            decode-only steps are replayed from CUDA graphs.
+            decodes are replayed from CUDA graphs.
         tensor_parallel_size: processes that share each layer, each with a GPU of its own (or all on the CPU).
             The engine starts them, or uses those of torchrun.
-        load_format: "auto" reads the weights; "dummy" draws random ones (config.json is enough).
+        load_format: "auto" reads the weights; "dummy" draws random ones.
         seed: seeds the requests that have no seed of their own, and the dummy weights.
         trace: a page that shows each step in a browser, such as "run.html". An older one is overwritten.
 

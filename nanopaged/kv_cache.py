@@ -19,8 +19,8 @@ from torch import Tensor
 def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None) -> Tensor:
     """Copy a host array to the device (into `out`, if given).
 
-    A GPU copies from pinned memory while the host goes on. For Apple's GPU the host waits, or PyTorch may copy
-    from freed memory (its issues 139550 and 189690).
+    A GPU copies from pinned memory while the host goes on. For Apple's GPU the host waits: PyTorch may copy
+    freed memory (its issues 139550 and 189690).
     """
     tensor, no_wait = torch.from_numpy(array), device.type == "cuda"
     if no_wait:

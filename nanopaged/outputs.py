@@ -53,8 +53,8 @@ class CompletionOutput(ForeignAttributes):
 
     Fields:
         index: which of the request's outputs.
-        text: the decoded tokens, special ones left out, cut before a stop string. While the output is
-            unfinished, it ends where no later token can change it.
+        text: the decoded tokens, special ones left out, cut before a stop string. While unfinished, it ends
+            where no later token can change it.
         token_ids: all generated tokens, including the stop token.
         cumulative_logprob: sum of the generated tokens' log-probabilities (before temperature).
         logprobs: one dict for each generated token, if `SamplingParams.logprobs` is set.

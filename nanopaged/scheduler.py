@@ -107,7 +107,6 @@ class Scheduler:
                 break  # no request overtakes the first one, even if it needs fewer blocks
             budget = self._schedule_tokens(request, budget, batch)
         del self.waiting[: len(batch.admitted)]
-        self.counters.num_blocks_copied += len(batch.copies)
         assert batch.sequences or not (self.running or self.waiting), "no work was scheduled"
         return batch
 
@@ -117,9 +116,7 @@ class Scheduler:
         6 of 10 tokens computed, budget 20: 4 tokens are scheduled, 16 of the budget are left
         """
         for seq in request.live:
-            num_tokens = (
-                len(seq.token_ids) - seq.num_computed_tokens
-            )  # 0 for a beam that waits for its siblings
+            num_tokens = len(seq.token_ids) - seq.num_computed_tokens  # 0 if a beam waits for its siblings
             if num_tokens > budget:
                 if not self.enable_chunked_prefill or budget == 0:
                     break  # its siblings wait, too: they may share blocks that it has not computed yet
@@ -143,13 +140,10 @@ class Scheduler:
         moves = self.swapper.swap_out(request) if self.preemption == "swap" else None
         if moves is not None:
             batch.swap_out += moves
-            self.counters.num_preemptions_swap += 1
-            self.counters.num_blocks_swapped_out += len(moves)
         else:
             for seq in request.live:
                 self.block_manager.free(seq)
                 seq.candidates = None  # recomputing the last token of a beam gives its candidates again
-            self.counters.num_preemptions_recompute += 1
         batch.preempted.append((request, "recompute" if moves is None else "swap"))
         request.num_preemptions += 1
         request.rank = self.rank(request)
@@ -167,7 +161,6 @@ class Scheduler:
             if moves is None:
                 return False
             batch.swap_in += moves
-            self.counters.num_blocks_swapped_in += len(moves)
             copies = self.block_manager.append_slots(request.live)
             assert copies is not None  # `swap_in` counted them
             batch.copies += copies
@@ -226,6 +219,12 @@ class Scheduler:
             if not request.live:
                 request.finish_time = now
                 self.running.remove(request)
+        counters.num_blocks_copied += len(batch.copies)
+        counters.num_blocks_swapped_out += len(batch.swap_out)
+        counters.num_blocks_swapped_in += len(batch.swap_in)
+        for _, way in batch.preempted:
+            counters.num_preemptions_swap += way == "swap"
+            counters.num_preemptions_recompute += way == "recompute"
         return list(advanced)
 
     def start_over(self, requests: Iterable[Request]) -> None:

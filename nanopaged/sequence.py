@@ -189,7 +189,7 @@ class Request:
     @property
     def is_swapped(self) -> bool:
         """Whether the request is swapped out: its K/V is in host memory."""
-        return bool(self.live and self.live[0].host_table)
+        return any(seq.host_table for seq in self.live)
 
     @property
     def awaits_fork(self) -> bool:
@@ -251,8 +251,7 @@ class StepResult:
 
     Fields:
         samples: for each sequence of the batch, the tokens that may follow it: none if its last token was
-            not computed; n if a request for n outputs has just finished its prompt; the candidates of a beam;
-            else one.
+            not computed; n if a prompt for n outputs was just finished; the candidates of a beam; else one.
         prompt_logprobs: for each request that wants them, of the prompt tokens computed in this step.
     """
 

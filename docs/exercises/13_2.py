@@ -73,8 +73,11 @@ def serve(manager: BlockManager, prompts: list[list[int]], num_output: int = 1) 
     for i, prompt in enumerate(prompts):
         scheduler.add(make_request(str(i), prompt, SamplingParams(max_tokens=num_output, ignore_eos=True)))
         while scheduler.waiting or scheduler.running:
-            scheduler.update(batch := scheduler.schedule(), runner.execute(batch))
-            found += sum(request.num_cached_tokens for request in batch.started)
+            batch = scheduler.schedule()
+            found += sum(
+                request.num_cached_tokens for request in batch.admitted if not request.num_preemptions
+            )
+            scheduler.update(batch, runner.execute(batch))
             try:
                 check_blocks(manager, scheduler.running_sequences)
             except AssertionError as error:

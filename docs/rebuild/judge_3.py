@@ -119,7 +119,7 @@ def step(scheduler: Scheduler) -> dict[str, int]:
 class Scheduled:
     """What one call of `_schedule_tokens` did."""
 
-    num_tokens: list[int]  # of each sequence: what it got, 0 if it is in neither list
+    num_tokens: list[int]  # of each sequence: what it got, 0 if it is not in the batch
     rest: int  # of the budget
     decodes: list[int]  # the positions of the sequences among their siblings
     prefills: list[int]
@@ -134,11 +134,11 @@ def schedule_tokens(siblings: list[tuple[int, int]], budget: int, chunked: bool 
         Sequence(request, [0] * known, num_computed_tokens=computed, block_table=list(range(-(-known // 4))))
         for known, computed in siblings
     ]
-    decodes: list[Sequence] = []
-    prefills: list[Sequence] = []
-    rest = scheduler._schedule_tokens(request, budget, decodes, prefills)
+    batch = ScheduledBatch()
+    rest = scheduler._schedule_tokens(request, budget, batch)
+    decodes, prefills = batch.sequences[: batch.num_decodes], batch.sequences[batch.num_decodes :]
     return Scheduled(
-        [seq.num_scheduled_tokens if seq in decodes + prefills else 0 for seq in request.live],
+        [seq.num_scheduled_tokens if seq in batch.sequences else 0 for seq in request.live],
         rest,
         [request.live.index(seq) for seq in decodes],
         [request.live.index(seq) for seq in prefills],
@@ -177,8 +177,8 @@ def test_one_token_is_a_decode(known: int, computed: int, where: str) -> None:
     got = schedule_tokens([(known, computed)], 10)
     lists = [name for name, found in (("decodes", got.decodes), ("prefills", got.prefills)) if found]
     assert lists == ([where] if where else []), (
-        f"A sequence with {known} tokens, {computed} of them computed, belongs in {where or 'no list'}, "
-        f"but `_schedule_tokens` puts it in {' and '.join(lists) or 'none'}."
+        f"A sequence with {known} tokens, {computed} of them computed, belongs to the batch's "
+        f"{where or 'sequences not at all'}; `_schedule_tokens` puts it in {' and '.join(lists) or 'none'}."
     )
 
 

@@ -268,10 +268,11 @@ def test_fork_samples() -> None:
     manager = BlockManager(6, 4)
     parent = admitted(manager, 6)
     request, table = parent.request, list(parent.block_table)
-    siblings = fork_samples(request, [Sample(20 + i, -1.0 - i) for i in range(3)], manager)
-    assert len(siblings) == 3, f"`fork_samples` with 3 samples returns {len(siblings)} sequences, not 3."
+    fork_samples(request, [Sample(20 + i, -1.0 - i) for i in range(3)], manager)
+    siblings = request.sequences
+    assert len(siblings) == 3, f"after `fork_samples` with 3 samples there are {len(siblings)} sequences."
     assert [seq.index for seq in siblings] == [0, 1, 2], (
-        f"`fork_samples` returns the indices {[seq.index for seq in siblings]}, not [0, 1, 2]."
+        f"`fork_samples` gives the sequences the indices {[seq.index for seq in siblings]}, not [0, 1, 2]."
     )
     last = [seq.token_ids[6:] for seq in siblings]
     assert last == [[20], [21], [22]], (
@@ -293,9 +294,8 @@ def test_fork_samples() -> None:
         f"three tables name the prompt's blocks, but they have {refs} references: free the parent."
     )
     assert parent.block_table == [], f"the parent is freed, but its table is {parent.block_table}."
-    for name, sequences in (("sequences", request.sequences), ("live", request.live)):
-        is_right = len(sequences) == 3 and all(a is b for a, b in zip(sequences, siblings, strict=True))
-        assert is_right, f"`request.{name}` are not the three siblings that `fork_samples` returns."
+    is_right = len(request.live) == 3 and all(a is b for a, b in zip(request.live, siblings, strict=True))
+    assert is_right, "none of the three siblings has ended, but `request.live` is not `request.sequences`."
     request.live.pop()
     assert len(request.sequences) == 3, (
         "`request.live` and `request.sequences` are the same list: a finished sample leaves only the first."
@@ -303,19 +303,16 @@ def test_fork_samples() -> None:
 
 
 def test_a_sample_may_end_at_its_first_token() -> None:
-    """The scheduler frees the ended ones, and takes them out of `live`."""
     manager = BlockManager(3, 4)
     request = request_of(*range(6), max_length=7)
     (parent,) = request.live
     parent.block_table, parent.num_computed_tokens = [manager.take(), manager.take()], 6
-    siblings = fork_samples(request, [Sample(1, -1.0), Sample(2, -1.0)], manager)
-    reasons = [seq.finish_reason for seq in siblings]
+    fork_samples(request, [Sample(1, -1.0), Sample(2, -1.0)], manager)
+    reasons = [seq.finish_reason for seq in request.sequences]
     assert reasons == ["length", "length"], f"both samples end at the limit of 7 tokens, but with {reasons}."
-    assert len(request.live) == 2, (
-        f"`fork_samples` leaves {len(request.live)} of 2 ended samples in `live`: the scheduler removes them."
-    )
-    assert all(len(seq.block_table) == 2 for seq in siblings), (
-        "`fork_samples` has freed an ended sample: the scheduler does."
+    assert request.live == [], f"`fork_samples` leaves {len(request.live)} of 2 ended samples in `live`."
+    assert manager.num_free_blocks == 3, (
+        f"both samples have ended, but {manager.num_free_blocks} of 3 blocks are free: free such a sample."
     )
 
 

