@@ -1,7 +1,6 @@
 """Every option of the engine and of a request: its default, and the rule that its values keep.
 
-Rules are applied when options are made; limits that depend on the model are checked later. This module knows
-no tensors: `dtype` and `device` are names here.
+Rules are applied when options are made; limits that depend on the model are checked later.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class Ranks:
         return self.failed
 
     def check(self) -> None:
-        """On a GPU an all-reduce whose other ranks are gone may end without an error, with wrong sums."""
+        """On a GPU an all-reduce may end without an error, with wrong sums, if other ranks are gone."""
         torch.cuda.synchronize()
         if self.failure():
             raise RuntimeError("a rank did not take part in the whole step")

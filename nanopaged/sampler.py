@@ -126,7 +126,7 @@ def candidates(beam: Sequence, token: Sample) -> list[Sample]:
 
 def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
     """One token for each row of `logits` [num_rows, vocab_size] (float32): the most likely one, or a draw.
-    If no token is allowed, it is any token, with a log-probability of -inf."""
+    If none is allowed, it is any token, with a log-probability of -inf."""
     logprobs = allowed = logits.log_softmax(-1)
     if metadata.penalties is not None:
         allowed = penalize(logits, *metadata.penalties)

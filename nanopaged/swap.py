@@ -1,7 +1,7 @@
 """Swapping: the K/V of a preempted request moves to host memory and back (PagedAttention, §4.5).
 
 A request is swapped out whole, and in again, to other device blocks. A block that several of its sequences
-share is moved once. Like the block manager, this module knows block ids only.
+share is moved once.
 """
 
 from __future__ import annotations
