@@ -218,7 +218,8 @@ def main() -> None:
     median = sorted(runs["nanopaged"], key=lambda run: run["seconds"])[args.repeat // 2]
     rates = {name: [num_output / run["seconds"] for run in those] for name, those in runs.items()}
     cpu_seconds = {name: [run["cpu_seconds"] for run in those] for name, those in runs.items()}
-    print_run(median, common.copy_bandwidth(common.pick_device()))
+    if "steps" in median:  # not beside another checkout, where both sides are only timed
+        print_run(median, common.copy_bandwidth(common.pick_device()))
     peers.print_rates(rates, cpu_seconds)
     if args.json:
         if args.model is not None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+ROOT = Path(__file__).parents[2]
 Requests = list[tuple[list[int], int]]  # (prompt's token ids, tokens to generate)
 Times = dict[str, float]  # seconds, and cpu_seconds of all threads
 
@@ -67,8 +68,14 @@ def sides(
     if args.baseline == "nano-vllm":
         return {"nano-vllm": lambda: run_nano_vllm(model, requests, args)}
     if args.baseline != "hf":
-        name = f"nanopaged in {args.baseline}"
-        return {name: lambda: run_checkout(model, requests, options, args)}
+        # Both run in new processes: in this one, memory that was freed before slows an engine down.
+        def run(folder: str | Path, python: str) -> Times:
+            return run_checkout(folder, python, model, requests, options)
+
+        return {
+            "nanopaged": lambda: run(ROOT, sys.executable),
+            f"nanopaged in {args.baseline}": lambda: run(args.baseline, args.peer_python),
+        }
     runs: dict[str, Callable[[], Times]] = {}
     # Sizes of at least the number of requests all give the same single batch: it is run once.
     for size in sorted({min(size, len(requests)) for size in (*args.static, len(requests))}):
@@ -183,7 +190,7 @@ def run_vllm(model: str, requests: Requests, args: argparse.Namespace) -> Times:
     """The time of vLLM, in a process of --peer-python."""
     import torch
 
-    return run_elsewhere("vLLM", *vllm_job(model, args, torch.get_num_threads()), requests, args)
+    return run_elsewhere("vLLM", *vllm_job(model, args, torch.get_num_threads()), requests, args.peer_python)
 
 
 def vllm_job(model: str, args: argparse.Namespace, num_threads: int) -> tuple[dict[str, Any], dict[str, str]]:
@@ -218,24 +225,26 @@ def run_nano_vllm(model: str, requests: Requests, args: argparse.Namespace) -> T
         "enforce_eager": args.eager,
     }
     job = {"package": "nanovllm", "model": model, "options": options}
-    return run_elsewhere("nano-vllm", job, {}, requests, args)
+    return run_elsewhere("nano-vllm", job, {}, requests, args.peer_python)
 
 
-def run_checkout(model: str, requests: Requests, options: dict[str, Any], args: argparse.Namespace) -> Times:
-    """The time of the nanopaged in the folder --baseline, in a process of --peer-python."""
-    folder = str(Path(args.baseline).resolve())
+def run_checkout(
+    folder: str | Path, python: str, model: str, requests: Requests, options: dict[str, Any]
+) -> Times:
+    """The time of the nanopaged in a folder."""
+    folder = str(Path(folder).resolve())
     path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     job = {"package": "nanopaged", "folder": folder, "model": model, "options": options}
-    return run_elsewhere(f"nanopaged of {folder}", job, {"PYTHONPATH": path}, requests, args)
+    return run_elsewhere(f"nanopaged of {folder}", job, {"PYTHONPATH": path}, requests, python)
 
 
 def run_elsewhere(
-    name: str, job: dict[str, Any], environment: dict[str, str], requests: Requests, args: argparse.Namespace
+    name: str, job: dict[str, Any], environment: dict[str, str], requests: Requests, python: str
 ) -> Times:
-    """Run the requests in a process of --peer-python."""
+    """Run the requests in a process of that Python."""
     import torch
 
-    with started(name, args.peer_python, job, environment, torch.get_num_threads()) as run:
+    with started(name, python, job, environment, torch.get_num_threads()) as run:
         return run(requests)
 
 

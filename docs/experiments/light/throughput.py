@@ -59,14 +59,16 @@ def peers(light: Light) -> str:
     if not there:
         raise NotRun("neither vLLM nor nano-vllm is installed here")
     args, rates = arguments(light), {}
-    args.baseline = str(ROOT)  # for run_checkout
     requests = bench.draw_requests(1024, args)  # token ids that the tiny model's tokenizer has
     with tempfile.TemporaryDirectory() as folder:
         light.now("random weights")
         bench.save_random_weights(args, folder)
         release()
         light.table("", "output tokens/s")
-        ours = "nanopaged", lambda *given: sides.run_checkout(*given[:2], bench.engine_options(args), args)
+        ours = (
+            "nanopaged",
+            lambda *given: sides.run_checkout(ROOT, sys.executable, *given[:2], bench.engine_options(args)),
+        )
         for name, run in [ours, *there]:
             with light.trying(name):
                 rates[name] = sum(n for _, n in requests) / run(folder, requests, args)["seconds"]
