@@ -141,26 +141,28 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
 
     block_size = 4, table [7, 2], 3 of 6 tokens computed: positions 3 4 5, slots 7·4+3, 2·4+0, 2·4+1
     """
-    input_ids, positions, slots = [], [], []  # of each token
-    lens = []  # of each sequence: its new tokens, and its context with them
-    last_tokens = []  # rows of the tokens that are sampled from: with 1, 1 and 4 new tokens 0, 1 and 5
-    logit_rows, tiles = [last_tokens], []
+    # The first `logit_rows` are of the tokens to sample from: of 1, 1 and 4 new tokens 0, 1 and 5.
+    input_ids, logit_rows, tiles = [], [[]], []
     for seq in batch.sequences:
-        start, n, table = seq.num_computed_tokens, seq.num_scheduled_tokens, seq.block_table
-        lens.append((n, start + n))
+        start, n = seq.num_computed_tokens, seq.num_scheduled_tokens
         input_ids += seq.token_ids[start : start + n]
-        positions += range(start, start + n)
-        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, start + n)]
-        if seq.needs_sample:
-            last_tokens.append(len(input_ids) - 1)
-        if seq.request.wants_prompt_logprobs:
+        if start + n == len(seq.token_ids):  # `needs_sample`
+            logit_rows[0].append(len(input_ids) - 1)
+        if seq.request.prompt_logprobs is not None:
             for tile in prompt_tiles(seq, row=len(input_ids) - n):
                 tiles.append(tile)
                 logit_rows.append(tile[1])
-    flat = np.array((input_ids, positions, slots), dtype=np.int64)
+    # All tokens at once: a sequence ends before row e, with a context of c tokens; row i is at c - (e - i).
+    query_lens = np.array([seq.num_scheduled_tokens for seq in batch.sequences])
+    context_lens = query_lens + [seq.num_computed_tokens for seq in batch.sequences]
+    positions = np.arange(len(input_ids)) - np.repeat(query_lens.cumsum() - context_lens, query_lens)
     tables, ids = [seq.block_table for seq in batch.sequences], list(map(id, batch.sequences))
-    metadata = AttentionMetadata(*np.array(lens).T, tables, flat[2], batch.num_decodes, ids)
-    return StepInputs((batch.swap_out, batch.swap_in, batch.copies), *flat[:2], metadata, logit_rows), tiles
+    owners = np.repeat(np.arange(len(tables)), query_lens).tolist()
+    blocks = [tables[i][j] for i, j in zip(owners, (positions // block_size).tolist(), strict=True)]
+    slots = np.array(blocks) * block_size + positions % block_size
+    metadata = AttentionMetadata(query_lens, context_lens, tables, slots, batch.num_decodes, ids)
+    moves = batch.swap_out, batch.swap_in, batch.copies
+    return StepInputs(moves, np.array(input_ids), positions, metadata, logit_rows), tiles
 
 
 def prompt_tiles(seq: Sequence, row: int) -> Iterator[PromptTile]:

@@ -91,7 +91,7 @@ class PromptProcessor:
 
     def _check(self, num_prompt_tokens: int, params: Params, rules: StopRules) -> None:
         """Raise ValueError if the request could never be served."""
-        config, num_seqs, vocab_size = self.config, params.width, self.vocab_size
+        config, size, num_seqs = self.config, self.config.block_size, params.width
         if num_prompt_tokens >= config.max_model_len:
             raise ValueError(
                 f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {config.max_model_len} "
@@ -106,9 +106,8 @@ class PromptProcessor:
         # are shared by all sequences of the request.
         # block_size = 4, prompt 9, max_tokens 12, 3 sequences: 20 slots are 5 blocks, of which 2 are shared.
         # Needed are 2 + 3 · (5 - 2) = 11 blocks.
-        size, longest = config.block_size, rules.max_length - 1
         shared = num_prompt_tokens // size
-        needed = shared + num_seqs * (-(-longest // size) - shared)
+        needed = shared + num_seqs * (-(-(rules.max_length - 1) // size) - shared)
         if needed > self.num_blocks:
             what = f"a prompt of {num_prompt_tokens} tokens with max_tokens={params.max_tokens}"
             what += f" and {num_seqs} sequences" if num_seqs > 1 else ""
@@ -118,13 +117,13 @@ class PromptProcessor:
             )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
-        if (wanted := max(params.logprobs or 0, params.prompt_logprobs or 0)) > vocab_size:
-            raise ValueError(f"logprobs is {wanted}, but the vocabulary has {vocab_size} tokens")
-        check_token_ids(params.stop_token_ids, vocab_size, "stop token")
-        if params.min_tokens > 0 and len(rules.token_ids) == vocab_size:
+        if (wanted := max(params.logprobs or 0, params.prompt_logprobs or 0)) > self.vocab_size:
+            raise ValueError(f"logprobs is {wanted}, but the vocabulary has {self.vocab_size} tokens")
+        check_token_ids(params.stop_token_ids, self.vocab_size, "stop token")
+        if params.min_tokens > 0 and len(rules.token_ids) == self.vocab_size:
             raise ValueError(
-                f"min_tokens is {params.min_tokens}, but stop_token_ids has all {vocab_size} tokens of the "
-                "vocabulary (end-of-sequence included): leave out one that may be drawn before"
+                f"min_tokens is {params.min_tokens}, but stop_token_ids has all {self.vocab_size} tokens "
+                "(end-of-sequence included): leave out one that may be drawn before"
             )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
@@ -85,26 +85,26 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
     Args:
         logits: float32 [num_ready, vocab_size], a row for each sequence that needs a sample.
     """
-    samples: dict[Sequence, list[Sample]] = defaultdict(list)
-    ready = [seq for seq in batch.sequences if seq.needs_sample]
+    samples: list[list[Sample]] = [[] for _ in batch.sequences]
+    ready = [pair for pair in zip(batch.sequences, samples, strict=True) if pair[0].needs_sample]
     draws, rows = [], []  # rows: of each draw, in the logits
-    for row, seq in enumerate(ready):
-        request, params, where = seq.request, seq.request.params, (seq.num_tokens, seq.banned_token_ids)
+    for row, (seq, _) in enumerate(ready):
+        request, params, banned = seq.request, seq.request.params, seq.banned_token_ids
         if isinstance(params, BeamSearchParams):  # the most likely token, with the next ones in likelihood
-            num = min(request.num_candidates + len(where[1]), logits.shape[-1])
-            draws.append(Draw(GREEDY, 0, 0, *where, num_candidates=num))
+            num = min(request.num_candidates + len(banned), logits.shape[-1])
+            draws.append(Draw(GREEDY, 0, 0, seq.num_tokens, banned, num_candidates=num))
         else:  # n outputs at the end of a prompt, else the next token of one
             counts = token_counts(seq) if params.penalties else None
             for index in range(params.n) if request.awaits_fork else (seq.index,):
-                draws.append(Draw(params, request.seed, index, *where, counts))
+                draws.append(Draw(params, request.seed, index, seq.num_tokens, banned, counts))
         rows += [row] * (len(draws) - len(rows))
     tokens = sample(take_rows(logits, rows), SamplingMetadata(draws, logits.device))
-    for seq, token in zip([ready[row] for row in rows], tokens, strict=True):
+    for (seq, its_samples), token in zip([ready[row] for row in rows], tokens, strict=True):
         if not math.isfinite(token.logprob):
             error = NoTokenAllowed if token.logprob == -math.inf else NonFiniteLogits
             raise error(seq.request.request_id, seq.num_tokens)
-        samples[seq] += candidates(seq, token) if seq.request.is_beam_search else (token,)
-    return [samples[seq] for seq in batch.sequences]
+        its_samples += candidates(seq, token) if seq.request.is_beam_search else (token,)
+    return samples
 
 
 def token_counts(seq: Sequence) -> dict[int, int]:
@@ -239,7 +239,9 @@ def gather_logprobs(
         allowed: scores like `logprobs`, -inf where a token is not allowed; so is then its log-probability.
     """
     token_ids = token_ids[:, None]
-    chosen = logprobs.gather(1, token_ids).masked_fill(allowed.gather(1, token_ids) == -math.inf, -math.inf)
+    chosen = logprobs.gather(1, token_ids)
+    if allowed is not logprobs:
+        chosen = chosen.masked_fill(allowed.gather(1, token_ids) == -math.inf, -math.inf)
     columns = [token_ids, chosen.double()]
     wanted = [(row, num) for row, num in enumerate(num_logprobs) if num is not None]
     most = max([num for _, num in wanted], default=0)

@@ -1,6 +1,6 @@
 """What can be seen between two steps: a snapshot, statistics, and invariants.
 
-A snapshot is plain data, and a drawing in text. It shares nothing with the engine, so it stays as it is.
+A snapshot is plain data, and a drawing in text. It shares nothing with the engine.
 """
 
 from __future__ import annotations
