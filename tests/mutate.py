@@ -33,7 +33,7 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM  #
 
 ROOT = Path(__file__).parents[1]
 CPU_SECONDS = 120  # for one test: a mutant that loops for ever is killed, too
-MEMORY = 16 << 30  # bytes of address space, for the same reason
+MEMORY = 16 << 30  # bytes that are written to, for the same reason (a browser reserves far more addresses)
 RANDOM_RUNS = ["--random-runs", "100"]  # of each kind
 FILES = [f"nanopaged/{file}" for file in TESTS]
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
@@ -139,7 +139,7 @@ def failing_test(folder: Path, mutant: Mutant | None, tests: list[str]) -> str |
         sys.dont_write_bytecode = True  # a file that changes twice in a second would be taken from the cache
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         os._exit(pytest.main([*dict.fromkeys(tests), "-x", "-p", "no:cacheprovider"], [LastTest(last_test)]))
     _, status = os.waitpid(child, 0)
     if mutant is not None:
