@@ -34,7 +34,7 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM  #
 ROOT = Path(__file__).parents[1]
 CPU_SECONDS = 120  # for one test: a mutant that loops for ever is killed, too
 MEMORY = 16 << 30  # bytes that are written to, for the same reason (a browser reserves far more addresses)
-RANDOM_RUNS = ["--random-runs", "100"]  # of each kind
+OPTIONS = ["--random-runs", "100", "-m", "not slow"]  # random runs of each kind
 FILES = [f"nanopaged/{file}" for file in TESTS]
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -162,11 +162,11 @@ def main() -> None:
         for part in ("nanopaged", "tests", "docs/experiments"):
             shutil.copytree(ROOT / part, folder / part)
         shutil.copy(ROOT / "pyproject.toml", folder)
-        needed = [test for file in {each.file for each in sample} for test in tests_of(file)] + RANDOM_RUNS
+        needed = [test for file in {each.file for each in sample} for test in tests_of(file)] + OPTIONS
         if (test := failing_test(folder, None, needed)) is not None:
             sys.exit(f"{test} fails without any change")
         for mutant in sorted(sample, key=lambda mutant: (mutant.file, mutant.line)):
-            test = failing_test(folder, mutant, tests_of(mutant.file) + RANDOM_RUNS)
+            test = failing_test(folder, mutant, tests_of(mutant.file) + OPTIONS)
             num_killed += test is not None
             print(f"{mutant.file}:{mutant.line}  {mutant.change:60}  {test or 'SURVIVED'}", flush=True)
     print(f"{num_killed} of {len(sample)} mutants killed ({len(everything)} in all, seed {args.seed})")

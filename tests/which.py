@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = {  # file of the package → NAMEs of its tests, tests/*/test_NAME.py
     "__init__.py": "names imports",
     "__main__.py": "chat",
-    "engine.py": "scheduler api names weights snapshot trace",
+    "engine.py": "scheduler api names weights snapshot trace prompts",
     "llm.py": "names prompts api threads text",
     "config.py": "api names sampler trace sharing beam_search weights",
     "prompts.py": "prompts api text sharing names",
@@ -45,7 +45,7 @@ TESTS = {  # file of the package → NAMEs of its tests, tests/*/test_NAME.py
     "attention/triton_backend.py": "attention cuda_path cuda_graphs",
     "kernels/build.py": "cpp",
     "kernels/cpp.py": "cpp",
-    "kernels/paged_attention.py": "kernels attention",
+    "kernels/paged_attention.py": "kernels attention cuda_path",
     "model/checkpoint.py": "weights parallel api",
     "model/decoder.py": "weights cpp oracle parallel",
     "model/model_config.py": "weights parallel",

@@ -50,6 +50,7 @@ def greedy_with_penalties(oracle: Oracle, prompt: list[int], params: SamplingPar
 def test_penalties_follow_the_formula(qwen3: Oracle) -> None:
     """Requests with different penalties in one batch, in a pool so small that some are preempted."""
     every = [(1, 2, 0), (1, 0, 2), (1, 0.5, 1.5), (1, -0.3, 0), (1, 0, -2), (1.2, 0.5, 0.7), (1, 0, 0)]
+    every += [(1.05, 0, -2)]  # for tokens generated, not for those of the prompt
     prompts = random_prompts(len(every), seed=4, longest=20)
     names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
     rules = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "logprobs": 0}

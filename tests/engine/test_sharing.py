@@ -89,16 +89,16 @@ def test_a_request_counts_for_all_its_sequences(qwen3: Oracle) -> None:
 
 
 def test_what_can_never_fit_is_refused(qwen3: Oracle) -> None:
-    """9 prompt tokens: 2 full blocks are shared, each of 3 sequences needs 3 more for 20 tokens: 11."""
-    llm = LLM(qwen3.folder, num_blocks=10, block_size=4, max_num_seqs=4)
+    """9 prompt tokens: 2 full blocks are shared, each of 3 sequences needs 4 more for 24 tokens: 14."""
+    llm = LLM(qwen3.folder, num_blocks=11, block_size=4, max_num_seqs=4)
     for params, message in (
         (sampling(5), "5 sequences, but max_num_seqs is 4"),
         (BeamSearchParams(beam_width=5), "5 sequences, but max_num_seqs is 4"),
-        (sampling(3, max_tokens=12), "3 sequences may need 11 blocks of 4 slots, but the whole pool has 10"),
+        (sampling(3, max_tokens=16), "3 sequences may need 14 blocks of 4 slots, but the whole pool has 11"),
     ):
         with pytest.raises(ValueError, match=message):
             llm.generate([1] * 9, params, use_tqdm=False)
-    (fits,) = serve(llm, [[1] * 9], sampling(3, max_tokens=8))  # 2 + 3 * 2 blocks
+    (fits,) = serve(llm, [[1] * 9], sampling(3, max_tokens=12))  # 2 + 3 * 3 blocks: all
     assert len(texts(fits)) == 3
 
 

@@ -94,3 +94,12 @@ def test_a_long_table_is_drawn_in_several_rows() -> None:
     engine.add_request("A", tokens(5, 100), SamplingParams(max_tokens=4, ignore_eos=True))
     engine.step()
     assert str(engine.snapshot()).count("physical block  ") == 2
+
+
+def test_free_blocks_before_used_ones() -> None:
+    engine = make_engine(num_blocks=6)
+    for name in "AB":
+        engine.add_request(name, tokens(ord(name), 3), SamplingParams(max_tokens=4, ignore_eos=True))
+    engine.step()
+    engine.abort_request("A")
+    assert str(engine.snapshot()).endswith("    0  free\n    1  ███·  B\n  2-5  free")

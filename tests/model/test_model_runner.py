@@ -84,16 +84,19 @@ def test_the_largest_step(
     A budget of 400 is more than two sequences of 160 tokens can fill: three compute it.
     """
     options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+    options["attention_backend"] = "reference"  # which would take hours
     llm = LLM(qwen3.folder, dtype="float32", num_blocks=20, **options)
     runner, drawn = llm.engine.runner, []
     before = runner.kv_cache.data.fill_(1.0).clone()
-    sample = memory.sample
+    sample, make_attention, made = memory.sample, memory.make_attention, []
+    monkeypatch.setattr(memory, "make_attention", lambda *a: made.append(a[0]) or make_attention(*a))
     monkeypatch.setattr(memory, "sample", lambda logits, rows: drawn.append(logits) or sample(logits, rows))
     computed = []
     hook = runner.model.register_forward_pre_hook(lambda _, args: computed.append(args[1]))
     memory.largest_step(llm.engine.config, runner.model, runner.kv_cache.shape)
     hook.remove()
     (positions,), (logits,) = computed, drawn
+    assert made == ["auto"]
     assert len(positions) == budget
     assert int(positions.max()) == MAX_MODEL_LEN - 1, "the end of a context as long as can be"
     assert int(positions.min()) >= 0, "no sequence is longer"
