@@ -9,6 +9,7 @@ from conftest import Oracle, random_prompts
 from serving import tokens_of
 
 from nanopaged import LLM, SamplingParams
+from nanopaged.sampler import penalize
 
 
 def test_repetition_penalty_is_transformers(oracle: Oracle) -> None:
@@ -50,7 +51,6 @@ def greedy_with_penalties(oracle: Oracle, prompt: list[int], params: SamplingPar
 def test_penalties_follow_the_formula(qwen3: Oracle) -> None:
     """Requests with different penalties in one batch, in a pool so small that some are preempted."""
     every = [(1, 2, 0), (1, 0, 2), (1, 0.5, 1.5), (1, -0.3, 0), (1, 0, -2), (1.2, 0.5, 0.7), (1, 0, 0)]
-    every += [(1.05, 0, -2)]  # for tokens generated, not for those of the prompt
     prompts = random_prompts(len(every), seed=4, longest=20)
     names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
     rules = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "logprobs": 0}
@@ -83,3 +83,10 @@ def test_penalties_count_each_sample_alone(qwen3: Oracle) -> None:
         repeated.append(sum(len(text) - len(set(text)) for text in texts))
     assert firsts[0] == firsts[1]
     assert repeated[0] > repeated[1]
+
+
+def test_penalties_by_hand() -> None:
+    """Token 0 was generated four times; token 1 stands in the prompt alone, so it is only divided."""
+    where, numbers = torch.tensor([[0, 0], [0, 1]]), [[4.0, 0], [2, 2], [0.5, 0.5], [1, 1]]
+    out = penalize(torch.tensor([[3.0, 3, 3]]), where, torch.tensor(numbers))
+    assert out.tolist() == [[-1.5, 1.5, 3]]
