@@ -196,7 +196,7 @@ class BlockManager:
             is_shared = newest < len(seq.block_table) and self.blocks[seq.block_table[newest]].ref_count > 1
             if is_written and is_shared:
                 src = seq.block_table[newest]
-                seq.block_table[newest] = self.take()
+                seq.block_table = [*seq.block_table[:newest], self.take(), *seq.block_table[newest + 1 :]]
                 self.release(src)
                 copies.append((src, seq.block_table[newest]))
             while len(seq.block_table) < blocks_needed(seq.num_tokens, size):
@@ -223,8 +223,11 @@ class BlockManager:
         block_size = 4, table [7, 2, 5], 6 tokens: block 5 is given back
         """
         num_tokens = seq.num_tokens if num_tokens is None else num_tokens
-        while len(seq.block_table) > blocks_needed(num_tokens, self.block_size):
-            self.release(seq.block_table.pop())
+        num_kept = blocks_needed(num_tokens, self.block_size)
+        if num_kept < len(seq.block_table):
+            for block_id in reversed(seq.block_table[num_kept:]):
+                self.release(block_id)
+            seq.block_table = seq.block_table[:num_kept]
 
     # ── the prefix cache ──────────────────────────────────────────────────────────────────────────
 

@@ -5,8 +5,8 @@ same kernels, with the same sizes, on the same addresses. So
 
     - a graph reads its inputs from its own buffers, which are filled before each replay;
     - there are graphs for some batch sizes, and a batch uses the next larger one. The other rows are padding:
-      slot -1, so nothing is stored, and context length 0, so nothing is read;
-    - the number of splits is fixed for each graph, for the longest context that is allowed;
+      slot -1, so nothing is stored, and no splits, so nothing is read;
+    - each graph has as many splits as a batch can need (`split_contexts`), most of them empty;
     - the block tables must not move (`triton_backend.BlockTables`).
 """
 
@@ -22,10 +22,11 @@ from torch import Tensor
 
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.triton_backend import TritonAttention
+from nanopaged.kernels.paged_attention import split_contexts
 from nanopaged.kv_cache import to_device
 from nanopaged.model.decoder import Model
 
-PADDING = np.array([[0], [0], [-1], [0], [0]])  # token id, position, slot, block table row, context length
+PADDING = np.array([[0], [0], [-1], [0]])  # token id, position, slot, block table row
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -50,7 +51,7 @@ class DecodeGraphs:
         capture: Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]] | None = None,
     ) -> None:
         self.model, self.attention, self.tables = model, attention, attention.tables
-        self.max_context_len, self.capture = max_context_len, capture or Capture()
+        self.capture = capture or Capture()
         self.tables.reserve(max_num_seqs, -(-max_context_len // attention.cache.block_size))  # ceil division
         self.captured_tables, self.sizes = self.tables.data, graph_sizes(max_num_seqs)
         # Garbage collection could free the CUDA memory of another engine during a capture, which is illegal.
@@ -66,24 +67,33 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture_size(self, size: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
-        """Inputs (int64 [5, size], the rows of PADDING), output [size, hidden_size], and its computation."""
-        inputs = to_device(np.repeat(PADDING, size, axis=1), self.captured_tables.device)
-        input_ids, positions, slot_mapping, table_rows, context_lens = inputs
+        """Inputs (int64, see `_layout`), output [size, hidden_size], and its computation."""
+        nothing = PADDING[:, :0], np.zeros(1, dtype=np.int64), np.zeros((0, 3), dtype=np.int64)
+        inputs = to_device(self._layout(size, *nothing), self.captured_tables.device)
+        input_ids, positions, slot_mapping = inputs[: 3 * size].view(3, size)
         attention = copy.copy(self.attention)  # the same cache and block tables, but this graph's buffers
         attention.num_decodes, attention.slot_mapping = size, slot_mapping
-        attention.set_decodes(table_rows, context_lens, self.max_context_len)
+        attention.set_decodes(inputs[3 * size :], size)
         return inputs, *self.capture(lambda: self.model(input_ids, positions, attention))
+
+    def _layout(self, size: int, rows: np.ndarray, firsts: np.ndarray, splits: np.ndarray) -> np.ndarray:
+        """The inputs of a graph, end to end: the rows of PADDING, firsts and splits, padded to its size."""
+        padding, num_splits = size - rows.shape[1], size + self.attention.most_cuts
+        rows = np.concatenate([rows, np.repeat(PADDING, padding, axis=1)], axis=1)
+        firsts = np.pad(firsts, (0, padding), mode="edge")  # padding begins where the last sequence ends
+        splits = np.pad(splits, ((0, num_splits - len(splits)), (0, 0)))
+        return np.concatenate([rows.ravel(), firsts, splits.ravel()])
 
     def run(self, input_ids: np.ndarray, positions: np.ndarray, metadata: AttentionMetadata) -> Tensor:
         """Compute decodes [num_seqs] → hidden states [num_seqs, hidden_size], valid until the next run."""
         n = len(input_ids)
         size = next(size for size in self.sizes if size >= n)
         buffers, hidden, replay = self.graphs[size]
-        inputs = np.repeat(PADDING, size, axis=1)
-        rows = self.tables.update(metadata.seq_ids, metadata.block_tables)
+        table_rows = self.tables.update(metadata.seq_ids, metadata.block_tables)
         assert self.tables.data is self.captured_tables, "block tables moved: graphs read the old ones"
-        inputs[:, :n] = input_ids, positions, metadata.slot_mapping, rows, metadata.context_lens
-        to_device(inputs, buffers.device, out=buffers)
+        splits, firsts = split_contexts(metadata.context_lens, self.attention.most_cuts)
+        rows = np.stack([input_ids, positions, metadata.slot_mapping, table_rows])
+        to_device(self._layout(size, rows, firsts, splits), buffers.device, out=buffers)
         replay()
         return hidden[:n]
 

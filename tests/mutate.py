@@ -128,6 +128,7 @@ class LastTest:
 def failing_test(folder: Path, mutant: Mutant | None, tests: list[str]) -> str | None:
     """The test that fails for the mutant, in this copy of the repository; None if all pass."""
     if mutant is not None:
+        shutil.copy(folder / mutant.file, folder / "unchanged")
         (folder / mutant.file).write_text(mutant.source, encoding="utf-8")
     last_test = folder / "last_test"
     last_test.write_text("none: the tests cannot be imported", encoding="utf-8")
@@ -143,7 +144,7 @@ def failing_test(folder: Path, mutant: Mutant | None, tests: list[str]) -> str |
         os._exit(pytest.main([*dict.fromkeys(tests), "-x", "-p", "no:cacheprovider"], [LastTest(last_test)]))
     _, status = os.waitpid(child, 0)
     if mutant is not None:
-        shutil.copy(ROOT / mutant.file, folder / mutant.file)
+        shutil.copy(folder / "unchanged", folder / mutant.file)
     return last_test.read_text(encoding="utf-8") if status else None
 
 

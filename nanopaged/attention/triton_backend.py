@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.torch_backend import TorchAttention
-from nanopaged.kernels.paged_attention import choose_num_splits, paged_decode, store_kv
+from nanopaged.kernels.paged_attention import paged_decode, split_contexts, store_kv
 from nanopaged.kv_cache import KVCache, to_device
 
 
@@ -19,9 +19,11 @@ class TritonAttention(TorchAttention):
 
     def __init__(self, cache: KVCache, scale: float) -> None:
         super().__init__(cache, scale)
-        self.tables, self.num_processors = BlockTables(self.device), 1  # 1: interpreted
+        self.tables, num_processors = BlockTables(self.device), 1  # 1: interpreted
         if self.device.type == "cuda":
-            self.num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+            num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        # Some eight programs for each multiprocessor (SM) of the GPU, so that all end at about the same time.
+        self.most_cuts = -(-8 * num_processors // cache.shape.num_kv_heads)  # ceil division
 
     def begin_store(self, metadata: AttentionMetadata) -> None:
         """Send the slot mapping to the device."""
@@ -32,21 +34,22 @@ class TritonAttention(TorchAttention):
         store_kv(k, v, *self.layers[layer], self.slot_mapping)
 
     def begin_decodes(self, metadata: AttentionMetadata) -> None:
-        """Bring the block tables on the device up to date, and choose the number of splits."""
-        n, lens = metadata.num_decodes, metadata.context_lens[: metadata.num_decodes]
+        """Bring the block tables on the device up to date, and divide the contexts into splits."""
+        n = metadata.num_decodes
         rows = self.tables.update(metadata.seq_ids[:n], metadata.block_tables[:n])
-        self.set_decodes(*to_device(np.array([rows, lens]), self.device), int(lens.max()))
+        splits, firsts = split_contexts(metadata.context_lens[:n], self.most_cuts)
+        self.set_decodes(to_device(np.concatenate([rows, firsts, splits.ravel()]), self.device), n)
 
-    def set_decodes(self, table_rows: Tensor, context_lens: Tensor, max_context_len: int) -> None:
-        """Set what `decode` reads: int64 [num_seqs] each. A CUDA graph sets its fixed buffers."""
-        self.table_rows, self.context_lens = table_rows, context_lens
-        num_programs = len(table_rows) * self.cache.shape.num_kv_heads
-        self.num_splits = choose_num_splits(num_programs, max_context_len, self.num_processors)
+    def set_decodes(self, numbers: Tensor, num_decodes: int) -> None:
+        """Set what `decode` reads, int64: rows of the tables, firsts, splits. A CUDA graph has fixed ones."""
+        sizes = num_decodes, num_decodes + 1, len(numbers) - 2 * num_decodes - 1
+        self.table_rows, self.firsts, splits = numbers.split(sizes)
+        self.splits = splits.view(-1, 3)
 
     def decode(self, layer: int, q: Tensor) -> Tensor:
         """As `TorchAttention.decode`."""
-        where = *self.layers[layer], self.tables.data, self.table_rows, self.context_lens
-        return paged_decode(q, *where, self.scale, self.num_splits)
+        where = self.tables.data, self.table_rows, self.splits, self.firsts
+        return paged_decode(q, *self.layers[layer], *where, self.scale)
 
 
 class BlockTables:
@@ -56,13 +59,14 @@ class BlockTables:
         now                    5 2 7          0            3 4 1
         sent            (0, 2, 7), (2, 0, 3), (2, 1, 4), (2, 2, 1)      as (row, column, block)
 
-    If Python gives the id of a sequence to a new one, that one takes over its row.
+    A table that was sent has only grown, or is a new list (see `Sequence.block_table`). What was sent is read
+    again only if it is a new list, as it always is in the process of a worker.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.data = torch.zeros((0, 0), dtype=torch.int32, device=device)  # [num_rows, most blocks]
         self.rows: dict[int, int] = {}  # sequence id → row
-        self.free, self.sent = [], []  # rows of no sequence; row → the table that was sent last
+        self.free, self.sent = [], []  # rows of no sequence; row → the table, and how much of it was sent
 
     def reserve(self, num_rows: int, num_columns: int) -> None:
         """Make the tables at least this large. Growing moves them, and all are sent again."""
@@ -70,7 +74,7 @@ class BlockTables:
         if num_rows > rows or num_columns > columns:
             self.data = self.data.new_zeros(max(num_rows, rows), max(num_columns, columns))
             self.rows, self.free = {}, list(range(len(self.data)))
-            self.sent = [[] for _ in self.free]
+            self.sent = [([], 0) for _ in self.free]
 
     def update(self, seq_ids: list[int], tables: list[list[int]]) -> list[int]:
         """Update the tables of these sequences on the device. Returns the row of each."""
@@ -80,19 +84,19 @@ class BlockTables:
         for seq_id in self.rows.keys() - set(seq_ids):  # their rows are taken back
             self.free.append(self.rows.pop(seq_id))
         changes: list[tuple[int, int, int]] = []
-        changed: dict[int, list[int]] = {}
+        changed: dict[int, tuple[list[int], int]] = {}
         for seq_id, table in zip(seq_ids, tables, strict=True):
             if seq_id not in self.rows:
                 self.rows[seq_id] = self.free.pop()
             row = self.rows[seq_id]
-            sent = self.sent[row]
-            if table != sent:
-                start = len(sent) if table[: len(sent)] == sent else 0
+            sent, start = self.sent[row]
+            if table is not sent or start < len(table):
+                start = start if table is sent or table[:start] == sent[:start] else 0
                 changes += [(row, column, table[column]) for column in range(start, len(table))]
-                changed[row] = list(table)
+                changed[row] = table, len(table)
         if changes:
             row, column, block = to_device(np.array(changes).T, self.data.device)
             self.data[row, column] = block.int()
-        for row, table in changed.items():  # if sending failed, the next step sends them again
-            self.sent[row] = table
+        for row, sent in changed.items():  # if sending failed, the next step sends them again
+            self.sent[row] = sent
         return [self.rows[seq_id] for seq_id in seq_ids]

@@ -2,8 +2,8 @@
 
 A decode takes the time to read K/V. So the kernels read K/V exactly once, and keep enough reads in flight:
 
-    decode_kernel   a program for each (sequence, KV head, split of the context), with all query heads that
-                    share the KV head; it writes a partial softmax and its log-sum-exp (LSE)
+    decode_kernel   a program for each (split, KV head), with all query heads that share the KV head; a split
+                    is a range of a context's keys; it writes a partial softmax and its log-sum-exp (LSE)
     reduce_kernel   combines the splits of a query head, as `reference_backend.py` combines blocks
 
 Arguments such as `q_seq` and `table_row` are strides, in elements; the heads of a token are contiguous.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -53,25 +54,15 @@ def store_kernel(
         tl.store(v_cache_ptr + target, v, mask=mask)
 
 
-@triton.jit
-def tiles_per_split(context_len, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """Tiles of keys in one split of a context.
-
-    1000 keys, TILE = 64, 4 splits: 16 tiles, 4 in a split, keys 0-255, 256-511, ...
-    If the context is too short, the last splits are empty: 3 tiles, 4 splits: 1 in a split.
-    """
-    return tl.maximum(tl.cdiv(tl.cdiv(context_len, TILE), NUM_SPLITS), 1)
-
-
-@triton.jit(do_not_specialize_on_alignment=["tables_ptr", "rows_ptr", "lens_ptr", "table_row"])
+@triton.jit(do_not_specialize_on_alignment=["tables_ptr", "rows_ptr", "splits_ptr", "table_row"])
 def decode_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
     tables_ptr,
     rows_ptr,
-    lens_ptr,
-    out_ptr,
+    splits_ptr,
+    partial_ptr,
     lse_ptr,
     scale_log2,
     q_seq,
@@ -81,26 +72,22 @@ def decode_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     DIM_PAD: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Partial attention of the query heads of one KV head over one split of a context.
+    """Partial attention of the query heads of one KV head over one split.
 
-    With S = scale · log2(e) · q Kᵀ over the split's keys: out = Σ 2^(S - m) V / l and lse = m + log2(l),
+    With S = scale · log2(e) · q Kᵀ over the split's keys: partial = Σ 2^(S - m) V / l and lse = m + log2(l),
     where m = max S and l = Σ 2^(S - m). The loop keeps m, l and Σ in float32.
     """
-    seq = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    context_len = tl.load(lens_ptr + seq).to(tl.int32)
-    table = tables_ptr + tl.load(rows_ptr + seq) * table_row
-    length = tiles_per_split(context_len, TILE, NUM_SPLITS) * TILE
-    start = split * length
-    end = tl.minimum(start + length, context_len)
-    if (start < end) | (split == 0):  # split 0 of an empty context writes zeros
+    split, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    seq = tl.load(splits_ptr + split * 3)
+    start = tl.load(splits_ptr + split * 3 + 1).to(tl.int32)
+    end = tl.load(splits_ptr + split * 3 + 2).to(tl.int32)
+    if start < end:  # a split of padding is empty
+        table = tables_ptr + tl.load(rows_ptr + seq) * table_row
         group = tl.arange(0, GROUP_PAD)
         dims = tl.arange(0, DIM_PAD)[None, :]
         heads = (kv_head * GROUP + group)[:, None]
@@ -109,17 +96,20 @@ def decode_kernel(
         m = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         l = tl.zeros([GROUP_PAD], tl.float32)
         acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-        for first in range(start, end, TILE):
-            position = first + tl.arange(0, TILE)
+        # A tile spans several blocks. block_size = 4, positions 6 7 8 9, table [7, 2, 5]:
+        # blocks 2 2 5 5, offsets 2 3 0 1. In 64 bits: a cache has more than 2^31 elements.
+        position = start + tl.arange(0, TILE)
+        block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
+        for _ in range(start, end, TILE):
             live = position < end
-            # A tile spans several blocks. block_size = 4, positions 6 7 8 9, table [7, 2, 5]:
-            # blocks 2 2 5 5, offsets 2 3 0 1. In 64 bits: a cache has more than 2^31 elements.
-            block = tl.load(table + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
             row = block * cache_block + (position % BLOCK_SIZE) * HEAD_DIM + kv_head * cache_head
             mask = live[:, None] & (dims < HEAD_DIM)
             # 0 beyond the context: an unwritten slot may hold NaN.
             k = tl.load(k_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
             v = tl.load(v_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
+            # The next tile's blocks, now: so its K and V can be loaded while this tile is computed.
+            position += TILE
+            block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [GROUP_PAD, TILE]
             scores = tl.where(live[None, :], scores, float("-inf"))
             m_new = tl.maximum(m, tl.max(scores, 1))
@@ -128,53 +118,51 @@ def decode_kernel(
             l = l * rescale + tl.sum(p, 1)
             acc = acc * rescale[:, None] + tl.dot(p.to(DOT), v, input_precision="ieee")
             m = m_new
-        l = tl.where(context_len == 0, 1.0, l)
-        m = tl.where(context_len == 0, 0.0, m)
-        # Rows of out [num_seqs, num_heads, splits, head_dim] and of lse [num_seqs, num_heads, splits]
-        rows = ((seq * tl.num_programs(1) + kv_head) * GROUP + group) * NUM_SPLITS + split
-        out = out_ptr + rows[:, None] * HEAD_DIM + dims
-        tl.store(out, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=q_mask)
+        # Rows of partial [num_splits, num_heads, head_dim] and of lse [num_splits, num_heads]
+        rows = (split * tl.num_programs(1) + kv_head) * GROUP + group
+        tl.store(partial_ptr + rows[:, None] * HEAD_DIM + dims, acc / l[:, None], mask=q_mask)
         tl.store(lse_ptr + rows, m + tl.log2(l), mask=group < GROUP)
 
 
-@triton.jit(do_not_specialize_on_alignment=["lens_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["firsts_ptr"])
 def reduce_kernel(
     partial_ptr,
     lse_ptr,
-    lens_ptr,
+    firsts_ptr,
     out_ptr,
     HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
     DIM_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Combine the splits of one query head: Σ w_s · out_s / Σ w_s with w_s = 2^(lse_s - max).
+    """Combine the splits of one query head: Σ w_s · partial_s / Σ w_s with w_s = 2^(lse_s - max).
 
-    Empty splits are skipped: their memory was not written.
+    The splits of sequence i are firsts[i], …, firsts[i + 1] - 1; without any, the output is 0.
     """
-    seq = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    context_len = tl.load(lens_ptr + seq).to(tl.int32)
-    used = tl.cdiv(tl.cdiv(context_len, TILE), tiles_per_split(context_len, TILE, NUM_SPLITS))
-    used = tl.maximum(used, 1)  # the zeros of an empty context
-    splits = tl.arange(0, SPLITS_PAD)
-    dims = tl.arange(0, DIM_PAD)
-    out_row = seq * tl.num_programs(1) + head
-    rows = out_row * NUM_SPLITS + splits
-    lse = tl.load(lse_ptr + rows, mask=splits < used, other=float("-inf"))
-    weight = tl.exp2(lse - tl.max(lse, 0))
-    mask = (splits[:, None] < used) & (dims[None, :] < HEAD_DIM)
-    partial = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-    out = tl.sum(partial * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out_ptr + out_row * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first, end = tl.load(firsts_ptr + seq).to(tl.int32), tl.load(firsts_ptr + seq + 1).to(tl.int32)
+    num_heads, dims = tl.num_programs(1), tl.arange(0, DIM_PAD)
+    m, l, acc = float("-inf"), 0.0, tl.zeros([DIM_PAD], tl.float32)
+    for start in range(first, end, CHUNK):
+        split = start + tl.arange(0, CHUNK)
+        rows = split.to(tl.int64) * num_heads + head
+        lse = tl.load(lse_ptr + rows, mask=split < end, other=float("-inf"))
+        mask = (split[:, None] < end) & (dims[None, :] < HEAD_DIM)
+        partial = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        weight, rescale = tl.exp2(lse - m_new), tl.exp2(m - m_new)
+        l = l * rescale + tl.sum(weight, 0)
+        acc = acc * rescale + tl.sum(partial * weight[:, None], 0)
+        m = m_new
+    out = acc / tl.where(first < end, l, 1.0)
+    out_row = (seq * num_heads + head) * HEAD_DIM
+    tl.store(out_ptr + out_row + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 # ── launching the kernels ──────────────────────────────────────────────────────────────────────────
 
 INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
-MIN_SPLIT = 256  # fewest keys in a split
-MAX_SPLITS = 64  # partial results that one program of `reduce_kernel` has registers for
+MIN_SPLIT = 128  # fewest keys in a split, unless its context has fewer; a multiple of each tile
+REDUCED = 16  # splits that `reduce_kernel` combines at once
 
 
 def why_no_triton(device: torch.device) -> str | None:
@@ -197,14 +185,13 @@ def decode_settings(
 ) -> tuple[dict[str, object], dict[str, int]]:
     """The tile, the paddings and the launch options of `decode_kernel`, by one rule for all GPUs.
 
-        capability  dtype    rows                tile        warps                      stages
-        from 8.0    16 bits  group, at least 16  16 KB of K  4, 8 if head_dim > 128     3
-        from 8.0    float32  group, at least 16  16 KB of K  8                          3, 2 from 12.0
-        7.5         all      group               16 keys     4, 8 if rows · dims ≥ 4096
+        capability  rows                tile       warps                      stages
+        from 8.0    group, at least 16  8 KB of K  4                          3
+        7.5         group               16 keys    4, 8 if rows · dims ≥ 4096  3
 
-    A tensor core multiplies 16 rows (query heads of a KV head) at once; below 8.0 Triton uses none. 16 KB (64
-    keys of 128 in bfloat16, fewer for more than 32 rows) leave an SM room for two programs. 8 warps have the
-    registers for a wide head. From 12.0 on, three loads in flight spill float32's registers.
+    A tensor core multiplies 16 rows (query heads of a KV head) at once; below 8.0 Triton uses none. With
+    three stages the next tile is loaded while one is computed. Two tiles of K and V (of 32 keys of 128 in
+    bfloat16, fewer for more than 32 rows) are 32 KB, so an SM of an H100 has room for six programs.
 
     Args:
         capability: (9, 0) for an H100. The interpreter takes any.
@@ -212,33 +199,35 @@ def decode_settings(
     """
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     group_pad = triton.next_power_of_2(group)
-    is_float32 = dtype == torch.float32
+    tile, num_warps = 16, 8 if group_pad * dim_pad >= 4096 else 4
     if capability >= (8, 0):
-        group_pad = max(16, group_pad)
-        tile = min(128, max(16, 16384 // (dim_pad * dtype.itemsize) // triton.cdiv(group_pad, 32)))
-        many = is_float32 or dim_pad >= 256
-    else:
-        tile = 16
-        many = group_pad * dim_pad >= 4096
+        group_pad, num_warps = max(16, group_pad), 4
+        tile = min(MIN_SPLIT, max(16, 8192 // (dim_pad * dtype.itemsize) // triton.cdiv(group_pad, 32)))
     # Triton's interpreter computes bfloat16 products wrongly.
     dot = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
     dot = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dot]
     constants = {"TILE": tile, "GROUP_PAD": group_pad, "DIM_PAD": dim_pad, "DOT": dot}
-    num_stages = 2 if is_float32 and capability >= (12, 0) else 3
-    return constants, {"num_warps": 8 if many else 4, "num_stages": num_stages}
+    return constants, {"num_warps": num_warps, "num_stages": 3}
 
 
-def choose_num_splits(num_programs: int, max_context_len: int, num_processors: int) -> int:
-    """The number of splits: a power of two, because each number is compiled separately.
+def split_contexts(context_lens: np.ndarray, most_cuts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut contexts into splits of equal length, so that a long one does not keep the GPU waiting.
 
-    Two programs for each multiprocessor (SM) keep enough bytes in flight. A split has at least MIN_SPLIT
-    keys. On an H200 (132 SMs), 8 KV heads, so 8 programs a sequence:
+    The length is the keys of all contexts over `most_cuts`, as a multiple of MIN_SPLIT. So there are at most
+    len(context_lens) + most_cuts splits: a CUDA graph has a fixed number of programs.
 
-        64 sequences of 4096    512 programs: 1 split        1 of 16384    8 programs: 64 splits of 256
+        contexts 300 40 0 500, most_cuts 4: 840 / 4 = 210 keys, so 256
+        splits of them  0: 0-256, 256-300    1: 0-40    3: 0-256, 256-500      firsts 0 2 3 3 5
+
+    Returns:
+        splits int64 [num_splits, 3] (sequence, first key, end); firsts [num_seqs + 1], see `reduce_kernel`
     """
-    wanted = triton.cdiv(2 * num_processors, num_programs)
-    most = max(1, min(MAX_SPLITS, max_context_len // MIN_SPLIT))
-    return min(triton.next_power_of_2(wanted), 1 << (most.bit_length() - 1))
+    length = max(1, math.ceil(context_lens.sum() / most_cuts / MIN_SPLIT)) * MIN_SPLIT
+    counts = -(-context_lens // length)
+    firsts = np.concatenate([[0], counts.cumsum()])
+    seqs = np.repeat(np.arange(len(counts)), counts)
+    starts = (np.arange(len(seqs)) - firsts[seqs]) * length
+    return np.stack([seqs, starts, np.minimum(starts + length, context_lens[seqs])], 1), firsts
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -268,9 +257,9 @@ def paged_decode(
     v_cache: Tensor,
     block_tables: Tensor,
     rows: Tensor,
-    context_lens: Tensor,
+    splits: Tensor,
+    firsts: Tensor,
     scale: float,
-    num_splits: int,
 ) -> Tensor:
     """Paged decode: one query of each sequence attends to its context.
 
@@ -279,8 +268,7 @@ def paged_decode(
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], two views of one tensor.
         block_tables: int32 [num_rows, most blocks].
         rows: int64 [num_seqs], of `block_tables`.
-        context_lens: int64 [num_seqs], the new key included. 0 gives zeros.
-        num_splits: of each context, see `choose_num_splits`.
+        splits, firsts: see `split_contexts`; a sequence without splits gives zeros.
     """
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
@@ -290,24 +278,16 @@ def paged_decode(
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)  # (9, 0): interpreted
     constants, options = decode_settings(capability, group, head_dim, k_cache.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=q.device)
-    partial = out  # of one split, the partial result is the result
-    if num_splits > 1:
-        partial = torch.empty((*lse.shape, head_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((len(splits), num_heads), dtype=torch.float32, device=q.device)
+    partial = torch.empty((*lse.shape, head_dim), dtype=torch.float32, device=q.device)
     strides = q.stride(0), *k_cache.stride()[:2], block_tables.stride(0)
-    sizes = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "NUM_SPLITS": num_splits}
-    decode_kernel[(num_seqs, num_kv_heads, num_splits)](
-        *(q, k_cache, v_cache, block_tables, rows, context_lens, partial, lse),
-        *(scale * math.log2(math.e), *strides),  # 2^(x · log2(e)) = e^x
-        **(sizes | constants | options),
-    )
-    if num_splits > 1:
-        reduce_kernel[(num_seqs, num_heads)](
-            *(partial, lse, context_lens, out),
-            HEAD_DIM=head_dim,
-            NUM_SPLITS=num_splits,
-            TILE=constants["TILE"],
-            SPLITS_PAD=triton.next_power_of_2(num_splits),
-            DIM_PAD=constants["DIM_PAD"],
+    sizes = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
+    if len(splits) > 0:
+        decode_kernel[(len(splits), num_kv_heads)](
+            *(q, k_cache, v_cache, block_tables, rows, splits, partial, lse),
+            *(scale * math.log2(math.e), *strides),  # 2^(x · log2(e)) = e^x
+            **(sizes | constants | options),
         )
+    dims = {"HEAD_DIM": head_dim, "DIM_PAD": constants["DIM_PAD"], "CHUNK": REDUCED}
+    reduce_kernel[(num_seqs, num_heads)](partial, lse, firsts, out, **dims)
     return out

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -63,12 +64,12 @@ class Case:
         # Rows of a wider tensor, as the queries are in the output of a fused projection.
         self.q = torch.randn(len(lens), num_heads + 3, head_dim).to(DEVICE, dtype)[:, 1:-2]
 
-    def decode(self, num_splits: int) -> Tensor:
+    def decode(self, most_cuts: int) -> Tensor:
         tables = BlockTables(DEVICE)
         rows = torch.tensor(tables.update(list(range(len(self.lens))), self.tables), device=DEVICE)
-        lens = torch.tensor(self.lens, device=DEVICE)
-        where = *self.cache.layer(LAYER), tables.data, rows, lens
-        return kernels.paged_decode(self.q, *where, self.head_dim**-0.5, num_splits)
+        splits = kernels.split_contexts(np.array(self.lens), most_cuts)
+        where = tables.data, rows, *(torch.from_numpy(each).to(DEVICE) for each in splits)
+        return kernels.paged_decode(self.q, *self.cache.layer(LAYER), *where, self.head_dim**-0.5)
 
     def dense(self) -> Tensor:
         """softmax(q Kᵀ / √d) V in float64; zeros for a sequence without keys."""
@@ -82,10 +83,11 @@ class Case:
                 out[i] = (p @ v).flatten(0, 1)
         return out.float()
 
-    def check(self, *splits: int) -> None:
+    def check(self, *cuts: int) -> None:
+        """Args: cuts: see `split_contexts`."""
         expected = self.dense()
-        for num_splits in splits:
-            out = self.decode(num_splits)
+        for most_cuts in cuts:
+            out = self.decode(most_cuts)
             assert out.dtype == self.dtype
             atol = TOLERANCE[self.dtype]
             torch.testing.assert_close(out.float(), expected, atol=atol, rtol=atol)
@@ -107,14 +109,14 @@ class Case:
     ],
 )
 def test_decode_equals_dense(heads: tuple[int, int], head_dim: int, block_size: int) -> None:
-    """Lengths 0, 1, a block and its neighbours, several tiles; however many splits, even more than tiles."""
-    lens = [0, 1, block_size - 1, block_size, block_size + 1, 150]
-    Case(lens, block_size, heads, head_dim).check(1, 2, 16)
+    """Lengths 0, 1, a block and its neighbours, several tiles; in one split, and in several."""
+    lens = [0, 1, block_size - 1, block_size, block_size + 1, 300]
+    Case(lens, block_size, heads, head_dim).check(1, 16)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_decode_in_each_type(dtype: torch.dtype) -> None:
-    Case([5, 64, 131], 16, (4, 2), 64, dtype).check(1, 3)
+    Case([5, 64, 260], 16, (4, 2), 64, dtype).check(1, 3)
 
 
 def test_decode_of_scores_far_apart() -> None:
@@ -122,17 +124,17 @@ def test_decode_of_scores_far_apart() -> None:
     case = Case([300, 9], 16, (4, 2), 64)
     case.q = case.q * 1e4
     expected = case.dense()
-    for num_splits in (1, 4):
-        torch.testing.assert_close(case.decode(num_splits), expected, atol=1e-3, rtol=1e-3)
+    for most_cuts in (1, 4):
+        torch.testing.assert_close(case.decode(most_cuts), expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, on meeting the NaN
 def test_nan_in_a_context_is_not_hidden() -> None:
     """NaN among the keys of one sequence appears in its own output, and in no other."""
-    case = Case([70, 40], 16, (2, 1), 16)
+    case = Case([170, 140], 16, (2, 1), 16)
     case.cache.layer(LAYER)[0][case.tables[1][2], :, 3] = math.nan
-    for num_splits in (1, 2):
-        out = case.decode(num_splits)
+    for most_cuts in (1, 4):
+        out = case.decode(most_cuts)
         assert out[0].isfinite().all()
         assert out[1].isnan().all()
 
@@ -148,21 +150,33 @@ def test_offsets_beyond_32_bits() -> None:
     kernels.store_kv(k, v, k_cache, v_cache, torch.tensor([far * 16], device=DEVICE))
     assert torch.equal(k_cache[far, 0, 0], k[0, 0])
     tables = torch.tensor([[far]], dtype=torch.int32, device=DEVICE)
-    row, length = torch.tensor([[0], [1]], device=DEVICE)
-    out = kernels.paged_decode(k, k_cache, v_cache, tables, row, length, 1.0, 1)
+    row, firsts = torch.tensor([0], device=DEVICE), torch.tensor([0, 1], device=DEVICE)
+    splits = torch.tensor([[0, 0, 1]], device=DEVICE)
+    out = kernels.paged_decode(k, k_cache, v_cache, tables, row, splits, firsts, 1.0)
     assert torch.equal(out, v)  # one key: its value is the answer
 
 
-def test_number_of_splits() -> None:
-    """More for few long sequences, one for many; never shorter than MIN_SPLIT; two programs for each SM."""
-    assert kernels.choose_num_splits(64 * 8, 4096, 132) == 1
-    assert kernels.choose_num_splits(1 * 8, 16384, 132) == 64
-    assert kernels.choose_num_splits(1 * 8, 1000, 132) == 2
-    assert kernels.choose_num_splits(1 * 1, 10, 132) == 1
-    assert kernels.choose_num_splits(1 * 1, 1 << 20, 132) == kernels.MAX_SPLITS
-    for num_seqs in (1, 3, 8, 100):
-        splits = kernels.choose_num_splits(num_seqs * 8, 1 << 20, 132)
-        assert splits * num_seqs * 8 >= 2 * 132
+@pytest.mark.parametrize("seed", range(20))
+def test_splits(seed: int) -> None:
+    """Each key of each context once, in order; equal lengths; no more splits than a graph has room for."""
+    rng = random.Random(seed)
+    lens = np.array([rng.choice((0, 1, 127, 128, 129, 1000, 32768)) for _ in range(rng.randrange(1, 70))])
+    most_cuts = rng.choice((1, 2, 7, 132, 1056))
+    splits, firsts = kernels.split_contexts(lens, most_cuts)
+    assert len(splits) == firsts[-1] <= len(lens) + most_cuts
+    longest = max(1, -(-lens.sum() // most_cuts // kernels.MIN_SPLIT)) * kernels.MIN_SPLIT
+    for i, length in enumerate(lens):
+        ends = [*range(longest, length, longest), length] if length else []
+        expected = [[i, start, end] for start, end in zip([0, *ends], ends, strict=False)]
+        assert splits[firsts[i] : firsts[i + 1]].tolist() == expected
+
+
+@pytest.mark.parametrize("batch", [[1024] * 63 + [32768], [700] * 255 + [32768], [512], [1024] * 256])
+def test_no_program_has_much_more_than_its_share(batch: list[int]) -> None:
+    """On an H100 with 8 KV heads: at most an eighth of what each of 132 multiprocessors has to read."""
+    splits, _ = kernels.split_contexts(np.array(batch), most_cuts=132)
+    share = 8 * sum(batch) / 132
+    assert (splits[:, 2] - splits[:, 1]).max() <= max(kernels.MIN_SPLIT, share / 8 + kernels.MIN_SPLIT)
 
 
 # ── store ───────────────────────────────────────────────────────────────────────────────────
@@ -198,12 +212,12 @@ SHARED_MEMORY |= {(10, 0): 227, (10, 3): 227, (11, 0): 227, (12, 0): 99, (12, 1)
 def most_shared(capability: tuple[int, int], constants: dict[str, Any], itemsize: int) -> int:
     """Bytes of shared memory that Triton takes at most for these constants.
 
-    From 8.0 on, the tiles of K and V are loaded while the tile before is computed, beside the queries and p,
-    which are float32 at most, and a KB of block tables. Before, p takes the place of K.
+    From 8.0 on, there are two tiles of K and V, as one is loaded while the other is computed, beside the
+    queries and p, which are float32 at most. Before, p takes the place of K.
     """
     tile, rows, dims = (constants[name] for name in ("TILE", "GROUP_PAD", "DIM_PAD"))
     k, queries, p = tile * dims * itemsize, rows * dims * 4, rows * tile * 4
-    return 2 * k + queries + p + 1024 if capability >= (8, 0) else k + queries + max(k, p)
+    return 4 * k + queries + p + 1024 if capability >= (8, 0) else k + queries + max(k, p)
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
@@ -230,7 +244,7 @@ def test_settings_fit_each_gpu(capability: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_results_do_not_depend_on_the_settings(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the constants of each GPU (equal ones once): larger and smaller tiles, groups padded or not."""
-    settings, case = kernels.decode_settings, Case([0, 17, 40], 16, (3, 1), 64, dtype)
+    settings, case = kernels.decode_settings, Case([0, 17, 140], 16, (3, 1), 64, dtype)
     seen: list[dict[str, Any]] = []
     for capability in SHARED_MEMORY:
         constants, _ = settings(capability, 3, 64, dtype)
@@ -239,7 +253,7 @@ def test_results_do_not_depend_on_the_settings(dtype: torch.dtype, monkeypatch: 
             monkeypatch.setattr(
                 kernels, "decode_settings", lambda _, *setting, own=capability: settings(own, *setting)
             )
-            case.check(1, 2)
+            case.check(1, 4)
     assert {constants["GROUP_PAD"] for constants in seen} == {4, 16}
 
 
@@ -295,8 +309,8 @@ def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
 )
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_decode_on_a_gpu(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
-    """GQA ratios 1 to 32, odd ones among them; 1 split = 16 splits."""
-    Case([0, 1, 15, 16, 17, 255, 256, 257, 1000, 3001], 16, heads, head_dim, dtype).check(1, 4, 16)
+    """GQA ratios 1 to 32, odd ones among them; one split = many."""
+    Case([0, 1, 15, 16, 17, 255, 256, 257, 1000, 3001], 16, heads, head_dim, dtype).check(1, 16, 100)
 
 
 @pytest.mark.gpu
@@ -305,4 +319,4 @@ def test_decode_on_a_gpu(dtype: torch.dtype, heads: tuple[int, int], head_dim: i
 def test_block_sizes_on_a_gpu(dtype: torch.dtype, block_size: int) -> None:
     """Lengths around a block and in the thousands."""
     lens = [0, 1, block_size - 1, block_size, block_size + 1, 777, 4096, 5000]
-    Case(lens, block_size, (8, 2), 128, dtype).check(1, 3, 16, 64)
+    Case(lens, block_size, (8, 2), 128, dtype).check(1, 3, 16, 200)
