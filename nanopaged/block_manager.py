@@ -222,12 +222,10 @@ class BlockManager:
 
         block_size = 4, table [7, 2, 5], 6 tokens: block 5 is given back
         """
-        num_tokens = seq.num_tokens if num_tokens is None else num_tokens
-        num_kept = blocks_needed(num_tokens, self.block_size)
-        if num_kept < len(seq.block_table):
-            for block_id in reversed(seq.block_table[num_kept:]):
-                self.release(block_id)
-            seq.block_table = seq.block_table[:num_kept]
+        num_kept = blocks_needed(seq.num_tokens if num_tokens is None else num_tokens, self.block_size)
+        for block_id in reversed(seq.block_table[num_kept:]):
+            self.release(block_id)
+        seq.block_table = seq.block_table[:num_kept]
 
     # ── the prefix cache ──────────────────────────────────────────────────────────────────────────
 

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: a few hundred kernel launches are recorded once, then replayed with one call.
 
 A small decode step takes the GPU less time than Python needs to launch its kernels. But a graph is rigid: the
-same kernels, with the same sizes, on the same addresses. So
+same kernels, sizes and addresses. So
 
     - a graph reads its inputs from its own buffers, which are filled before each replay;
     - there are graphs for some batch sizes, and a batch uses the next larger one. The other rows are padding:
@@ -39,7 +39,7 @@ class DecodeGraphs:
     """The graphs of a model, captured when it is made. `run` computes a batch of decodes.
 
     Args:
-        capture: records the kernels of a function; `Capture` by default. Tests without a GPU pass their own.
+        capture: records the kernels of a function; `Capture` by default, another one in tests.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class DecodeGraphs:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            # The largest first: the smaller ones then reuse its memory in the pool.
+            # The largest first: smaller ones reuse its memory.
             self.graphs = {size: self._capture_size(size) for size in reversed(self.sizes)}
         finally:
             if was_enabled:

@@ -98,8 +98,8 @@ class LLMEngine:
         failure: a `NonFiniteLogits` has its `request_id`.
 
         Args:
-            report: False returns no outputs; what has ended is reported by the next step. `LLM` steps so, and
-                looks at its own requests: building hundreds of outputs takes longer than scheduling.
+            report: False returns no outputs; what has ended is reported by the next step. `LLM` steps so:
+                building hundreds of outputs takes longer than scheduling.
         """
         if not self.requests:
             return []
@@ -112,11 +112,10 @@ class LLMEngine:
             advanced = self.scheduler.update(batch, result)
             for listener in self.listeners:
                 listener.step_ended(batch)
-            reported = (*self.unreported.values(), *advanced) if report else ()
+            outputs = list(map(Request.output, (*self.unreported.values(), *advanced) if report else ()))
             for request in advanced:
                 if not request.live:
                     self.unreported[request.request_id] = request
-            outputs = list(map(Request.output, reported))
             while report and self.unreported:
                 del self.requests[self.unreported.popitem()[0]]
         self.num_steps += 1

@@ -42,9 +42,23 @@ def count_blocks(config: ResolvedConfig, model: Model, shape: KVShape, ranks: Ra
     if num_host_blocks is None:
         most = HOST_BYTES // config.tensor_parallel_size // block_bytes
         num_host_blocks = 0 if config.preemption == "recompute" else min(num_blocks, most)
+        num_host_blocks = num_pinned(num_host_blocks, block_bytes, model.embed_tokens.weight.device)
+        num_host_blocks = ranks.smallest(num_host_blocks) if ranks is not None else num_host_blocks
     size = f"{num_blocks:,} blocks of {config.block_size} tokens ({num_blocks * block_bytes >> 20:,} MiB)"
     logger.info("KV cache: %s, and %s blocks for swapped requests", size, f"{num_host_blocks:,}")
     return [num_blocks, num_host_blocks]
+
+
+def num_pinned(num_blocks: int, block_bytes: int, device: torch.device) -> int:
+    """How many blocks of host memory can be pinned for a GPU: all of them, or a half, a quarter, …"""
+    while device.type == "cuda" and num_blocks > 0:
+        try:
+            torch.empty(num_blocks * block_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            break
+        except RuntimeError:
+            num_blocks //= 2
+            logger.warning("too little host memory can be pinned for swaps: trying %s blocks", num_blocks)
+    return num_blocks
 
 
 def measure_num_blocks(config: ResolvedConfig, model: Model, shape: KVShape) -> int:
@@ -80,7 +94,7 @@ def measure_num_blocks(config: ResolvedConfig, model: Model, shape: KVShape) -> 
 
 
 def peak_memory(work: Callable[[], None], device: torch.device) -> int:
-    """The most bytes of GPU memory that `work` uses at any time, beyond the bytes in use before."""
+    """The most bytes of GPU memory that `work` uses beyond those in use before."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     work()
@@ -105,7 +119,7 @@ def largest_step(config: ResolvedConfig, model: Model, shape: KVShape) -> None:
     num_blocks = -(-max_model_len // config.block_size)
     one_layer = KVShape(1, shape.num_kv_heads, shape.head_dim, shape.dtype)
     cache = KVCache(one_layer, num_blocks, config.block_size, device)
-    # The reference backend would take hours for this step, and needs less memory than any other.
+    # The reference backend would take hours, and needs less memory.
     backend = "auto" if config.attention_backend == "reference" else config.attention_backend
     attention = make_attention(backend, cache, 1.0)
     context_lens, tables = np.full(num_seqs, max_model_len), [list(range(num_blocks))] * num_seqs
@@ -122,17 +136,19 @@ def largest_step(config: ResolvedConfig, model: Model, shape: KVShape) -> None:
     sample(logits.clone(), SamplingMetadata(draws, device))
 
 
-def cheaper_preemption(model: Model, kv_cache: KVCache) -> str:
-    """The faster way ("swap" or "recompute") to restore a block, measured now. All ranks measure together.
+def cheaper_preemption(model: Model, kv_cache: KVCache, budget: int) -> str:
+    """The faster way ("swap" or "recompute") to restore a block, measured now.
 
-    The time to copy a block out and in is compared with its share of a short prefill, without attention.
+    The time to copy a block out and in is compared with its share of a prefill, without attention: of 64
+    tokens on a CPU, of a step's budget on a GPU, where a short one takes the time of its launches.
     """
     num_moves, device = min(8, len(kv_cache.data), len(kv_cache.host)), kv_cache.data.device
     if num_moves == 0:
         return "recompute"
     moves = [(i, i) for i in range(num_moves)]
     swap = seconds(lambda: kv_cache.move_blocks(moves, moves, []), device) / num_moves
-    ids = torch.arange(64, dtype=torch.int64, device=device) % model.config.vocab_size
+    num_tokens = budget if device.type == "cuda" else min(64, budget)
+    ids = torch.arange(num_tokens, dtype=torch.int64, device=device) % model.config.vocab_size
     prefill = seconds(lambda: model(ids, ids * 0, lambda layer, q, k, v: q), device)
     recompute = prefill * kv_cache.block_size / len(ids)
     choice = "swap" if swap < recompute else "recompute"

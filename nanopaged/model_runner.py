@@ -47,7 +47,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # for Triton's kernels and CUDA graphs
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
-        self.block_size = config.block_size
+        self.block_size, self.budget = config.block_size, config.max_num_batched_tokens
         share = model_config.share(ranks.size if ranks is not None else 1)  # the sizes of this rank's layers
         shape = KVShape(share.num_layers, share.num_kv_heads, share.head_dim, self.dtype)
         backend = choose_backend(config.attention_backend, self.device, shape)
@@ -124,7 +124,7 @@ class ModelRunner:
         """The faster way ("swap" or "recompute") to restore a block, measured now, by all ranks together."""
         if self.ranks is not None and self.ranks.rank == 0:
             self.ranks.send(None)
-        return cheaper_preemption(self.model, self.kv_cache)
+        return cheaper_preemption(self.model, self.kv_cache, self.budget)
 
 
 def choose_operations(backend: str, device: torch.device, enforce_eager: bool) -> Operations:

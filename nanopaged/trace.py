@@ -54,7 +54,7 @@ class Recorder:
         keys                     block → the short key under which it is published from now on, or null
         texts                    token → its text
 
-    A step that fails may leave no line, so `told_…`, what the page knows, changes after a line was written.
+    `told_…` is what the page knows. It changes when a line was written.
 
     Args:
         tokenizer: None leaves the texts out.

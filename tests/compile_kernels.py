@@ -6,7 +6,7 @@
     python tests/compile_kernels.py --cache FOLDER    keep the binaries: compile only what has changed
 
 Registers are per thread, the stack (bytes) is where registers spill to, shared memory (bytes) is per program.
-"programs" is how many of them a streaming multiprocessor (SM) holds at once.
+"programs" is how many of them a streaming multiprocessor (SM) holds at once; for the others see `overlap`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -41,25 +42,24 @@ ARCHITECTURES = {  # sm_NN → GPUs, shared memory of an SM in KB, its threads (
 }
 REGISTERS = 65_536  # of an SM, of any
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-# (query heads a KV head, head dim, block size, type, splits): the models people run, and the odd ones
+# (query heads a KV head, head dim, block size, type): the models people run, and the odd ones
 DECODES = [
-    (2, 128, 16, torch.bfloat16, 1),  # Qwen3-0.6B
-    (4, 128, 16, torch.bfloat16, 1),  # Llama-3-8B
-    (4, 128, 16, torch.bfloat16, 16),
-    (4, 64, 16, torch.float16, 8),  # Llama-3.2-1B
-    (1, 80, 16, torch.float16, 1),
-    (8, 96, 1, torch.bfloat16, 4),
-    (7, 128, 7, torch.bfloat16, 1),  # Qwen2.5-7B's odd group, and an odd block
-    (16, 256, 256, torch.bfloat16, 2),
-    (4, 128, 16, torch.float32, 1),
-    (2, 256, 32, torch.float32, 4),
-    (3, 64, 16, torch.float32, 1),
-    (64, 128, 16, torch.bfloat16, 64),  # one KV head for all, and a long context
+    (2, 128, 16, torch.bfloat16),  # Qwen3-0.6B
+    (4, 128, 16, torch.bfloat16),  # Llama-3-8B
+    (4, 64, 16, torch.float16),  # Llama-3.2-1B
+    (1, 80, 16, torch.float16),
+    (8, 96, 1, torch.bfloat16),
+    (7, 128, 7, torch.bfloat16),  # Qwen2.5-7B's odd group, and an odd block
+    (16, 256, 256, torch.bfloat16),
+    (4, 128, 16, torch.float32),
+    (2, 256, 32, torch.float32),
+    (3, 64, 16, torch.float32),
+    (64, 128, 16, torch.bfloat16),  # one KV head for all
 ]
 TABLE = {  # columns of the table → a kernel; {half} is bf16, and fp16 where a GPU has no bfloat16
-    "16 bits, 4 heads of 128": "decode {half} group 4 dim 128 block 16 splits 1",
-    "float16, 4 heads of 64": "decode fp16 group 4 dim 64 block 16 splits 8",
-    "float32, 4 heads of 128": "decode fp32 group 4 dim 128 block 16 splits 1",
+    "16 bits, 4 heads of 128": "decode {half} group 4 dim 128 block 16",
+    "float16, 4 heads of 64": "decode fp16 group 4 dim 64 block 16",
+    "float32, 4 heads of 128": "decode fp32 group 4 dim 128 block 16",
 }
 
 
@@ -73,24 +73,21 @@ def sources(arch: int) -> Iterator[tuple[str, ASTSource, dict[str, int]]]:
     decodes, small = DECODES, TYPES.values() if arch in (75, 80, 90) else ["bf16"]
     if arch == 75:  # a checkpoint in bfloat16 is read as float16, unless the user wants it as it is
         half = {torch.bfloat16: torch.float16}
-        decodes = [*[(*d[:3], half.get(d[3], d[3]), d[4]) for d in DECODES], DECODES[0]]
+        decodes = [*[(*d[:3], half.get(d[3], d[3])) for d in DECODES], DECODES[0]]
     if arch == 89:
-        decodes = [DECODES[1], DECODES[3], DECODES[8]]
-    for group, head_dim, block_size, dtype, num_splits in decodes:
+        decodes = [DECODES[1], DECODES[2], DECODES[7]]
+    for group, head_dim, block_size, dtype in decodes:
         decode, options = kernels.decode_settings(capability, group, head_dim, dtype)
-        decode |= {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "NUM_SPLITS": num_splits}
-        kind, out = TYPES[dtype], TYPES[dtype] if num_splits == 1 else "fp32"
-        name = f"decode {kind} group {group} dim {head_dim} block {block_size} splits {num_splits}"
+        decode |= {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
+        kind = TYPES[dtype]
         pointers = {"q_ptr": kind, "k_cache_ptr": kind, "v_cache_ptr": kind, "tables_ptr": "i32"}
-        pointers |= {"rows_ptr": "i64", "lens_ptr": "i64", "out_ptr": out, "lse_ptr": "fp32"}
+        pointers |= {"rows_ptr": "i64", "splits_ptr": "i64", "partial_ptr": "fp32", "lse_ptr": "fp32"}
+        name = f"decode {kind} group {group} dim {head_dim} block {block_size}"
         yield name, source(kernels.decode_kernel, pointers, decode, {"scale_log2": "fp32"}), options
-        if num_splits > 1:
-            pointers = {"partial_ptr": "fp32", "lse_ptr": "fp32", "lens_ptr": "i64", "out_ptr": kind}
-            names = ("HEAD_DIM", "NUM_SPLITS", "TILE", "DIM_PAD")
-            constants = {key: decode[key] for key in names}
-            constants["SPLITS_PAD"] = triton.next_power_of_2(num_splits)
-            name = f"reduce {kind} dim {head_dim} splits {num_splits}"
-            yield name, source(kernels.reduce_kernel, pointers, constants), {}
+    for (head_dim, pad), kind in itertools.product(((80, 128), (128, 128), (256, 256)), small):
+        pointers = {"partial_ptr": "fp32", "lse_ptr": "fp32", "firsts_ptr": "i64", "out_ptr": kind}
+        constants = {"HEAD_DIM": head_dim, "DIM_PAD": pad, "CHUNK": 16}
+        yield f"reduce {kind} dim {head_dim}", source(kernels.reduce_kernel, pointers, constants), {}
     for kind in small:
         pointers = dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), kind) | {
             "slots_ptr": "i64"
@@ -134,6 +131,17 @@ def resources(binary: bytes) -> dict[str, int]:
     return {"registers": int(fields["REG"]), "stack": int(fields["STACK"])}
 
 
+def overlap(ttgir: str) -> dict[str, int]:
+    """How the loop over tiles loads K and V, in Triton's intermediate code.
+
+    "buffers" is how many tiles of K, and of V, fit into shared memory, and "in flight" how many copies go on
+    while a tile is computed: 2 are K and V of the next tile. Both are 0 if nothing is copied asynchronously.
+    """
+    buffers = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ttgir)
+    waits = re.findall(r"ttg\.async_wait .*num = (\d+)", ttgir)
+    return {"buffers": min(map(int, buffers), default=0), "in flight": max(map(int, waits), default=0)}
+
+
 def measure(arch: int) -> Iterator[dict[str, object]]:
     """Compile the kernels for an architecture: what each of them uses."""
     _, memory, most_threads = ARCHITECTURES[arch]
@@ -150,7 +158,7 @@ def measure(arch: int) -> Iterator[dict[str, object]]:
             most_threads // threads,
         )
         row = {"kernel": name, "arch": arch, "threads": threads, **used}
-        yield row | {"shared": meta.shared, "programs": programs}
+        yield row | {"shared": meta.shared, "programs": programs, **overlap(compiled.asm["ttgir"])}
 
 
 def table(rows: list[dict[str, object]]) -> str:

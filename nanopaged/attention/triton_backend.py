@@ -22,11 +22,13 @@ class TritonAttention(TorchAttention):
         self.tables, num_processors = BlockTables(self.device), 1  # 1: interpreted
         if self.device.type == "cuda":
             num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        # Some eight programs for each multiprocessor (SM) of the GPU, so that all end at about the same time.
+        # Eight programs for each multiprocessor (SM) of the GPU, so that all end at about the same time.
         self.most_cuts = -(-8 * num_processors // cache.shape.num_kv_heads)  # ceil division
 
     def begin_store(self, metadata: AttentionMetadata) -> None:
         """Send the slot mapping to the device."""
+        if self.device.type == "cuda":  # Triton launches on the current device, which belongs to a thread
+            torch.cuda.set_device(self.device)
         self.slot_mapping = to_device(metadata.slot_mapping, self.device)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -41,10 +43,9 @@ class TritonAttention(TorchAttention):
         self.set_decodes(to_device(np.concatenate([rows, firsts, splits.ravel()]), self.device), n)
 
     def set_decodes(self, numbers: Tensor, num_decodes: int) -> None:
-        """Set what `decode` reads, int64: rows of the tables, firsts, splits. A CUDA graph has fixed ones."""
-        sizes = num_decodes, num_decodes + 1, len(numbers) - 2 * num_decodes - 1
-        self.table_rows, self.firsts, splits = numbers.split(sizes)
-        self.splits = splits.view(-1, 3)
+        """Set what `decode` reads, int64: rows of the tables, firsts, splits."""
+        self.table_rows, self.firsts = numbers[:num_decodes], numbers[num_decodes : 2 * num_decodes + 1]
+        self.splits = numbers[2 * num_decodes + 1 :].view(-1, 3)
 
     def decode(self, layer: int, q: Tensor) -> Tensor:
         """As `TorchAttention.decode`."""
@@ -59,8 +60,7 @@ class BlockTables:
         now                    5 2 7          0            3 4 1
         sent            (0, 2, 7), (2, 0, 3), (2, 1, 4), (2, 2, 1)      as (row, column, block)
 
-    A table that was sent has only grown, or is a new list (see `Sequence.block_table`). What was sent is read
-    again only if it is a new list, as it always is in the process of a worker.
+    A table that is no new list has only grown (`Sequence.block_table`): what was sent is not read again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class BlockTables:
         """Update the tables of these sequences on the device. Returns the row of each."""
         longest = max(map(len, tables))
         if len(seq_ids) > self.data.shape[0] or longest > self.data.shape[1]:
-            self.reserve(2 * len(seq_ids), 2 * longest)  # twice what is needed, so that it is rare
+            self.reserve(2 * len(seq_ids), 2 * longest)  # so that it is rare
         for seq_id in self.rows.keys() - set(seq_ids):  # their rows are taken back
             self.free.append(self.rows.pop(seq_id))
         changes: list[tuple[int, int, int]] = []

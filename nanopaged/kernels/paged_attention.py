@@ -1,10 +1,10 @@
 """Paged attention in Triton: store new K/V in slots, decode over blocks.
 
-A decode takes the time to read K/V. So the kernels read K/V exactly once, and keep enough reads in flight:
+A decode takes the time to read K/V. So the kernels read K/V exactly once:
 
     decode_kernel   a program for each (split, KV head), with all query heads that share the KV head; a split
                     is a range of a context's keys; it writes a partial softmax and its log-sum-exp (LSE)
-    reduce_kernel   combines the splits of a query head, as `reference_backend.py` combines blocks
+    reduce_kernel   combines the splits of a query head
 
 Arguments such as `q_seq` and `table_row` are strides, in elements; the heads of a token are contiguous.
 `do_not_specialize_on_alignment` stops Triton from compiling a kernel for each alignment of a small input.
@@ -107,7 +107,7 @@ def decode_kernel(
             # 0 beyond the context: an unwritten slot may hold NaN.
             k = tl.load(k_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
             v = tl.load(v_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
-            # The next tile's blocks, now: so its K and V can be loaded while this tile is computed.
+            # The next tile's blocks: so its K and V are loaded while this tile is computed.
             position += TILE
             block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [GROUP_PAD, TILE]
@@ -132,11 +132,11 @@ def reduce_kernel(
     out_ptr,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr = 16,
 ):
     """Combine the splits of one query head: Σ w_s · partial_s / Σ w_s with w_s = 2^(lse_s - max).
 
-    The splits of sequence i are firsts[i], …, firsts[i + 1] - 1; without any, the output is 0.
+    Sequence i has the splits firsts[i] to firsts[i + 1] - 1; without any, the output is 0.
     """
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, end = tl.load(firsts_ptr + seq).to(tl.int32), tl.load(firsts_ptr + seq + 1).to(tl.int32)
@@ -153,16 +153,14 @@ def reduce_kernel(
         l = l * rescale + tl.sum(weight, 0)
         acc = acc * rescale + tl.sum(partial * weight[:, None], 0)
         m = m_new
-    out = acc / tl.where(first < end, l, 1.0)
-    out_row = (seq * num_heads + head) * HEAD_DIM
-    tl.store(out_ptr + out_row + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    out = (acc / tl.where(first < end, l, 1.0)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (seq * num_heads + head) * HEAD_DIM + dims, out, mask=dims < HEAD_DIM)
 
 
 # ── launching the kernels ──────────────────────────────────────────────────────────────────────────
 
 INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
-MIN_SPLIT = 128  # fewest keys in a split, unless its context has fewer; a multiple of each tile
-REDUCED = 16  # splits that `reduce_kernel` combines at once
+MIN_SPLIT = 128  # fewest keys in a split of a longer context
 
 
 def why_no_triton(device: torch.device) -> str | None:
@@ -189,9 +187,9 @@ def decode_settings(
         from 8.0    group, at least 16  8 KB of K  4                          3
         7.5         group               16 keys    4, 8 if rows · dims ≥ 4096  3
 
-    A tensor core multiplies 16 rows (query heads of a KV head) at once; below 8.0 Triton uses none. With
-    three stages the next tile is loaded while one is computed. Two tiles of K and V (of 32 keys of 128 in
-    bfloat16, fewer for more than 32 rows) are 32 KB, so an SM of an H100 has room for six programs.
+    A tensor core multiplies 16 rows (query heads of a KV head) at once; below 8.0 Triton uses none. In three
+    stages the next tile is loaded while one is computed. Two tiles of K and V are 32 KB (less for more than
+    32 rows): an H100's SM has room for six programs.
 
     Args:
         capability: (9, 0) for an H100. The interpreter takes any.
@@ -213,8 +211,8 @@ def decode_settings(
 def split_contexts(context_lens: np.ndarray, most_cuts: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut contexts into splits of equal length, so that a long one does not keep the GPU waiting.
 
-    The length is the keys of all contexts over `most_cuts`, as a multiple of MIN_SPLIT. So there are at most
-    len(context_lens) + most_cuts splits: a CUDA graph has a fixed number of programs.
+    The length is all keys / `most_cuts`, rounded up to a multiple of MIN_SPLIT. So there are at most
+    len(context_lens) + most_cuts splits: a CUDA graph has a fixed number.
 
         contexts 300 40 0 500, most_cuts 4: 840 / 4 = 210 keys, so 256
         splits of them  0: 0-256, 256-300    1: 0-40    3: 0-256, 256-500      firsts 0 2 3 3 5
@@ -282,12 +280,10 @@ def paged_decode(
     partial = torch.empty((*lse.shape, head_dim), dtype=torch.float32, device=q.device)
     strides = q.stride(0), *k_cache.stride()[:2], block_tables.stride(0)
     sizes = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
-    if len(splits) > 0:
-        decode_kernel[(len(splits), num_kv_heads)](
-            *(q, k_cache, v_cache, block_tables, rows, splits, partial, lse),
-            *(scale * math.log2(math.e), *strides),  # 2^(x · log2(e)) = e^x
-            **(sizes | constants | options),
-        )
-    dims = {"HEAD_DIM": head_dim, "DIM_PAD": constants["DIM_PAD"], "CHUNK": REDUCED}
-    reduce_kernel[(num_seqs, num_heads)](partial, lse, firsts, out, **dims)
+    decode_kernel[(len(splits), num_kv_heads)](
+        *(q, k_cache, v_cache, block_tables, rows, splits, partial, lse),
+        *(scale * math.log2(math.e), *strides),  # 2^(x · log2(e)) = e^x
+        **(sizes | constants | options),
+    )
+    reduce_kernel[(num_seqs, num_heads)](partial, lse, firsts, out, head_dim, constants["DIM_PAD"])
     return out

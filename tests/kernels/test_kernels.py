@@ -267,8 +267,8 @@ ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
     """Every kernel for seven architectures: nothing on the stack, and room for two programs on an SM.
 
-    Two is what `choose_num_splits` counts on. Where an SM has 100 KB of shared memory or less, it has room
-    for one if a head is wide (256) or a group large (64). The bound of the settings' test holds, too.
+    If a head is wide (256) or a group large (64), an SM of 164 KB of shared memory or less may have room for
+    one. The bound of the settings' test holds, too, and loads overlap with products.
 
     Binaries are kept in pytest's cache; a kernel is compiled again if its source, the target or Triton has
     changed.
@@ -289,11 +289,14 @@ def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
         assert row["stack"] == 0, row
         capability, words = divmod(row["arch"], 10), row["kernel"].split()
         wide = "dim 256" in row["kernel"] or "group 64" in row["kernel"]
-        assert row["programs"] >= (1 if wide and SHARED_MEMORY[capability] < 100 else 2), row
+        assert row["programs"] >= (1 if wide and SHARED_MEMORY[capability] < 200 else 2), row
         if words[0] == "decode":
             group, dim, dtype = int(words[3]), int(words[5]), types[words[1]]
             constants, _ = kernels.decode_settings(capability, group, dim, dtype)
             assert row["shared"] <= most_shared(capability, constants, dtype.itemsize), row
+            if row["arch"] >= 80:  # K and V of the next tile are loaded while this one is computed
+                assert row["buffers"] >= 2, row
+                assert row["in flight"] == 2, row
     text = (ROOT / "docs" / "gpu-status.md").read_text(encoding="utf-8")
     if f"| Triton {summary['triton']} |" in text:  # other versions have other numbers
         assert summary["table"] in text
