@@ -196,7 +196,7 @@ class BlockManager:
             is_shared = newest < len(seq.block_table) and self.blocks[seq.block_table[newest]].ref_count > 1
             if is_written and is_shared:
                 src = seq.block_table[newest]
-                seq.block_table = [*seq.block_table[:newest], self.take(), *seq.block_table[newest + 1 :]]
+                seq.block_table[newest] = self.take()
                 self.release(src)
                 copies.append((src, seq.block_table[newest]))
             while len(seq.block_table) < blocks_needed(seq.num_tokens, size):

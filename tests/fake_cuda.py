@@ -33,7 +33,9 @@ CUDA = torch.device("cuda:0")
 PACKAGE = Path(nanopaged.__file__).parent
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 # What the kernels index with; all their other tensors are floating point.
-INTEGERS = dict.fromkeys(("slots_ptr", "rows_ptr", "lens_ptr"), torch.int64) | {"tables_ptr": torch.int32}
+INTEGERS = dict.fromkeys(("slots_ptr", "rows_ptr", "splits_ptr", "firsts_ptr"), torch.int64) | {
+    "tables_ptr": torch.int32
+}
 
 
 class FakeCuda(TorchDispatchMode):

@@ -84,6 +84,7 @@ class FakeRunner:
         self.prefixes = Prefixes()
         self.numbers: dict[Sequence, list[int]] = {}
         self.full_blocks: dict[int, tuple[list[int], bytes]] = {}  # prefix → its last block
+        self.tables: dict[Sequence, tuple[list[int], list[int]]] = {}  # and a copy, of the step before
         self.fail_next = False
         self.most_tokens = 0  # seen in one step
 
@@ -95,6 +96,10 @@ class FakeRunner:
         self.most_tokens = max(self.most_tokens, sum(seq.num_scheduled_tokens for seq in batch.sequences))
         assert all(seq.num_scheduled_tokens == 1 for seq in batch.sequences[: batch.num_decodes])
         assert all(seq.num_scheduled_tokens > 1 for seq in batch.sequences[batch.num_decodes :])
+        for seq in batch.sequences:
+            table, before = self.tables.get(seq, ([], []))
+            assert table is not seq.block_table or table[: len(before)] == before, "a table changed in place"
+        self.tables = {seq: (seq.block_table, list(seq.block_table)) for seq in batch.sequences}
         if self.fail_next:
             self.fail_next = False
             for seq in batch.sequences:

@@ -360,10 +360,14 @@ def test_the_fake_model_notices_a_wrong_block() -> None:
     run = Run(workload)
     run.add(0, asked)
     run.step()
-    table = run.engine.scheduler.running[0].sequences[0].block_table
+    seq = run.engine.scheduler.running[0].sequences[0]
+    table = seq.block_table
     run.engine.runner.slots[table[0], 1] = -1
     with pytest.raises(AssertionError, match="never computed"):
         run.check()
     table[0], table[1] = table[1], table[0]
+    with pytest.raises(AssertionError, match="a table changed in place"):
+        run.engine.runner.execute(run.engine.scheduler.schedule())
+    seq.block_table = list(table)
     with pytest.raises(AssertionError, match="reads a wrong slot"):
         run.engine.step()
