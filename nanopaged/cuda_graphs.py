@@ -26,7 +26,7 @@ from nanopaged.kernels.paged_attention import split_contexts
 from nanopaged.kv_cache import to_device
 from nanopaged.model.decoder import Model
 
-PADDING = np.array([[0], [0], [-1], [0]])  # token id, position, slot, block table row
+PADDING = np.array([[0], [0], [-1], [0], [0]])  # token id, position, slot, block table row, context length
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -68,21 +68,20 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture_size(self, size: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
         """Inputs (int64, see `_layout`), output [size, hidden_size], and its computation."""
-        nothing = PADDING[:, :0], np.zeros(1, dtype=np.int64), np.zeros((0, 3), dtype=np.int64)
-        inputs = to_device(self._layout(size, *nothing), self.captured_tables.device)
+        inputs = to_device(self._layout(size, PADDING[:, :0]), self.captured_tables.device)
         input_ids, positions, slot_mapping = inputs[: 3 * size].view(3, size)
         attention = copy.copy(self.attention)  # the same cache and block tables, but this graph's buffers
         attention.num_decodes, attention.slot_mapping = size, slot_mapping
         attention.set_decodes(inputs[3 * size :], size)
         return inputs, *self.capture(lambda: self.model(input_ids, positions, attention))
 
-    def _layout(self, size: int, rows: np.ndarray, firsts: np.ndarray, splits: np.ndarray) -> np.ndarray:
-        """The inputs of a graph, end to end: the rows of PADDING, firsts and splits, padded to its size."""
-        padding, num_splits = size - rows.shape[1], size + self.attention.most_cuts
-        rows = np.concatenate([rows, np.repeat(PADDING, padding, axis=1)], axis=1)
-        firsts = np.pad(firsts, (0, padding), mode="edge")  # padding begins where the last sequence ends
-        splits = np.pad(splits, ((0, num_splits - len(splits)), (0, 0)))
-        return np.concatenate([rows.ravel(), firsts, splits.ravel()])
+    def _layout(self, size: int, rows: np.ndarray) -> np.ndarray:
+        """The inputs of a graph, end to end: the first four rows of PADDING, then firsts, splits, zeros."""
+        inputs = np.repeat(PADDING, size, axis=1)
+        inputs[:, : rows.shape[1]] = rows
+        splits, firsts = split_contexts(inputs[4], self.attention.most_cuts)
+        unused = np.zeros(3 * (size + self.attention.most_cuts - len(splits)), dtype=np.int64)
+        return np.concatenate([inputs[:4].ravel(), firsts, splits.ravel(), unused])
 
     def run(self, input_ids: np.ndarray, positions: np.ndarray, metadata: AttentionMetadata) -> Tensor:
         """Compute decodes [num_seqs] → hidden states [num_seqs, hidden_size], valid until the next run."""
@@ -91,9 +90,8 @@ class DecodeGraphs:
         buffers, hidden, replay = self.graphs[size]
         table_rows = self.tables.update(metadata.seq_ids, metadata.block_tables)
         assert self.tables.data is self.captured_tables, "block tables moved: graphs read the old ones"
-        splits, firsts = split_contexts(metadata.context_lens, self.attention.most_cuts)
-        rows = np.stack([input_ids, positions, metadata.slot_mapping, table_rows])
-        to_device(self._layout(size, rows, firsts, splits), buffers.device, out=buffers)
+        rows = [input_ids, positions, metadata.slot_mapping, table_rows, metadata.context_lens]
+        to_device(self._layout(size, np.array(rows)), buffers.device, out=buffers)
         replay()
         return hidden[:n]
 

@@ -50,7 +50,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_scheduled_tokens: int = 0  # to compute in this step, from num_computed_tokens on
 
-    # i-th logical block → physical block. After a first step it only grows, or is a new list (`BlockTables`).
+    # i-th logical block → physical block. Once used, it only grows, or is a new list (`BlockTables`).
     block_table: list[int] = field(default_factory=list)
     host_table: list[int] = field(default_factory=list)  # the same in host memory, while swapped out
     block_keys: list[bytes] = field(default_factory=list)  # see `BlockManager.keys_of`

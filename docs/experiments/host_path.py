@@ -26,13 +26,15 @@ class HostPath:
     def __init__(self, block_size: int, max_num_seqs: int, max_context_len: int) -> None:
         device = torch.device("cpu")
         self.block_size = block_size
+        attention = TritonAttention(
+            KVCache(KVShape(1, 1, HIDDEN, torch.float32), 1, block_size, device), scale=1.0
+        )
+        attention.most_cuts = 132  # as on an H100, for 8 KV heads
         self.hidden = torch.zeros(max_num_seqs, HIDDEN)
         self.logits = torch.randn(max_num_seqs, VOCAB)
         self.graphs = DecodeGraphs(
             model=lambda input_ids, positions, attention: self.hidden[: len(input_ids)],
-            attention=TritonAttention(
-                KVCache(KVShape(1, 1, HIDDEN, torch.float32), 1, block_size, device), scale=1.0
-            ),
+            attention=attention,
             max_num_seqs=max_num_seqs,
             max_context_len=max_context_len,
             capture=lambda work: (work(), lambda: None),

@@ -222,10 +222,11 @@ def split_contexts(context_lens: np.ndarray, most_cuts: int) -> tuple[np.ndarray
     """
     length = max(1, math.ceil(context_lens.sum() / most_cuts / MIN_SPLIT)) * MIN_SPLIT
     counts = -(-context_lens // length)
-    firsts = np.concatenate([[0], counts.cumsum()])
+    firsts = np.zeros(len(counts) + 1, dtype=np.int64)
+    counts.cumsum(out=firsts[1:])
     seqs = np.repeat(np.arange(len(counts)), counts)
     starts = (np.arange(len(seqs)) - firsts[seqs]) * length
-    return np.stack([seqs, starts, np.minimum(starts + length, context_lens[seqs])], 1), firsts
+    return np.stack([seqs, starts, np.minimum(starts + length, context_lens[seqs])], axis=1), firsts
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

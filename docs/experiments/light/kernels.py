@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
+from itertools import product
 
 import torch
 from common import copy_bandwidth, time_call
@@ -67,7 +69,7 @@ class Table:
 
 
 def kernels(light: Light) -> str:
-    """Decode over batches, contexts, block sizes and dtypes; store and copy."""
+    """Decode over batches, contexts, block sizes and dtypes; store and copy; other settings of the decode."""
     if light.no_kernels is not None:
         raise NotRun(light.no_kernels)
     if not light.on_gpu:
@@ -77,7 +79,7 @@ def kernels(light: Light) -> str:
     with torch.inference_mode():
         add_decodes(table, light)
         add_moves(table, light)
-    return table.sentence()
+        return f"{table.sentence()}; {best_settings(light)}"
 
 
 # ── decode ────────────────────────────────────────────────────────────────────────────────────────
@@ -112,6 +114,41 @@ def add_decodes(table: Table, light: Light) -> None:
             expected = torch.stack([case.exact(i) for i in some])
             table.add("decode", work, call, case.num_bytes, torch.stack([call()[i] for i in some]), expected)
             del case, call
+
+
+def best_settings(light: Light) -> str:
+    """Time the decode with other tiles, stages and warps than `decode_settings` has for this GPU."""
+    from triton.runtime.errors import OutOfResources
+
+    from nanopaged.kernels import paged_attention as triton_kernels
+
+    sizes = KVSizes(2, light.pick(8, 8, 2), 2, 128, light.dtype)
+    case = DecodeCase([light.pick(4096, 4096, 70)] * light.pick(64, 64, 2), 16, sizes, light.device, seed=0)
+    settings, call, seconds = triton_kernels.decode_settings, case.paged(backend="triton"), {}
+    capability = torch.cuda.get_device_capability(light.device) if light.on_gpu else (9, 0)
+    constants, options = settings(capability, 2, 128, light.dtype)
+    ours = constants["TILE"], options["num_stages"], options["num_warps"]
+    grid = set(product((16, 32, 64, 128), (2, 3, 4), (4, 8))) if light.size == "full" else set()
+    grid |= {ours, (16, 3, 4), (64, 3, 4), (32, 3, 8), (32, 4, 4)}
+    light.table("tile", "stages", "warps", "µs of a decode of 64 times 4,096 keys")
+    for tile, stages, warps in sorted(grid):
+        with light.trying(f"decode with tiles of {tile}, {stages} stages, {warps} warps"):
+            tried = constants | {"TILE": tile}, {"num_stages": stages, "num_warps": warps}
+            triton_kernels.decode_settings = lambda *_, tried=tried: tried
+            try:
+                call()
+                timed = time_call(call, light.device) if light.on_gpu else math.inf
+                seconds[tile, stages, warps] = timed
+                light.row(tile, stages, warps, f"{1e6 * timed:,.1f}" if light.on_gpu else "–")
+            except OutOfResources:
+                light.row(tile, stages, warps, "does not fit")
+            finally:
+                triton_kernels.decode_settings = settings
+    if not light.on_gpu:
+        return f"{len(seconds)} settings run"
+    best = min(seconds, key=seconds.__getitem__)
+    gain = f"{seconds[ours] / seconds[best]:.2f} times as fast as the engine's {ours}"
+    return f"the best tile, stages and warps are {best}, {gain}"
 
 
 # ── store, copy ───────────────────────────────────────────────────────────────────────────────────

@@ -62,6 +62,8 @@ def limits(light: Light) -> str:
     """How fast it copies memory, and computes."""
     light.now("copying memory")
     bandwidth = copy_bandwidth(light.device)
+    if light.on_gpu:
+        light.note("bandwidth", bandwidth)  # a slow GPU has more time, see first_light.py
     light.now("a large linear layer")
     speed = linear_speed(light.args.dtype)
     computed = f"{speed / 1e12:,.1f} TFLOP/s in {light.args.dtype}"
