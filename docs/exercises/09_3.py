@@ -1,4 +1,4 @@
-"""Exercise 9.3, the splits of a shorter context in a graph: see docs/09-gpu.md.
+"""Exercise 9.3, how even the work is: see docs/09-gpu.md.
 
 python -m pytest docs/exercises/09_3.py
 """
@@ -6,11 +6,11 @@ python -m pytest docs/exercises/09_3.py
 import random
 
 
-def used_splits(num_keys: int, num_splits: int, tile: int) -> tuple[int, int]:
-    """How many of `num_splits` splits have keys, and how many keys the first one has.
+def idle_share(context_lens: list[int], num_kv_heads: int, num_processors: int, split: int) -> float:
+    """The share of the processors' time in which they have nothing to do, until the last program ends.
 
-    A split is a whole number of tiles of `tile` keys, the same for all splits, and as small as possible. The
-    last split with keys may have fewer.
+    A program reads at most `split` keys of a context for one KV head, and takes as long as it has keys.
+    Programs start in the order of contexts, splits, KV heads, each on the processor that is free first.
     """
     raise NotImplementedError
 
@@ -18,50 +18,43 @@ def used_splits(num_keys: int, num_splits: int, tile: int) -> tuple[int, int]:
 # ── the check ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def handed_out(num_keys: int, num_splits: int, tile: int) -> list[int]:
-    """The keys of each split, empty ones left out: with the shortest splits that take all keys."""
-    length = tile
-    while length * num_splits < num_keys:
-        length += tile
-    return [min(length, num_keys - first) for first in range(0, num_keys, length)]
+def slowly(context_lens: list[int], num_kv_heads: int, num_processors: int, split: int) -> float:
+    """The same, key by key: in each round every processor reads one."""
+    programs = []
+    for n in context_lens:
+        while n > 0:
+            programs += [min(split, n)] * num_kv_heads
+            n -= split
+    left, rounds, read = [0] * num_processors, 0, sum(programs)
+    while programs or any(left):
+        for i in range(num_processors):
+            if left[i] == 0 and programs:
+                left[i] = programs.pop(0)
+        left = [max(0, n - 1) for n in left]
+        rounds += 1
+    return 1 - read / (rounds * num_processors)
 
 
-def test_the_keys_are_handed_out_in_whole_tiles() -> None:
+def check(context_lens: list[int], num_kv_heads: int, num_processors: int, split: int) -> None:
+    got = idle_share(list(context_lens), num_kv_heads, num_processors, split)
+    right = slowly(context_lens, num_kv_heads, num_processors, split)
+    call = f"idle_share({context_lens}, {num_kv_heads}, {num_processors}, {split})"
+    assert abs(got - right) < 1e-9, f"{call} gives {got:.4f}; key by key, {right:.4f} of the time is idle."
+
+
+def test_one_program() -> None:
+    check([10], 1, 1, 10)
+    check([10], 1, 4, 10)
+    check([10], 2, 4, 3)
+
+
+def test_a_long_context_beside_short_ones() -> None:
+    for split in (64, 16, 5):
+        check([8, 8, 8, 64], 2, 4, split)
+
+
+def test_random_batches() -> None:
     rng = random.Random(0)
-    cases = [
-        (1000, 64, 64),
-        (5000, 64, 64),
-        (40960, 64, 64),
-        (40, 64, 64),
-        (300, 4, 64),
-        (64, 2, 64),
-        (65, 2, 64),
-    ]
-    cases += [
-        (rng.randrange(1, 5000), rng.randrange(1, 65), rng.choice((16, 32, 64, 128))) for _ in range(200)
-    ]
-    for num_keys, num_splits, tile in cases:
-        used, first = used_splits(num_keys, num_splits, tile)
-        keys = handed_out(num_keys, num_splits, tile)
-        call = f"used_splits({num_keys}, {num_splits}, {tile})"
-        given = f"{call} gives {used} and {first}"
-        assert used <= num_splits, f"{given}, but there are only {num_splits} splits."
-        assert first % tile == 0 or first == num_keys, f"{given}, but a split is a whole number of tiles."
-        assert used * first >= num_keys, (
-            f"{given}, which leaves {num_keys - used * first} keys without a split."
-        )
-        assert first <= keys[0], (
-            f"{given}, but splits of {keys[0]} keys are enough, so {len(keys)} of them have keys."
-        )
-        assert (used, first) == (len(keys), keys[0]), (
-            f"{given}, but {len(keys)} splits have keys, and the first has {keys[0]}."
-        )
-
-
-def test_the_kernel_hands_them_out_so() -> None:
-    """The picture of docs/09-gpu.md, and docs/experiments/interpreted.py: 5, 37 and 300 keys, tiles of 64."""
-    for num_splits, with_keys in ((1, 6), (2, 8), (4, 10)):
-        programs = sum(2 * used_splits(num_keys, num_splits, 64)[0] for num_keys in (5, 37, 300))
-        assert programs == with_keys, (
-            f"With {num_splits} splits {with_keys} of the picture's programs have keys, not {programs}."
-        )
+    for _ in range(100):
+        lens = [rng.randrange(1, 40) for _ in range(rng.randrange(1, 9))]
+        check(lens, rng.randrange(1, 4), rng.randrange(1, 6), rng.randrange(1, 41))

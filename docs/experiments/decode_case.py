@@ -61,7 +61,7 @@ class DecodeCase:
         self.grouped_q = self.q.view(len(lens), sizes.num_kv_heads, sizes.group, sizes.head_dim)
         self.num_bytes = sum(lens) * sizes.bytes_per_token()
 
-    def paged(self, num_splits: int | None = None, backend: str = "auto") -> Callable[[], Tensor]:
+    def paged(self, most_cuts: int | None = None, backend: str = "auto") -> Callable[[], Tensor]:
         """Our own decode, without storing the new K/V."""
         size, n = self.block_size, len(self.lens)
         last = [length - 1 for length in self.lens]
@@ -69,9 +69,9 @@ class DecodeCase:
         ones = np.ones(n, dtype=np.int64)
         lens, slot_mapping = np.array(self.lens), np.array(slots)
         attention = make_attention(backend, self.cache, self.q.shape[-1] ** -0.5)
+        if most_cuts is not None:  # of the Triton kernels
+            attention.most_cuts = most_cuts
         attention.begin_step(AttentionMetadata(ones, lens, self.tables, slot_mapping, n, list(range(n))))
-        if num_splits is not None:
-            attention.num_splits = num_splits
         return lambda: attention.decode(self.layer, self.q)
 
     def exact(self, i: int) -> Tensor:

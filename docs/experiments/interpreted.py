@@ -19,10 +19,11 @@ os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--keys", type=at_least(1), nargs="+", default=[5, 37, 300], help="of each sequence")
-    parser.add_argument("--splits", type=at_least(1), nargs="+", default=[1, 2, 4], help="of each context")
+    parser.add_argument("--cuts", type=at_least(1), nargs="+", default=[1, 2, 4], help="see `split_contexts`")
     parser.add_argument("--block-size", type=at_least(1), default=16, help="slots in a block")
     args = parser.parse_args()
 
+    import numpy as np
     import torch
     from decode_case import DecodeCase, KVSizes
     from torch.nn.utils.rnn import pad_sequence
@@ -30,7 +31,7 @@ def main() -> None:
     from nanopaged.attention.reference_backend import reference_paged_attention
 
     try:
-        from nanopaged.kernels.paged_attention import decode_settings, paged_decode
+        from nanopaged.kernels.paged_attention import paged_decode, split_contexts
     except ImportError as error:
         raise SystemExit(f"Triton, which pip installs on Linux only, cannot be imported: {error}") from None
 
@@ -51,17 +52,16 @@ def main() -> None:
     )
 
     tables = pad_sequence([torch.tensor(table, dtype=torch.int32) for table in case.tables], batch_first=True)
-    where = tables, torch.arange(len(tables)), torch.tensor(args.keys)
-    constants, _ = decode_settings((9, 0), sizes.group, sizes.head_dim, torch.float32)  # as for an H100
-    tiles = [-(-n // constants["TILE"]) for n in args.keys]
-    print(f"sequences of {args.keys} keys, blocks of {args.block_size}, tiles of {constants['TILE']} keys")
-    print("splits  programs  with keys  largest difference from the reference")
-    for splits in args.splits:
-        out = paged_decode(case.q, case.k, case.v, *where, scale, splits)
-        with_keys = sizes.num_kv_heads * sum(-(-t // -(-t // splits)) for t in tiles)
+    where = tables, torch.arange(len(tables))
+    print(f"sequences of {args.keys} keys, blocks of {args.block_size}")
+    print("cuts  keys of a split  programs  largest difference from the reference")
+    for cuts in args.cuts:
+        splits, firsts = map(torch.from_numpy, split_contexts(np.array(args.keys), cuts))
+        out = paged_decode(case.q, case.k, case.v, *where, splits, firsts, scale)
         difference = (out - expected).abs().max().item()  # NaN is not below anything
         verdict = "below 0.000001" if difference < 1e-6 else f"{difference}"
-        print(f"{splits:6}  {len(tables) * sizes.num_kv_heads * splits:8}  {with_keys:9}  {verdict}")
+        longest = int((splits[:, 2] - splits[:, 1]).max())
+        print(f"{cuts:4}  {longest:15}  {len(splits) * sizes.num_kv_heads:8}  {verdict}")
 
 
 if __name__ == "__main__":

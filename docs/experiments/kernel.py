@@ -3,7 +3,7 @@
     python docs/experiments/kernel.py
 
 Decode is memory-bound: the time to read K/V once is its lower bound. On a GPU our Triton kernels are timed,
-over batch, context, block size and number of splits; on a CPU the PyTorch backend. Other ways to the same
+over batch, context, block size and number of cuts; on a CPU the PyTorch backend. Other ways to the same
 result are timed for comparison:
 
     in place      our C++ kernel (on a CPU, if it was built: python -m nanopaged.kernels.build)
@@ -51,7 +51,7 @@ def main() -> None:
         "128 64-1024 on a CPU)",
     )
     add("--block-size", type=at_least(1), nargs="+", default=[16], help="tokens in a block")
-    add("--splits", type=at_least(1), nargs="+", default=[], help="numbers of splits to try, on a GPU")
+    add("--cuts", type=at_least(1), nargs="+", default=[], help="other numbers of cuts to try, on a GPU")
     add("--kv-heads", type=at_least(1), default=8, help="KV heads")
     add("--group", type=at_least(1), default=4, help="query heads to a KV head")
     add("--head-dim", type=at_least(1), default=128, help="numbers in a head")
@@ -65,8 +65,8 @@ def main() -> None:
 
     device = pick_device()
     on_gpu = device.type == "cuda"
-    if args.splits and not on_gpu:
-        parser.error("--splits is for the Triton kernel, which needs a GPU")
+    if args.cuts and not on_gpu:
+        parser.error("--cuts is for the Triton kernel, which needs a GPU")
     args.batch = args.batch or ([1, 8, 64, 256] if on_gpu else [1, 8, 32])
     args.context = args.context or (["1024", "4096", "1024-4096", "16384"] if on_gpu else ["128", "64-1024"])
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
@@ -102,7 +102,7 @@ def time_decodes(sizes: KVSizes, args: argparse.Namespace, bandwidth: float) -> 
         for block_size in args.block_size:
             case = DecodeCase(lens, block_size, sizes, pick_device(), args.seed)
             is_first = block_size == args.block_size[0]
-            for name, call in ways_to_decode(case, args.splits, with_others=is_first).items():
+            for name, call in ways_to_decode(case, args.cuts, with_others=is_first).items():
                 seconds = time_call(call, pick_device())
                 rate = case.num_bytes / seconds
                 if is_first:
@@ -115,7 +115,7 @@ def time_decodes(sizes: KVSizes, args: argparse.Namespace, bandwidth: float) -> 
         save_bars(args.plot, groups, everywhere, "share of the copy bandwidth")
 
 
-def ways_to_decode(case: DecodeCase, splits: list[int], with_others: bool) -> dict[str, Callable[[], object]]:
+def ways_to_decode(case: DecodeCase, cuts: list[int], with_others: bool) -> dict[str, Callable[[], object]]:
     """Our decode, also with other numbers of splits; and the other ways, dense ones only while they fit."""
     from nanopaged.kernels import build
 
@@ -124,7 +124,7 @@ def ways_to_decode(case: DecodeCase, splits: list[int], with_others: bool) -> di
     }
     if not case.q.is_cuda and build.find() is not None:
         ways["in place"] = case.paged(backend="cpp")
-    ways |= {f"paged, {n} splits": case.paged(n) for n in splits}
+    ways |= {f"paged, {n} cuts": case.paged(n) for n in cuts}
     if not with_others:
         return ways
     if case.num_bytes * max(case.lens) * len(case.lens) // sum(case.lens) <= DENSE_LIMIT:

@@ -392,5 +392,6 @@ def run_notebook(file: Path, names: dict[str, object], env: dict[str, str]) -> l
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, file.name, "exec"), names)
         if last is not None:
-            shown.append(eval(compile(ast.Expression(last.value), file.name, "eval"), names))
+            value = eval(compile(ast.Expression(last.value), file.name, "eval"), names)
+            shown += [value] if value is not None else []
     return shown

@@ -4,12 +4,11 @@ SHARES = "{n: 1 - n / min(size for size in sizes if size >= n) for n in range(1,
 SIZE = "min(size for size in sizes if size >= n)"
 
 WRONG_1 = [
-    ("no power of two", '"a": (32, 512)', '"a": (17, 272)'),
-    ("rounded down to a power of two", '"a": (32, 512)', '"a": (16, 256)'),
-    ("a program for each SM", '"b": (2, 320)', '"b": (1, 160)'),
-    ("splits of fewer than 256 keys", '"c": (2, 16)', '"c": (64, 512)'),
-    ("KV heads forgotten", '"c": (2, 16)', '"c": (2, 4)'),
-    ("a case forgotten", ', "c": (2, 16)', ""),
+    ("not rounded to 128", '"a": (128, 1024)', '"a": (125, 1056)'),
+    ("rounded down", '"b": (2048, 1024)', '"b": (1920, 1280)'),
+    ("KV heads forgotten", '"b": (2048, 1024)', '"b": (2048, 256)'),
+    ("shorter than the shortest split", '"c": (128, 48)', '"c": (6, 936)'),
+    ("a case forgotten", ', "c": (128, 48)', ""),
 ]
 WRONG_2 = [
     ("padding over sequences", "1 - n / min", "-1 + 1 / n * min"),
@@ -21,12 +20,14 @@ WRONG_2 = [
     ("without the largest batch", "range(1, max(sizes) + 1)", "range(2, max(sizes))"),
 ]
 WRONG_3 = [
-    ("one split", "-(-tiles // tiles_per_split), min(num_keys, tiles_per_split * tile)", "1, num_keys"),
-    ("all splits", "-(-tiles // tiles_per_split), min", "num_splits, min"),
-    ("all splits, as far as there are tiles", "-(-tiles // tiles_per_split), ", "min(tiles, num_splits), "),
-    ("splits that are no whole tiles", "tiles = -(-num_keys // tile)", "tile, tiles = 1, num_keys"),
-    ("rounds the tiles of a split down", "-(-tiles // num_splits)", "max(1, tiles // num_splits)"),
-    ("rounds the tiles down", "-(-num_keys // tile)", "max(1, num_keys // tile)"),
-    ("more keys than there are", "min(num_keys, tiles_per_split * tile)", "tiles_per_split * tile"),
-    ("64 splits always", "-(-tiles // num_splits)", "-(-tiles // 64)"),
+    ("one program for each context", "range(0, n, split)", "range(0, n, n)"),
+    ("one program for all heads", "range(num_kv_heads)", "range(1)"),
+    ("all splits are full", "min(split, n - start)", "split"),
+    ("the share that is busy", "return 1 - sum", "return sum"),
+    (
+        "idle over busy",
+        "1 - sum(busy_until) / (num_processors * max(busy_until))",
+        "max(busy_until) / sum(busy_until) - 1",
+    ),
+    ("always the first processor", "busy_until.index(min(busy_until))", "0"),
 ]
