@@ -83,12 +83,11 @@ class BlockTables:
             self.reserve(2 * len(seq_ids), 2 * longest)  # so that it is rare
         for seq_id in self.rows.keys() - set(seq_ids):  # their rows are taken back
             self.free.append(self.rows.pop(seq_id))
-        changes: list[tuple[int, int, int]] = []
-        changed: dict[int, tuple[list[int], int]] = {}
-        for seq_id, table in zip(seq_ids, tables, strict=True):
+        for seq_id in seq_ids:
             if seq_id not in self.rows:
                 self.rows[seq_id] = self.free.pop()
-            row = self.rows[seq_id]
+        rows, changes, changed = [self.rows[seq_id] for seq_id in seq_ids], [], {}
+        for row, table in zip(rows, tables, strict=True):
             sent, start = self.sent[row]
             if table is not sent or start < len(table):
                 start = start if table is sent or table[:start] == sent[:start] else 0
@@ -99,4 +98,4 @@ class BlockTables:
             self.data[row, column] = block.int()
         for row, sent in changed.items():  # if sending failed, the next step sends them again
             self.sent[row] = sent
-        return [self.rows[seq_id] for seq_id in seq_ids]
+        return rows

@@ -132,7 +132,7 @@ def reduce_kernel(
     out_ptr,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    CHUNK: tl.constexpr = 16,
+    CHUNK: tl.constexpr,
 ):
     """Combine the splits of one query head: Σ w_s · partial_s / Σ w_s with w_s = 2^(lse_s - max).
 
@@ -286,5 +286,5 @@ def paged_decode(
         *(scale * math.log2(math.e), *strides),  # 2^(x · log2(e)) = e^x
         **(sizes | constants | options),
     )
-    reduce_kernel[(num_seqs, num_heads)](partial, lse, firsts, out, head_dim, constants["DIM_PAD"])
+    reduce_kernel[(num_seqs, num_heads)](partial, lse, firsts, out, head_dim, constants["DIM_PAD"], CHUNK=16)
     return out
