@@ -6,7 +6,7 @@ same kernels, sizes and addresses. So
     - a graph reads its inputs from its own buffers, which are filled before each replay;
     - there are graphs for some batch sizes, and a batch uses the next larger one. The other rows are padding:
       slot -1, so nothing is stored, and no splits, so nothing is read;
-    - each graph has as many splits as a batch can need (`split_contexts`), most of them empty;
+    - each graph has as many splits as a batch can need (`split_contexts`); unused ones are empty;
     - the block tables must not move (`triton_backend.BlockTables`).
 """
 

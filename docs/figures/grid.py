@@ -2,7 +2,7 @@
 
     python docs/figures/grid.py
 
-The sequences and splits are those of docs/experiments/interpreted.py; the block tables are random.
+The sequences and splits are those of docs/experiments/interpreted.py (4 cuts); the block tables are random.
 """
 
 from __future__ import annotations
@@ -12,15 +12,10 @@ import random
 from svg import COLORS, FAINT, GREY, INK, PAPER, Drawing
 
 KEYS = {"A": 5, "B": 37, "C": 300}
-KV_HEADS, SPLITS, TILE, BLOCK_SIZE, NUM_BLOCKS = 2, 4, 64, 16, 28
-SEQ, HEAD, SPLIT, TILE_NUMBER = "C", 1, 1, 3  # the program, and the tile, that the lower half shows
-LEFT, CELL, ROW, BLOCK = 24, 54, 28, 40
-
-
-def split_keys(num_keys: int) -> int:
-    """Keys in a split: whole tiles, and as few as the splits allow."""
-    tiles = -(-num_keys // TILE)
-    return -(-tiles // SPLITS) * TILE
+KV_HEADS, CUTS, MIN_SPLIT, TILE, BLOCK_SIZE, NUM_BLOCKS = 2, 4, 128, 64, 16, 28
+SPLIT_KEYS = -(-sum(KEYS.values()) // (CUTS * MIN_SPLIT)) * MIN_SPLIT  # as in `split_contexts`
+SEQ, HEAD, FIRST_KEY, TILE_NUMBER = "C", 1, 128, 3  # the program, and the tile, that the lower half shows
+LEFT, CELL, ROW, BLOCK = 24, 132, 28, 40
 
 
 def main() -> None:
@@ -36,32 +31,31 @@ def main() -> None:
 
 def draw_grid(drawing: Drawing) -> tuple[float, float]:
     """A cell for each program, with its keys. Returns the middle of the lower edge of the chosen one."""
-    num_programs = len(KEYS) * KV_HEADS * SPLITS
+    splits = [
+        (name, first, min(first + SPLIT_KEYS, n))
+        for name, n in KEYS.items()
+        for first in range(0, n, SPLIT_KEYS)
+    ]
     drawing.text(LEFT, 24, "Grid", anchor="start", bold=True)
-    sizes = f"{len(KEYS)} sequences × {KV_HEADS} KV heads × {SPLITS} splits = {num_programs} programs"
+    sizes = f"{len(splits)} splits × {KV_HEADS} KV heads = {len(splits) * KV_HEADS} programs"
     drawing.text(LEFT + 46, 24, f"{sizes}; a cell shows its keys", 12, "start", GREY)
+    for head in range(KV_HEADS):
+        drawing.text(LEFT, 74 + (head + 0.5) * ROW, f"KV head {head}", 12, "start", GREY)
     chosen = (0.0, 0.0)
-    for i, (name, num_keys) in enumerate(KEYS.items()):
+    for number, (name, first, end) in enumerate(splits):
+        i = list(KEYS).index(name)
         fill, line = COLORS[i]
-        x, length = LEFT + 66 + i * (SPLITS * CELL + 22), split_keys(num_keys)
-        drawing.text(x + 2 * CELL, 46, f"sequence {name}: {num_keys} keys", bold=True)
-        for split in range(SPLITS):
-            first, last = split * length, min((split + 1) * length, num_keys) - 1
-            drawing.text(x + (split + 0.5) * CELL, 64, f"split {split}", 11, color=GREY)
-            for head in range(KV_HEADS):
-                y = 74 + head * ROW
-                if i == 0 and split == 0:
-                    drawing.text(LEFT, y + ROW / 2, f"KV head {head}", 12, "start", GREY)
-                if first > last:
-                    drawing.box(x + split * CELL, y, CELL, ROW, "", PAPER, FAINT, dashed=True)
-                    continue
-                here = (name, head, split) == (SEQ, HEAD, SPLIT)
-                drawing.box(
-                    x + split * CELL, y, CELL, ROW, f"{first}–{last}", fill, INK if here else line, size=11
-                )
-                if here:
-                    drawing.box(x + split * CELL + 1.5, y + 1.5, CELL - 3, ROW - 3, "", "none", INK)
-                    chosen = (x + (split + 0.5) * CELL, y + ROW)
+        x = LEFT + 66 + number * CELL + i * 22
+        if first == 0:
+            width = CELL * sum(each == name for each, _, _ in splits)
+            drawing.text(x + width / 2, 46, f"sequence {name}: {KEYS[name]} keys", 12, bold=True)
+        drawing.text(x + CELL / 2, 64, f"split {number}", 11, color=GREY)
+        for head in range(KV_HEADS):
+            y, here = 74 + head * ROW, (name, head, first) == (SEQ, HEAD, FIRST_KEY)
+            drawing.box(x, y, CELL, ROW, f"{first}–{end - 1}", fill, INK if here else line, size=11)
+            if here:
+                drawing.box(x + 1.5, y + 1.5, CELL - 3, ROW - 3, "", "none", INK)
+                chosen = (x + CELL / 2, y + ROW)
     return chosen
 
 
@@ -77,14 +71,13 @@ def draw_tile(drawing: Drawing, tables: dict[str, list[int]], chosen: tuple[floa
         drawing.box(
             LEFT + i * BLOCK, 200, BLOCK, 26, str(block), fill if inside else PAPER, line if inside else FAINT
         )
-    length = split_keys(KEYS[SEQ]) // BLOCK_SIZE
-    for tile in range(SPLIT * length // per_tile, (SPLIT + 1) * length // per_tile):
+    for tile in range(FIRST_KEY // TILE, (FIRST_KEY + SPLIT_KEYS) // TILE):
         x = LEFT + tile * per_tile * BLOCK
         drawing.box(x, 198, per_tile * BLOCK, 30, "", "none", INK)
         drawing.text(
             x + per_tile * BLOCK / 2, 188, f"tile {tile}: keys {tile * TILE}–{tile * TILE + TILE - 1}", 11
         )
-    drawing.line(*chosen, LEFT + (SPLIT + 0.5) * length * BLOCK, 178, INK, arrow=True)
+    drawing.line(*chosen, LEFT + (FIRST_KEY + SPLIT_KEYS / 2) / BLOCK_SIZE * BLOCK, 178, INK, arrow=True)
 
     drawing.text(LEFT, 274, "KV cache", anchor="start", bold=True)
     drawing.text(LEFT + 78, 274, "blocks of all sequences, in any order", 12, "start", GREY)
