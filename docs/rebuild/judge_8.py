@@ -13,6 +13,7 @@ import random
 import signal
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ if not kernels.INTERPRETED:
 from nanopaged.kv_cache import KVCache, KVShape  # noqa: E402
 
 torch.set_num_threads(1)
-TILE = 16  # keys; in the engine 64 to 128
+TILE = 16  # keys; in the engine 16 to 128
+CHUNK = 4  # splits that `reduce_kernel` combines at once; in the engine 16
 CPU_SECONDS = 20  # for one test
 NAN = math.nan
 
@@ -109,6 +111,10 @@ def told(error: BaseException) -> str:
 # ── cases ─────────────────────────────────────────────────────────────────────────────────────────
 
 
+Split = tuple[int, int, int]  # sequence, first key, end
+PADDING = (0, 0, 0)  # a split without keys: a CUDA graph has a fixed number of splits
+
+
 class Case:
     """Contexts in scattered blocks, between NaN: rows of block tables, queries, and the dense result."""
 
@@ -153,26 +159,25 @@ class Case:
 
     def inputs(self) -> tuple[Tensor, ...]:
         self.store()
-        lens, rows = torch.tensor(self.lens), torch.tensor(self.rows)
-        return self.q, self.k_cache, self.v_cache, self.tables, rows, lens
+        return self.q, self.k_cache, self.v_cache, self.tables, torch.tensor(self.rows)
 
-    def partial(self, call: str, num_splits: int, scale_log2: float = 1.0) -> tuple[Tensor, Tensor]:
-        """`decode_kernel` alone: its outputs [seqs, heads, splits, head_dim] and LSE [seqs, heads, "
-        "splits]."""
-        inputs, (num_seqs, heads) = self.inputs(), self.q.shape[:2]
+    def partial(self, call: str, splits: Sequence[Split] = (), scale_log2: float = 1.0) -> tuple[Tensor, ...]:
+        """`decode_kernel` alone: its outputs [splits, heads, head_dim] and LSE [splits, heads].
+
+        Args: splits: without any, a context is one split.
+        """
+        splits, heads = splits or [(i, 0, n) for i, n in enumerate(self.lens)], self.q.shape[1]
+        inputs, shape = self.inputs(), (len(splits), heads, self.head_dim)
         # Before NaN, which must stay.
-        shape = num_seqs, heads, num_splits, self.head_dim
-        whole, end = (
-            torch.full((math.prod(shape) + 16 * num_splits * self.head_dim + 16,), NAN),
-            math.prod(shape),
-        )
-        out = whole[:end].view(shape)
-        lses = torch.full((num_seqs * heads + 16, num_splits), NAN)
+        end = math.prod(shape)
+        whole = torch.full((end + 16 * self.head_dim + 16,), NAN)
+        lses = torch.full((len(splits) * heads + 16,), NAN)
 
         note(call)
-        kernels.decode_kernel[(num_seqs, self.num_kv_heads, num_splits)](
+        kernels.decode_kernel[(len(splits), self.num_kv_heads)](
             *inputs,
-            out,
+            torch.tensor(splits),
+            whole,
             lses,
             scale_log2,
             self.q.stride(0),
@@ -181,23 +186,22 @@ class Case:
             GROUP=heads // self.num_kv_heads,
             HEAD_DIM=self.head_dim,
             BLOCK_SIZE=self.block_size,
-            NUM_SPLITS=num_splits,
             TILE=TILE,
             GROUP_PAD=16,
             DIM_PAD=16,
             DOT=kernels.tl.float32,
         )
         assert whole[end:].isnan().all(), (
-            f"{call} writes an output beyond its {heads} heads, {num_splits} splits or {self.head_dim} dims: "
-            "the store needs a mask."
+            f"{call} writes an output beyond its {len(splits)} splits, {heads} heads or {self.head_dim} "
+            "dims: the store needs a mask."
         )
-        assert lses[num_seqs * heads :].isnan().all(), (
-            f"{call} writes an LSE beyond its {num_seqs} · {heads} · {num_splits}: the store needs a mask."
+        assert lses[len(splits) * heads :].isnan().all(), (
+            f"{call} writes an LSE beyond its {len(splits)} · {heads}: the store needs a mask."
         )
-        return out, lses[: num_seqs * heads].view(num_seqs, heads, num_splits)
+        return whole[:end].view(shape), lses[: len(splits) * heads].view(shape[:2])
 
-    def decode(self, call: str, num_splits: int, scale: float) -> Tensor:
-        """Both kernels, as `paged_decode` launches them, with small tiles."""
+    def decode(self, call: str, length: int, scale: float) -> Tensor:
+        """Both kernels, as `paged_decode` launches them, with small tiles and splits of this length."""
         settings = kernels.decode_settings
 
         def small(*args: Any) -> tuple[dict[str, Any], dict[str, int]]:
@@ -205,8 +209,11 @@ class Case:
             return constants | {"TILE": TILE}, options
 
         kernels.decode_settings = small
+        starts = [range(0, n, length) for n in self.lens]
+        splits = [(i, k, min(k + length, n)) for i, n in enumerate(self.lens) for k in starts[i]]
+        firsts = firsts_of([len(each) for each in starts])
         note(call)
-        out = kernels.paged_decode(*self.inputs(), scale, num_splits)
+        out = kernels.paged_decode(*self.inputs(), torch.tensor([*splits, PADDING]), firsts, scale)
         kernels.decode_settings = settings
         return out
 
@@ -229,6 +236,11 @@ def simple(scores: Sequence[float], values: Sequence[float], block_size: int = 4
     return case
 
 
+def firsts_of(counts: Sequence[int]) -> Tensor:
+    """Where the splits of each sequence begin, and the end: counts 2 0 1 give 0 2 2 3."""
+    return torch.tensor([0, *accumulate(counts)])
+
+
 def near(got: float, expected: float) -> bool:
     return math.isclose(got, expected, rel_tol=1e-4, abs_tol=1e-4)
 
@@ -249,7 +261,7 @@ def difference(got: Tensor, expected: Tensor, tolerance: float = 1e-4) -> str:
 
 @alone
 def test_one_key() -> None:
-    out, lse = simple([2.0], [7.0]).partial("decode_kernel of one key", 1)
+    out, lse = simple([2.0], [7.0]).partial("decode_kernel of one key")
     got = out.flatten().tolist()
     assert all(near(x, 7.0) for x in got), f"decode_kernel of one key with the value 7 7 7 7 writes {got}."
     assert near(lse.item(), 2.0), (
@@ -261,19 +273,19 @@ def test_one_key() -> None:
 @alone
 def test_two_keys_by_hand() -> None:
     """Chapter 9: scores 1 and 3 in base 2, values 10 and 20: m = 3, l = 1.25."""
-    out, lse = simple([1.0, 3.0], [10.0, 20.0]).partial("decode_kernel of two keys", 1)
-    assert near(out[0, 0, 0, 0].item(), 18.0), (
-        f"Scores 1 and 3 (in base 2), values 10 and 20: decode_kernel writes {out[0, 0, 0, 0].item():g} "
+    out, lse = simple([1.0, 3.0], [10.0, 20.0]).partial("decode_kernel of two keys")
+    assert near(out[0, 0, 0].item(), 18.0), (
+        f"Scores 1 and 3 (in base 2), values 10 and 20: decode_kernel writes {out[0, 0, 0].item():g} "
         "instead of 18 = (10 · 2^-2 + 20) / 1.25; the slots behind hold NaN."
     )
     assert near(lse.item(), 3.3219), (
         f"Scores 1 and 3 (in base 2): decode_kernel writes the LSE {lse.item():g} instead of 3.3219 = 3 + "
         "log2(1.25)."
     )
-    out, _ = simple([1.0, 3.0], [10.0, 20.0]).partial("decode_kernel with scale_log2 = 0", 1, 0.0)
-    assert near(out[0, 0, 0, 0].item(), 15.0), (
+    out, _ = simple([1.0, 3.0], [10.0, 20.0]).partial("decode_kernel with scale_log2 = 0", scale_log2=0.0)
+    assert near(out[0, 0, 0].item(), 15.0), (
         f"With scale_log2 = 0 all scores are 0, and the values 10 and 20 give 15; decode_kernel writes "
-        f"{out[0, 0, 0, 0].item():g}."
+        f"{out[0, 0, 0].item():g}."
     )
 
 
@@ -284,10 +296,10 @@ def test_keys_in_scattered_blocks() -> None:
         for n in (5, 16, 35):
             call = f"decode_kernel of {n} keys in blocks of {block_size} and tiles of {TILE}"
             case = simple([0.0] * n, [1.0 + p for p in range(n)], block_size)
-            out, lse = case.partial(call, 1)
-            assert near(out[0, 0, 0, 0].item(), (n + 1) / 2), (
+            out, lse = case.partial(call)
+            assert near(out[0, 0, 0].item(), (n + 1) / 2), (
                 f"{call} (scattered, equal scores, values 1 to {n}) writes "
-                f"{out[0, 0, 0, 0].item():g} instead of their mean {(n + 1) / 2:g}."
+                f"{out[0, 0, 0].item():g} instead of their mean {(n + 1) / 2:g}."
             )
             assert near(lse.item(), math.log2(n)), (
                 f"{call}, all with the score 0, writes the LSE {lse.item():g} instead of log2({n}) = "
@@ -301,14 +313,12 @@ def test_the_maximum_may_come_in_any_tile() -> None:
     for step in (10.0, -10.0, 300.0, -300.0):
         scores = [step * p for p in range(40)]
         values = [float(p) for p in range(40)]
-        out, lse = simple(scores, values).partial(
-            f"decode_kernel of 40 keys with the scores 0, {step:g}, …", 1
-        )
+        out, lse = simple(scores, values).partial(f"decode_kernel of 40 keys with the scores 0, {step:g}, …")
         weights = [2 ** (s - max(scores)) for s in scores]
         expected = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-        assert near(out[0, 0, 0, 0].item(), expected), (
+        assert near(out[0, 0, 0].item(), expected), (
             f"Scores 0, {step:g}, {2 * step:g}, … of 40 keys in three tiles, values 0 to 39: decode_kernel "
-            f"writes {out[0, 0, 0, 0].item():g} instead of {expected:g}."
+            f"writes {out[0, 0, 0].item():g} instead of {expected:g}."
         )
         expected = max(scores) + math.log2(sum(weights))
         assert near(lse.item(), expected), (
@@ -319,20 +329,39 @@ def test_the_maximum_may_come_in_any_tile() -> None:
 
 @alone
 def test_the_splits_of_a_context() -> None:
-    """40 keys are three tiles of 16; two splits have 2 and 1 of them, four splits have 1, 1, 1, 0."""
-    for num_splits, ranges in ((1, [(0, 40)]), (2, [(0, 32), (32, 40)]), (4, [(0, 16), (16, 32), (32, 40)])):
-        call = f"decode_kernel of 40 keys, tiles of {TILE}, num_splits = {num_splits}"
-        out, lse = simple([0.0] * 40, [float(p) for p in range(40)]).partial(call, num_splits)
-        for split, (first, end) in enumerate(ranges):
-            mean = (first + end - 1) / 2
-            assert near(out[0, 0, split, 0].item(), mean), (
-                f"{call} (equal scores, values 0 to 39): split {split} has the keys {first} to {end - 1} "
-                f"with the mean {mean:g}, and its output is {out[0, 0, split, 0].item():g}."
-            )
-            assert near(lse[0, 0, split].item(), math.log2(end - first)), (
-                f"{call}: split {split} has {end - first} keys of score 0, and its LSE is "
-                f"{lse[0, 0, split].item():g} instead of {math.log2(end - first):g}."
-            )
+    """A split has the keys that its row of `splits_ptr` says; it may begin anywhere, also in a block."""
+    for block_size in (4, 32):
+        for ends in ([40], [32, 40], [16, 32, 40], [7, 30, 31, 40]):
+            ranges = list(zip([0, *ends], ends, strict=False))
+            call = f"decode_kernel of 40 keys in blocks of {block_size}, tiles of {TILE}, {len(ends)} splits"
+            case = simple([0.0] * 40, [float(p) for p in range(40)], block_size)
+            out, lse = case.partial(call, [(0, first, end) for first, end in ranges])
+            for split, (first, end) in enumerate(ranges):
+                mean = (first + end - 1) / 2
+                assert near(out[split, 0, 0].item(), mean), (
+                    f"{call} (equal scores, values 0 to 39): split {split} has the keys {first} to {end - 1} "
+                    f"with the mean {mean:g}, and its output is {out[split, 0, 0].item():g}."
+                )
+                assert near(lse[split, 0].item(), math.log2(end - first)), (
+                    f"{call}: split {split} has {end - first} keys of score 0, and its LSE is "
+                    f"{lse[split, 0].item():g} instead of {math.log2(end - first):g}."
+                )
+
+
+@alone
+def test_the_sequence_of_a_split() -> None:
+    """Three sequences, whose keys have the values 0, 10 and 20; some splits are empty."""
+    case = Case([20, 3, 1])
+    for i, values in enumerate(case.values):
+        values[:] = 10.0 * i
+    splits = [(0, 0, 16), (0, 16, 20), (1, 0, 3), (2, 0, 1), PADDING, PADDING]
+    out, _ = case.partial("decode_kernel of 3 sequences, 4 splits and 2 empty ones", splits)
+    for split, (seq, first, end) in enumerate(splits[:4]):
+        got = out[split, 0, 0].item()
+        assert near(got, 10 * seq), (
+            f"All values of sequence 0, 1, 2 are 0, 10, 20: split {split}, the keys {first} to {end - 1} of "
+            f"sequence {seq}, has the output {got:g} instead of {10 * seq}; empty splits follow."
+        )
 
 
 @alone
@@ -343,8 +372,8 @@ def test_a_group_of_query_heads() -> None:
     case.keys[0][:] = torch.eye(6)[:, None]
     case.values[0][:, 0] = torch.arange(6.0)[:, None]
     case.values[0][:, 1] = 10 + torch.arange(6.0)[:, None]
-    out, lse = case.partial("decode_kernel of 6 query heads and 2 KV heads", 1)
-    got, expected = [round(x, 3) for x in out[0, :, 0, 0].tolist()], [0.0, 1.0, 2.0, 13.0, 14.0, 15.0]
+    out, lse = case.partial("decode_kernel of 6 query heads and 2 KV heads")
+    got, expected = [round(x, 3) for x in out[0, :, 0].tolist()], [0.0, 1.0, 2.0, 13.0, 14.0, 15.0]
     assert got == expected, (
         "Query head i has a high score for key i; key i has the value i in KV head 0 and 10 + i in KV head "
         f"1: the heads get {got} instead of {expected}, because heads 0 to 2 share KV head 0."
@@ -357,49 +386,42 @@ def test_a_group_of_query_heads() -> None:
 
 @alone
 def test_an_empty_context() -> None:
-    for num_splits in (1, 3):
-        call = f"paged_decode with the context lengths 0 and 2 and num_splits = {num_splits}"
-        out = Case([0, 2]).decode(call, num_splits, 1.0)
-        got = out[0].flatten().tolist()
-        assert got == [0.0] * 4, f"{call} gives {got} for the empty context instead of zeros."
+    call = "paged_decode with the context lengths 0 and 2, in splits of 1, and an empty split"
+    got = Case([0, 2]).decode(call, 1, 1.0)[0].flatten().tolist()
+    assert got == [0.0] * 4, f"{call} gives {got} for the empty context instead of zeros."
 
 
 # ── reduce_kernel ─────────────────────────────────────────────────────────────────────────────────
 
 
-def reduced(call: str, partial: Tensor, lse: Tensor, lens: Sequence[int]) -> Tensor:
-    """`reduce_kernel` of partial [seqs, heads, splits, head_dim] → [seqs, heads, head_dim]."""
-    num_seqs, heads, num_splits, head_dim = partial.shape
-    whole, end = (
-        torch.full((num_seqs * heads * head_dim + 16,), NAN),
-        num_seqs * heads * head_dim,
-    )  # NaN behind it
-    out = whole[:end].view(num_seqs, heads, head_dim)
+def reduced(call: str, partial: Tensor, lse: Tensor, firsts: Tensor) -> Tensor:
+    """`reduce_kernel` of partial [splits, heads, head_dim] → [seqs, heads, head_dim]."""
+    num_seqs, (heads, head_dim) = len(firsts) - 1, partial.shape[1:]
+    end = num_seqs * heads * head_dim
+    whole = torch.full((end + 16,), NAN)  # NaN behind it
 
     note(call)
     kernels.reduce_kernel[(num_seqs, heads)](
         partial.contiguous(),
         lse.contiguous(),
-        torch.tensor(lens),
-        out,
+        firsts,
+        whole,
         HEAD_DIM=head_dim,
-        NUM_SPLITS=num_splits,
-        TILE=TILE,
-        SPLITS_PAD=8,
         DIM_PAD=16,
+        CHUNK=CHUNK,
     )
     assert whole[end:].isnan().all(), (
         f"{call} writes beyond its {heads} heads or {head_dim} dims: mask the store."
     )
-    return out
+    return whole[:end].view(num_seqs, heads, head_dim)
 
 
 @alone
 def test_two_splits_by_hand() -> None:
     """Chapter 9: outputs 18 and 40, LSE 3.3219 and 2: weights 1 and 0.4."""
-    partial = torch.tensor([18.0, 40.0]).view(1, 1, 2, 1).expand(1, 1, 2, 4)
-    lse = torch.tensor([[[3 + math.log2(1.25), 2.0]]])
-    got = reduced("reduce_kernel of two splits", partial, lse, [20])
+    partial = torch.tensor([18.0, 40.0]).view(2, 1, 1).expand(2, 1, 4)
+    lse = torch.tensor([[3 + math.log2(1.25)], [2.0]])
+    got = reduced("reduce_kernel of two splits", partial, lse, firsts_of([2]))
     assert difference(got, torch.full((1, 1, 4), 34 / 1.4)) == "", (
         f"Outputs 18 and 40 with the LSE 3.3219 and 2: reduce_kernel writes {got.flatten().tolist()} instead "
         "of 24.2857 = (18 + 0.4 · 40) / 1.4."
@@ -407,59 +429,49 @@ def test_two_splits_by_hand() -> None:
 
 
 @alone
-def test_splits_far_apart() -> None:
-    for lses, expected in (
-        ((1000.0, 0.0), 1.0),
-        ((0.0, 1000.0), 2.0),
-        ((-500.0, -500.0), 1.5),
-        ((300.0, 300.0), 1.5),
-    ):
-        partial = torch.tensor([1.0, 2.0]).view(1, 1, 2, 1)
-        got = reduced("reduce_kernel of two splits", partial, torch.tensor([[lses]]), [32]).item()
-        assert near(got, expected), (
-            f"Outputs 1 and 2 with the LSE {lses[0]:g} and {lses[1]:g}: reduce_kernel writes {got:g} instead "
-            f"of {expected:g}; the largest LSE must be subtracted first."
-        )
+def test_any_number_of_splits() -> None:
+    """Also more than CHUNK; the LSE may be far apart, and the largest in any chunk."""
+    for first, step in ((0, 0), (0, 1), (0, -1), (0, 1000), (1000, -1000), (-500, 0), (300, 0)):
+        for count in (1, 2, 4, 5, 9):
+            lses = [float(first + step * s) for s in range(count)]
+            weights = [2 ** (x - max(lses)) for x in lses]
+            expected = sum(w * s for s, w in enumerate(weights)) / sum(weights)
+            partial, lse = torch.arange(float(count)).view(-1, 1, 1), torch.tensor(lses).view(-1, 1)
+            call = f"reduce_kernel of {count} splits with CHUNK = {CHUNK}"
+            got = reduced(call, partial, lse, firsts_of([count])).item()
+            assert near(got, expected), (
+                f"{call}, the outputs 0 to {count - 1} and LSE {', '.join(f'{x:g}' for x in lses)} writes "
+                f"{got:g} instead of {expected:g}: all splits count, and the largest LSE is subtracted first."
+            )
 
 
 @alone
-def test_empty_splits_are_skipped() -> None:
-    """Their memory was not written. Here it holds NaN, or a number with a large LSE."""
-    for num_splits, context_len, used in (
-        (4, 40, 3),
-        (4, 32, 2),
-        (4, 1, 1),
-        (8, 100, 7),
-        (3, 64, 2),
-    ):
+def test_splits_of_others_are_not_read() -> None:
+    """Sequence i has the splits firsts[i] to firsts[i + 1] - 1; the others hold NaN, or a large LSE."""
+    for count in (0, 1, 3, 4, 7):
         for rest in (NAN, 500.0):
-            partial, lse = torch.full((1, 1, num_splits, 1), rest), torch.full((1, 1, num_splits), rest)
-            partial[0, 0, :used, 0], lse[0, 0, :used] = torch.arange(1.0, used + 1), 0.0
-            got = reduced(f"reduce_kernel with num_splits = {num_splits}", partial, lse, [context_len]).item()
-            assert near(got, (used + 1) / 2), (
-                f"{context_len} keys in tiles of {TILE} and {num_splits} splits: {used} of them have keys, "
-                f"here with the outputs 1 to {used} and equal LSE; the others hold {rest:g}. reduce_kernel "
-                f"writes {got:g} instead of {(used + 1) / 2:g}."
+            partial, lse = torch.full((count + 6, 1, 1), rest), torch.full((count + 6, 1), rest)
+            partial[2 : 2 + count, 0, 0], lse[2 : 2 + count] = torch.arange(1.0, count + 1), 0.0
+            firsts = torch.tensor([2, 2 + count])
+            got = reduced(f"reduce_kernel of {count} splits among others", partial, lse, firsts).item()
+            expected = (count + 1) / 2 if count else 0.0
+            assert near(got, expected), (
+                f"firsts = 2 {2 + count}: {count} splits, here with the outputs 1, 2, 3, … and equal LSE; "
+                f"those before and behind hold {rest:g}. reduce_kernel writes {got:g} instead of "
+                f"{expected:g}" + (" (no splits: zeros)." if count == 0 else ".")
             )
-    partial, lse = torch.full((1, 1, 3, 1), NAN), torch.full((1, 1, 3), NAN)
-    partial[0, 0, 0], lse[0, 0, 0] = 0.0, 0.0
-    got = reduced("reduce_kernel of an empty context", partial, lse, [0]).item()
-    assert got == 0.0, f"An empty context has one split, of zeros: reduce_kernel writes {got:g} instead of 0."
 
 
 @alone
 def test_each_head_has_its_own_splits() -> None:
     torch.manual_seed(3)
-    partial, lse = torch.randn(2, 3, 4, 5), 5 * torch.randn(2, 3, 4)
-    lens = [100, 20]  # 2 · 16 keys in a split, so four have keys; 16 in a split, so two have
-    expected = torch.stack(
-        [
-            (torch.softmax(lse[i, :, :used] * math.log(2), -1)[..., None] * partial[i, :, :used]).sum(1)
-            for i, used in enumerate((4, 2))
-        ]
-    )
-    call = "reduce_kernel of 2 sequences (100 and 20 keys), 3 heads and 4 splits"
-    wrong = difference(reduced(call, partial, lse, lens), expected)
+    counts = [6, 0, 2]
+    partial, lse = torch.randn(8, 3, 5), 5 * torch.randn(8, 3)
+    weights = [torch.softmax(each * math.log(2), 0)[..., None] for each in lse.split(counts)]
+    parts = zip(weights, partial.split(counts), strict=True)
+    expected = torch.stack([(weight * each).sum(0) for weight, each in parts])
+    call = "reduce_kernel of 3 sequences (6, 0 and 2 splits) and 3 heads"
+    wrong = difference(reduced(call, partial, lse, firsts_of(counts)), expected)
     assert not wrong, f"{call}: {wrong} ([sequence, head, dim])."
 
 
@@ -470,22 +482,19 @@ def test_each_head_has_its_own_splits() -> None:
 def test_both_kernels_equal_dense_attention() -> None:
     """`paged_decode` of sequences of all lengths, in tiles of 16."""
     for heads, head_dim, block_size in (((6, 2), 5, 3), ((2, 2), 16, 16), ((3, 1), 8, 1)):
-        for num_splits in (1, 3):
-            case = Case([17, 0, 1, 40], block_size, heads, head_dim, seed=num_splits)
+        for length in (64, 16, 2):  # 40 keys: one split, three, more than 16
+            case = Case([17, 0, 1, 40], block_size, heads, head_dim, seed=length)
             case.q *= 5
             scale = head_dim**-0.5
-            call = (
-                f"paged_decode with num_splits = {num_splits}, blocks of {block_size}, heads and KV heads "
-                f"{heads}"
-            )
-            wrong = difference(case.decode(call, num_splits, scale), case.dense(scale))
+            call = f"paged_decode in splits of {length}, blocks of {block_size}, heads and KV heads {heads}"
+            wrong = difference(case.decode(call, length, scale), case.dense(scale))
             assert not wrong, f"{call}, contexts of 17, 0, 1 and 40 keys: {wrong} ([sequence, head, dim])."
 
 
 @alone
 def test_half_precision() -> None:
-    for num_splits in (1, 2):
+    for length in (64, 16):
         case = Case([33], 4, (4, 2), 16, dtype=torch.float16)
-        call = f"paged_decode of 33 keys in float16 with num_splits = {num_splits}"
-        wrong = difference(case.decode(call, num_splits, 0.25), case.dense(0.25), 5e-3)
+        call = f"paged_decode of 33 keys in float16, in splits of {length}"
+        wrong = difference(case.decode(call, length, 0.25), case.dense(0.25), 5e-3)
         assert not wrong, f"{call}: {wrong} ([sequence, head, dim])."

@@ -16,9 +16,9 @@ STAGE = Stage(
         f"{BACKENDS}_interpreted_kernels_equal_dense_attention[7-decodes]",
     ),
     hints=(
-        "The three program ids are the sequence, the KV head and the split. Load the context length of the "
-        "sequence, and find the keys of the split with `tiles_per_split`: from `start` to `end`. Begin with "
-        "one split, so that there is nothing to reduce.",
+        "The two program ids are the split and the KV head. Row `split` of `splits_ptr` has three numbers: "
+        "load the sequence, the first key and the end. In `reduce_kernel` the ids are the sequence and the "
+        "query head. Begin with one split of each context, so that there is little to reduce.",
         "The pointer to a sequence's block table is tables_ptr + (its entry of `rows_ptr`) · table_row. A "
         "vector of positions gives a vector of blocks with one `tl.load`.",
         "A key begins at block · cache_block + offset · HEAD_DIM + kv_head · cache_head. Compute in int64. "
@@ -27,7 +27,8 @@ STAGE = Stage(
         "Then set the scores of keys beyond `end` to -inf with `tl.where`. Store with a mask, too.",
         "The loop is that of stage 1, in base 2: `scale_log2` has the factor log2(e), so `tl.exp2` takes the "
         "place of exp. m and l have one entry for each query head, acc is [GROUP_PAD, DIM_PAD], all float32.",
-        "In `reduce_kernel` a split has keys if its number is below ceil(tiles / tiles in a split). Load "
-        "-inf for the LSE of the others and 0 for their outputs. An empty context has one split, of zeros.",
+        "In `reduce_kernel` the loop is the same, with splits in place of keys: an LSE is a score, an output "
+        "is a value. Load -inf for an LSE beyond the sequence's last split and 0 for its output. Without "
+        "splits l is 0: divide by 1.",
     ),
 )

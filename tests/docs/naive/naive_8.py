@@ -3,13 +3,11 @@
 
 
 def decode_kernel(*arguments):
-    seq = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    context_len = tl.load(lens_ptr + seq)
-    keys = tiles_per_split(context_len, TILE, NUM_SPLITS) * TILE
-    first = split * keys
-    end = tl.minimum(first + keys, context_len)
+    seq = tl.load(splits_ptr + 3 * split)
+    first = tl.load(splits_ptr + 3 * split + 1)
+    end = tl.load(splits_ptr + 3 * split + 2)
     group = tl.arange(0, GROUP_PAD)
     heads = kv_head * GROUP + group
     dims = tl.arange(0, DIM_PAD)
@@ -34,32 +32,29 @@ def decode_kernel(*arguments):
         weighted = weighted * old[:, None] + new[:, None] * v[None, :]
         top = now
     total = tl.where(first < end, total, 1.0)
-    head = seq * tl.num_programs(1) * GROUP + heads
-    out = out_ptr + (head[:, None] * NUM_SPLITS + split) * HEAD_DIM + dims[None, :]
-    tl.store(out, (weighted / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
-    tl.store(lse_ptr + head * NUM_SPLITS + split, top + tl.log2(total), mask=group < GROUP)
+    row = split * tl.num_programs(1) * GROUP + heads
+    partial = partial_ptr + row[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(partial, weighted / total[:, None], mask=real)
+    tl.store(lse_ptr + row, top + tl.log2(total), mask=group < GROUP)
 
 
 def reduce_kernel(*arguments):
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    context_len = tl.load(lens_ptr + seq)
-    keys = tiles_per_split(context_len, TILE, NUM_SPLITS) * TILE
+    heads = tl.num_programs(1)
+    first = tl.load(firsts_ptr + seq)
+    end = tl.load(firsts_ptr + seq + 1)
     dims = tl.arange(0, DIM_PAD)
-    row = seq * tl.num_programs(1) + head
-    lse_row = lse_ptr + row * NUM_SPLITS
-    top = tl.load(lse_row)
-    for split in range(0, NUM_SPLITS):
-        if split * keys < context_len:
-            top = tl.maximum(top, tl.load(lse_row + split))
+    top = -1e30
+    for split in range(first, end):
+        top = tl.maximum(top, tl.load(lse_ptr + split * heads + head))
     total = 0.0
     weighted = tl.zeros([DIM_PAD], tl.float32)
-    for split in range(0, NUM_SPLITS):
-        if (split * keys < context_len) | (split == 0):
-            weight = tl.exp2(tl.load(lse_row + split) - top)
-            out = partial_ptr + (row * NUM_SPLITS + split) * HEAD_DIM
-            total += weight
-            weighted += weight * tl.load(out + dims, mask=dims < HEAD_DIM, other=0.0)
-    tl.store(
-        out_ptr + row * HEAD_DIM + dims, (weighted / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM
-    )
+    for split in range(first, end):
+        row = split * heads + head
+        weight = tl.exp2(tl.load(lse_ptr + row) - top)
+        total += weight
+        weighted += weight * tl.load(partial_ptr + row * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+    total = tl.where(first < end, total, 1.0)
+    out = out_ptr + (seq * heads + head) * HEAD_DIM + dims
+    tl.store(out, (weighted / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
