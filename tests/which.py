@@ -36,7 +36,7 @@ TESTS = {  # file of the package → NAMEs of its tests, tests/*/test_NAME.py
     "cuda_graphs.py": "cuda_graphs cuda_path",
     "kv_cache.py": "kv_cache attention api cuda_path mps kernels",
     "trace.py": "trace trace_page",
-    "attention/__init__.py": "attention cuda_path api sharing",
+    "attention/__init__.py": "attention cuda_path cpp api sharing",
     "attention/cpp_backend.py": "cpp",
     "attention/flash_backend.py": "attention cuda_path",
     "attention/metadata.py": "model_runner attention",
