@@ -27,6 +27,7 @@ from nanopaged import LLM, SamplingParams, memory
 from nanopaged import engine as engine_module
 from nanopaged import model_runner as runner_module
 from nanopaged.attention.metadata import StepInputs
+from nanopaged.attention.triton_backend import TritonAttention
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model.model_config import read_model_config
 from nanopaged.model_runner import PromptTile
@@ -393,6 +394,13 @@ def test_each_thread_uses_the_engine_s_gpu(
     assert {thread_id for thread_id, _ in seen} == {thread.ident}
     assert seen[0][1] == "set"
     assert (thread.ident, "launch") in seen
+
+
+def test_eight_programs_for_each_multiprocessor(cuda: FakeCuda) -> None:
+    """On an H100, of 132: a split has a program for each KV head."""
+    for num_kv_heads, most_cuts in ((8, 132), (3, 352), (5, 212)):
+        cache = KVCache(KVShape(1, num_kv_heads, 16, torch.bfloat16), 2, 4, CUDA)
+        assert TritonAttention(cache, 1.0).most_cuts == most_cuts
 
 
 # ── launches ──────────────────────────────────────────────────────────────────────────────────────
