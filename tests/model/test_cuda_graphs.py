@@ -76,6 +76,7 @@ def test_graphs_give_the_same_tokens(qwen3: Oracle, monkeypatch: pytest.MonkeyPa
 def test_graphs_up_to_the_longest_context(qwen3: Oracle) -> None:
     """160 tokens in blocks of 7: the 23rd block has six slots. No decode outgrows the captured tables."""
     llm = with_graphs(qwen3.folder, 1, block_size=7, num_blocks=23)
+    assert llm.engine.runner.attention.tables.data.shape == (1, 23)
     prompt = tokens(3, MAX_MODEL_LEN - 2)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     (output,) = llm.generate([prompt], params, use_tqdm=False)
