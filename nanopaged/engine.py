@@ -112,10 +112,11 @@ class LLMEngine:
             advanced = self.scheduler.update(batch, result)
             for listener in self.listeners:
                 listener.step_ended(batch)
-            outputs = list(map(Request.output, (*self.unreported.values(), *advanced) if report else ()))
+            reported = (*self.unreported.values(), *advanced) if report else ()
             for request in advanced:
                 if not request.live:
                     self.unreported[request.request_id] = request
+            outputs = list(map(Request.output, reported))
             while report and self.unreported:
                 del self.requests[self.unreported.popitem()[0]]
         self.num_steps += 1

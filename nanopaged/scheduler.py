@@ -121,8 +121,7 @@ class Scheduler:
                 if not self.enable_chunked_prefill or budget == 0:
                     break  # its siblings wait, too: they may share blocks that it has not computed yet
                 num_tokens = budget
-            seq.num_scheduled_tokens = num_tokens
-            budget -= num_tokens
+            seq.num_scheduled_tokens, budget = num_tokens, budget - num_tokens
             if num_tokens == 1:  # decodes come first
                 batch.sequences.insert(batch.num_decodes, seq)
                 batch.num_decodes += 1
