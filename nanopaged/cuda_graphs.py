@@ -22,7 +22,6 @@ from torch import Tensor
 
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.triton_backend import TritonAttention
-from nanopaged.kernels.paged_attention import split_contexts
 from nanopaged.kv_cache import to_device
 from nanopaged.model.decoder import Model
 
@@ -76,12 +75,12 @@ class DecodeGraphs:
         return inputs, *self.capture(lambda: self.model(input_ids, positions, attention))
 
     def _layout(self, size: int, rows: np.ndarray) -> np.ndarray:
-        """The inputs of a graph, end to end: the first four rows of PADDING, then firsts, splits, zeros."""
+        """The inputs of a graph, end to end: ids, positions, slots, `pack_decodes`, zeros."""
         inputs = np.repeat(PADDING, size, axis=1)
         inputs[:, : rows.shape[1]] = rows
-        splits, firsts = split_contexts(inputs[4], self.attention.most_cuts)
-        unused = np.zeros(3 * (size + self.attention.most_cuts - len(splits)), dtype=np.int64)
-        return np.concatenate([inputs[:4].ravel(), firsts, splits.ravel(), unused])
+        decodes = self.attention.pack_decodes(*inputs[3:])
+        unused = np.zeros(2 * size + 1 + 3 * (size + self.attention.most_cuts) - len(decodes), dtype=np.int64)
+        return np.concatenate([inputs[:3].ravel(), decodes, unused])
 
     def run(self, input_ids: np.ndarray, positions: np.ndarray, metadata: AttentionMetadata) -> Tensor:
         """Compute decodes [num_seqs] → hidden states [num_seqs, hidden_size], valid until the next run."""

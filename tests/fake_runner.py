@@ -84,7 +84,7 @@ class FakeRunner:
         self.prefixes = Prefixes()
         self.numbers: dict[Sequence, list[int]] = {}
         self.full_blocks: dict[int, tuple[list[int], bytes]] = {}  # prefix → its last block
-        self.tables: dict[Sequence, tuple[list[int], list[int]]] = {}  # and a copy, of the step before
+        self.tables: dict[Sequence, tuple[list[int], list[int]]] = {}  # and a copy, of its last step
         self.fail_next = False
         self.most_tokens = 0  # seen in one step
 
@@ -99,7 +99,7 @@ class FakeRunner:
         for seq in batch.sequences:
             table, before = self.tables.get(seq, ([], []))
             assert table is not seq.block_table or table[: len(before)] == before, "a table changed in place"
-        self.tables = {seq: (seq.block_table, list(seq.block_table)) for seq in batch.sequences}
+        self.tables |= {seq: (seq.block_table, list(seq.block_table)) for seq in batch.sequences}
         if self.fail_next:
             self.fail_next = False
             for seq in batch.sequences:

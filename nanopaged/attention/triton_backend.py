@@ -39,11 +39,15 @@ class TritonAttention(TorchAttention):
         """Bring the block tables on the device up to date, and divide the contexts into splits."""
         n = metadata.num_decodes
         rows = self.tables.update(metadata.seq_ids[:n], metadata.block_tables[:n])
-        splits, firsts = split_contexts(metadata.context_lens[:n], self.most_cuts)
-        self.set_decodes(to_device(np.concatenate([rows, firsts, splits.ravel()]), self.device), n)
+        self.set_decodes(to_device(self.pack_decodes(rows, metadata.context_lens[:n]), self.device), n)
+
+    def pack_decodes(self, table_rows: list[int] | np.ndarray, context_lens: np.ndarray) -> np.ndarray:
+        """What `decode` reads, end to end, int64: rows of the tables, firsts, splits."""
+        splits, firsts = split_contexts(context_lens, self.most_cuts)
+        return np.concatenate([table_rows, firsts, splits.ravel()])
 
     def set_decodes(self, numbers: Tensor, num_decodes: int) -> None:
-        """Set what `decode` reads, int64: rows of the tables, firsts, splits."""
+        """Set what `decode` reads; zeros behind it are empty splits."""
         self.table_rows, self.firsts = numbers[:num_decodes], numbers[num_decodes : 2 * num_decodes + 1]
         self.splits = numbers[2 * num_decodes + 1 :].view(-1, 3)
 

@@ -111,7 +111,7 @@ class Case:
 def test_decode_equals_dense(heads: tuple[int, int], head_dim: int, block_size: int) -> None:
     """Lengths 0, 1, a block and its neighbours, several tiles; in one split, and in several."""
     lens = [0, 1, block_size - 1, block_size, block_size + 1, 300]
-    Case(lens, block_size, heads, head_dim).check(1, 16)
+    Case(lens, block_size, heads, head_dim).check(1, 2, 16)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -267,8 +267,9 @@ ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
     """Every kernel for seven architectures: nothing on the stack, and room for two programs on an SM.
 
-    If a head is wide (256) or a group large (64), an SM of 164 KB of shared memory or less may have room for
-    one. The bound of the settings' test holds, too, and loads overlap with products.
+    Where an SM has 100 KB of shared memory or less, it has room for one if a head is wide (256) or a group
+    large (64); two tiles of wide float32 heads take 83 KB, so one on an A100, too. The bound of the settings'
+    test holds, too, and loads overlap with products.
 
     Binaries are kept in pytest's cache; a kernel is compiled again if its source, the target or Triton has
     changed.
@@ -289,7 +290,8 @@ def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
         assert row["stack"] == 0, row
         capability, words = divmod(row["arch"], 10), row["kernel"].split()
         wide = "dim 256" in row["kernel"] or "group 64" in row["kernel"]
-        assert row["programs"] >= (1 if wide and SHARED_MEMORY[capability] < 200 else 2), row
+        most = 200 if "fp32" in row["kernel"] and "dim 256" in row["kernel"] else 100
+        assert row["programs"] >= (1 if wide and SHARED_MEMORY[capability] < most else 2), row
         if words[0] == "decode":
             group, dim, dtype = int(words[3]), int(words[5]), types[words[1]]
             constants, _ = kernels.decode_settings(capability, group, dim, dtype)
