@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi import Request as Call  # a call may have several prompts; a request of the engine has one
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
@@ -29,6 +31,7 @@ from starlette.requests import ClientDisconnect
 
 from nanopaged import LLM, EngineStats, RequestOutput, SamplingParams
 from nanopaged.sequence import Request
+from nanopaged.terminal import run_program
 
 Json = dict[str, Any]
 MAX_BODY_BYTES, MAX_PROMPTS = 1 << 20, 1024  # of a call
@@ -214,11 +217,45 @@ async def events(outputs: AsyncIterator[RequestOutput], head: Json, with_usage: 
     yield "data: [DONE]\n\n"
 
 
+def is_foreign(headers: Mapping[str, str], allowed: Collection[str]) -> bool:
+    """Whether another site's web page makes the call: the browser that shows it can reach 127.0.0.1.
+
+    The Host must be localhost, an IP address (a site can give its own name any address) or allowed. The
+    Origin, which browsers add, must be this server or allowed.
+    """
+    host, origin = headers.get("host", ""), headers.get("origin")
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        known = name in ("localhost", *allowed) or bool(ipaddress.ip_address(name))
+    except ValueError:  # no name that is known, and no address
+        known = False
+    own = (None, f"http://{host}", f"https://{host}")
+    return "*" not in allowed and not (known and origin in (*own, *allowed))
+
+
 def make_app(
-    engine: EngineThread, model: str, max_body_bytes: int = MAX_BODY_BYTES, max_prompts: int = MAX_PROMPTS
+    engine: EngineThread,
+    model: str,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    max_prompts: int = MAX_PROMPTS,
+    allowed: Collection[str] = (),
 ) -> FastAPI:
-    """The routes. `model` is the name that clients know; the limits are those of one call."""
-    app = FastAPI()
+    """The routes.
+
+    Args:
+        model: the name that clients know.
+        max_body_bytes, max_prompts: of one call.
+        allowed: names of this server, and origins of web pages that may use it; "*" allows all.
+    """
+
+    known = {each.lower().rstrip("/") for each in allowed}
+
+    async def refuse_foreign(call: Call) -> None:
+        if is_foreign(call.headers, known):
+            given = f"Host {call.headers.get('host')!r}, Origin {call.headers.get('origin')!r}"
+            raise HTTPException(403, f"a call from another site ({given}): allow it by --allow of the server")
+
+    app = FastAPI(dependencies=[Depends(refuse_foreign)])
     app.state.engine = engine
 
     @app.exception_handler(HTTPException)
@@ -280,14 +317,17 @@ def main() -> None:
     parser.add_argument("--config", type=json.loads, default={}, help="options of EngineConfig, as JSON")
     parser.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES, help="of a call: %(default)s")
     parser.add_argument("--max-prompts", type=int, default=MAX_PROMPTS, help="of a call: %(default)s")
+    parser.add_argument(
+        "--allow", nargs="*", default=[], help="names of hosts, origins of web pages; * is all"
+    )
     args = parser.parse_args()
     if min(args.max_body_bytes, args.max_prompts) < 1:
         parser.error("--max-body-bytes and --max-prompts must be at least 1")
     engine, model = EngineThread(LLM(args.model, **args.config)), args.model or "tiny"
-    app = make_app(engine, model, args.max_body_bytes, args.max_prompts)
+    app = make_app(engine, model, args.max_body_bytes, args.max_prompts, args.allow)
     with suppress(KeyboardInterrupt):  # which uvicorn raises after the shutdown
         Server(uvicorn.Config(app, args.host, args.port, timeout_graceful_shutdown=5)).run()
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -405,6 +405,45 @@ def test_the_largest_body(http: httpx.Client) -> None:
                 )
 
 
+CALLERS = [  # Host, Origin, what is allowed, whether the call is answered
+    ("127.0.0.1:8000", None, (), True),
+    ("[::1]:8000", None, (), True),
+    ("localhost", None, (), True),
+    ("192.168.0.7:8000", None, (), True),
+    ("evil.example:8000", None, (), False),  # its name may have been given the address 127.0.0.1
+    ("localhost.evil.example", None, (), False),
+    ("127.0.0.1.evil.example", None, (), False),
+    ("[", None, (), False),
+    ("", None, (), False),
+    ("gpu-box:8000", None, ("GPU-box",), True),
+    ("127.0.0.1:8000", "http://127.0.0.1:8000", (), True),
+    ("127.0.0.1:8000", "http://127.0.0.1:9000", (), False),
+    ("127.0.0.1:8000", "https://evil.example", (), False),
+    ("127.0.0.1:8000", "https://127.0.0.1:8000.evil.example", (), False),
+    ("127.0.0.1:8000", "null", (), False),
+    ("evil.example", "http://evil.example", (), False),
+    ("127.0.0.1:8000", "https://my.page", ("https://my.page/",), True),
+    ("evil.example", "https://evil.example", ("*",), True),
+]
+
+
+@pytest.mark.parametrize(("host", "origin", "allowed", "answered"), CALLERS)
+def test_a_web_page_of_another_site_is_refused(
+    engine: EngineThread, host: str, origin: str | None, allowed: tuple[str, ...], answered: bool
+) -> None:
+    """A browser sends a form, or a text, to any address, without asking the server before."""
+
+    async def call() -> httpx.Response:
+        transport = httpx.ASGITransport(make_app(engine, "tiny", allowed=allowed))
+        headers = {"host": host, "content-type": "text/plain"} | ({"origin": origin} if origin else {})
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            return await http.post("/v1/completions", content='{"max_tokens": 0}', headers=headers)
+
+    response = asyncio.run(call())
+    assert response.status_code == (400 if answered else 403), "400: the call was read"
+    assert answered == ("max_tokens is 0" in response.text)
+
+
 @pytest.mark.parametrize("prompt", ["a", [5]])
 def test_the_most_prompts(client: openai.OpenAI, prompt: str | list[int]) -> None:
     answer = client.completions.create(model="tiny", prompt=[prompt] * MAX_PROMPTS, max_tokens=1)
