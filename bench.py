@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent / "docs" / "experiments"))
 import common  # noqa: E402
 import peers  # noqa: E402
 
+from nanopaged.terminal import one_line, run_program  # noqa: E402
+
 if TYPE_CHECKING:  # torch and transformers take seconds to load: after the arguments have been read
     from nanopaged import LLM, RequestOutput
 
@@ -83,7 +85,7 @@ def read_arguments() -> argparse.Namespace:
         EngineConfig(**engine_options(args))
         find_model(args.model)
     except (ValueError, FileNotFoundError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(one_line(error))
     return args
 
 
@@ -229,4 +231,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

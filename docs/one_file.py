@@ -13,9 +13,14 @@ which reads K/V through the tables, 5. the loop. docs/00-map.md says where the e
 """
 
 import json
+import signal
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
+
+if __name__ == "__main__":  # Ctrl-C and a reader that goes (`| head`) end the program without a traceback
+    for name in {"SIGINT", "SIGPIPE"} & set(dir(signal)):  # Windows has no SIGPIPE
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 import torch
 import torch.nn.functional as F

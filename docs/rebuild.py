@@ -24,6 +24,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "docs" / "rebuild"
 sys.path.insert(0, str(HERE))
 from stages import Stage, load  # noqa: E402
+
+from nanopaged.terminal import run_program  # noqa: E402
 
 STAGES = load()
 LAST = Path(".rebuild.json")  # the folder of the last `start`, noted where the command was given
@@ -68,7 +71,7 @@ def stage_number(text: str | None) -> int:
 
 
 def last_folder() -> Path | None:
-    return Path(json.loads(LAST.read_text(encoding="utf-8"))) if LAST.exists() else None
+    return Path(read_note(LAST, str)) if LAST.exists() else None
 
 
 # ── the source, by name ───────────────────────────────────────────────────────────────────────────
@@ -136,8 +139,19 @@ def write_body(folder: Path, file: str, name: str, body: str) -> None:
 
 def notes_of(folder: Path) -> dict[str, Any]:
     """What `check` and `hint` have noted in a folder: stage → its state, and its hints so far."""
-    file = folder / NOTES
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return read_note(folder / NOTES, dict) if (folder / NOTES).exists() else {}
+
+
+def read_note(file: Path, kind: type) -> Any:
+    """What `start` has written to a file.
+
+    Raises:
+        ValueError: the file has been changed since.
+    """
+    with suppress(ValueError):
+        if isinstance(content := json.loads(file.read_text(encoding="utf-8")), kind):
+            return content
+    raise ValueError(f"{file} is broken: delete it, and start the stage again (what you wrote is kept)")
 
 
 def note(folder: Path, number: int, **facts: Any) -> None:
@@ -314,4 +328,4 @@ def diff(number: int, folder: Path) -> int:
 COMMANDS = {"list": None, "start": start, "check": check, "hint": hint, "diff": diff, "peek": None}
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -3,8 +3,7 @@
 python -m nanopaged                            the tiny model in the box, which answers as in a play
 python -m nanopaged --model Qwen/Qwen3-0.6B    a real model: a folder or a hub id
 
-A model with a chat template, such as the tiny one, keeps the conversation. Without a template, each line
-that you type is added to the text so far, and the model continues the text.
+Without a chat template, each line that you type is added to the text so far, and the model goes on with it.
 
 /blocks    the blocks of the last answer, before its last token: after it they are freed
 /stats     what the engine has counted
@@ -19,12 +18,12 @@ import sys
 from argparse import SUPPRESS, ArgumentParser, RawTextHelpFormatter
 from contextlib import closing, suppress
 from dataclasses import asdict
-from io import TextIOWrapper
 from itertools import cycle
 from typing import Any
 
 import nanopaged  # `nanopaged.LLM` imports PyTorch, which takes seconds, when it is first used
 from nanopaged import EngineConfig, SamplingParams
+from nanopaged.terminal import one_line, run_program
 
 
 def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
@@ -49,8 +48,8 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
         elif line:
             try:
                 stream = llm.stream(make_prompt(llm, [*turns, line]), params)
-            except ValueError as error:  # the conversation has grown too long
-                print(f"{error}; /reset forgets the conversation")
+            except ValueError as error:  # such as a conversation that has grown too long
+                print(f"{one_line(error)}; /reset forgets the conversation")
                 continue
             turns += [line, ""]
             with suppress(KeyboardInterrupt), closing(stream):
@@ -84,10 +83,7 @@ def main() -> None:
         config = EngineConfig(args.model, seed=args.seed, max_num_seqs=1)  # so the pool is small, to be drawn
         llm = nanopaged.LLM(**vars(config))
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a character that a terminal cannot show stops nothing
+        parser.error(one_line(error))
     if sys.stdin.isatty():
         with suppress(ImportError):  # on Windows
             import readline  # noqa: F401 (gives `input` arrow keys and a history)
@@ -96,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -16,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = {  # file of the package → NAMEs of its tests, tests/*/test_NAME.py
     "__init__.py": "names imports",
-    "__main__.py": "chat",
+    "__main__.py": "chat terminal",
+    "terminal.py": "terminal",
     "engine.py": "scheduler api names weights snapshot trace prompts",
     "llm.py": "names prompts api threads text",
     "config.py": "api names sampler trace sharing beam_search weights",

@@ -23,6 +23,7 @@ from common import at_least, make_parser
 from no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
+from nanopaged.terminal import run_program
 
 Lengths = tuple[int, int]  # (input, output) tokens of a request
 Times = tuple[float, float, float]  # of a request: its arrival, its first and its last token
@@ -129,4 +130,4 @@ def print_row(rate: float, lengths: list[Lengths], times: list[Times], args: arg
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -18,6 +18,7 @@ from no_model import TRACES, NoModel, make_request, make_scheduler
 from tqdm import tqdm
 
 from nanopaged import SamplingParams
+from nanopaged.terminal import run_program
 
 GROUP = 10  # requests with the same prefix
 
@@ -90,4 +91,4 @@ def time_decode(block_size: int, seed: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

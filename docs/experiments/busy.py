@@ -22,6 +22,8 @@ from contextlib import ExitStack, contextmanager
 
 from common import add_model_arguments, at_least, machine, make_llm, make_parser, model_name
 
+from nanopaged.terminal import run_program
+
 SETTINGS = {
     "spin (OpenMP's default)": {"GOMP_SPINCOUNT": "300000"},
     "spin briefly": {"GOMP_SPINCOUNT": "2000"},
@@ -125,4 +127,4 @@ def serve(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

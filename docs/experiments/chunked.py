@@ -16,6 +16,8 @@ import time
 
 from common import add_model_arguments, add_plot_argument, at_least, machine, make_llm, make_parser, save_bars
 
+from nanopaged.terminal import run_program
+
 
 def main() -> None:
     parser = make_parser(__doc__)
@@ -85,4 +87,4 @@ def serve(budget: int | None, args: argparse.Namespace) -> tuple[float, ...]:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

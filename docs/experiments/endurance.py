@@ -21,6 +21,7 @@ from common import at_least, machine, make_parser
 from no_model import NoModel
 
 from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged.terminal import run_program
 
 if TYPE_CHECKING:
     from nanopaged import LLMEngine, RequestOutput
@@ -136,4 +137,4 @@ def check(output: RequestOutput, params: SamplingParams | BeamSearchParams, abor
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -29,6 +29,7 @@ from memory import Reserve, draw_lengths, give_back, reserve_rules, take
 from tqdm import tqdm
 
 from nanopaged import SamplingParams
+from nanopaged.terminal import run_program
 
 if TYPE_CHECKING:
     from nanopaged import LLM
@@ -124,4 +125,4 @@ def print_table(
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

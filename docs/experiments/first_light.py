@@ -31,6 +31,8 @@ from typing import Any
 from common import ROOT, make_parser
 from light.report import FAILED, NOT_RUN, OK, Result, render, without_paths
 
+from nanopaged.terminal import run_program
+
 EXPERIMENTS = Path(__file__).parent
 LOG_LINES = 80  # of a failed part's output
 MOST_WRONG = 30  # things that are wrong, of one part
@@ -195,4 +197,4 @@ def run_process(command: list[str], output: Any, seconds: float) -> int | None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -13,6 +13,8 @@ import os
 
 from common import at_least, make_parser
 
+from nanopaged.terminal import run_program
+
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 
@@ -65,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -33,6 +33,8 @@ from common import (
     time_call,
 )
 
+from nanopaged.terminal import run_program
+
 if TYPE_CHECKING:
     from decode_case import DecodeCase, KVSizes
 
@@ -163,4 +165,4 @@ def time_moves(sizes: KVSizes, args: argparse.Namespace, bandwidth: float) -> No
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

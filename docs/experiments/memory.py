@@ -36,6 +36,7 @@ from tqdm import tqdm
 from nanopaged import SamplingParams
 from nanopaged.block_manager import blocks_needed
 from nanopaged.scheduler import Scheduler
+from nanopaged.terminal import run_program
 
 MAX_LEN = 2048  # tokens of the longest request
 MAX_QUEUE = 64  # requests that wait at a time
@@ -241,4 +242,4 @@ def count_blocks(usage: Usage, scheduler: Scheduler) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

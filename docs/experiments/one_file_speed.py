@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 from common import at_least, machine, make_parser
 
+from nanopaged.terminal import run_program
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 if TYPE_CHECKING:
@@ -78,4 +80,4 @@ def serve(llm: LLM, prompts: list[list[int]], params: object) -> list[list[int]]
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

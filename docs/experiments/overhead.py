@@ -24,6 +24,7 @@ from common import add_plot_argument, at_least, machine, make_parser, save_lines
 from no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
+from nanopaged.terminal import run_program
 
 if TYPE_CHECKING:
     from host_path import HostPath
@@ -116,4 +117,4 @@ def print_host_table(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

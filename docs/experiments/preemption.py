@@ -36,6 +36,7 @@ from memory import Lengths, draw_lengths
 from no_model import TRACES, NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
+from nanopaged.terminal import run_program
 
 if TYPE_CHECKING:
     import torch
@@ -232,4 +233,4 @@ def replay(lengths: Lengths, watermark: float, seed: int) -> tuple[float, int, f
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

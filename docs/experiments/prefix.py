@@ -24,6 +24,8 @@ from common import (
     save_lines,
 )
 
+from nanopaged.terminal import run_program
+
 if TYPE_CHECKING:
     from nanopaged import LLM
 
@@ -93,4 +95,4 @@ def serve(llm: LLM, prompts: list[list[int]], max_tokens: int) -> Result:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -25,6 +25,8 @@ from common import (
     save_lines,
 )
 
+from nanopaged.terminal import run_program
+
 if TYPE_CHECKING:
     from nanopaged import LLM
 
@@ -114,4 +116,4 @@ def measure(llm: LLM, num_seqs: int, args: argparse.Namespace) -> tuple[float, f
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

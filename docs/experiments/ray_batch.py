@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from common import at_least, make_parser
 
+from nanopaged.terminal import run_program
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -77,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

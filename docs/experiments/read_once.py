@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from common import add_model_arguments, at_least, machine, make_llm, make_parser, model_name
 
+from nanopaged.terminal import run_program
+
 if TYPE_CHECKING:
     from nanopaged import LLM, BeamSearchParams, SamplingParams
 
@@ -81,4 +83,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

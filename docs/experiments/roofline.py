@@ -35,6 +35,8 @@ from common import (
     time_call,
 )
 
+from nanopaged.terminal import run_program
+
 if TYPE_CHECKING:
     from nanopaged import LLM
     from nanopaged.model.model_config import ModelConfig
@@ -153,4 +155,4 @@ def attention_operations(config: ModelConfig, pairs: float) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

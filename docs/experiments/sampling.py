@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from common import at_least, machine, make_parser, pick_device
 
+from nanopaged.terminal import run_program
+
 if TYPE_CHECKING:
     import torch
 
@@ -110,4 +112,4 @@ def hf_draw(logits: torch.Tensor, params: SamplingParams) -> Callable[[], object
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

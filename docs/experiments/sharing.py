@@ -18,6 +18,7 @@ from no_model import TRACES, NoModel, make_request, make_scheduler, num_used_blo
 from tqdm import tqdm
 
 from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged.terminal import run_program
 
 WIDTHS = [2, 4, 6]
 PAPER = {
@@ -77,4 +78,4 @@ def replay(kind: str, width: int, means: tuple[int, int], args: argparse.Namespa
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from nanopaged.terminal import run_program
+
 SPEECH = "HERALD:\nThe king comes here to-night; and all the court\nAttend upon his pleasure in the hall.\n\n"
 GLOSSARY = Path(__file__).parents[1] / "glossary.md"
 
@@ -311,4 +313,4 @@ def count_events(page: Path) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from common import at_least, machine, make_parser
 
+from nanopaged.terminal import run_program
+
 if TYPE_CHECKING:
     from nanopaged import LLMEngine
 
@@ -69,4 +71,4 @@ def time_step(engine: LLMEngine) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -48,6 +48,8 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from nanopaged.terminal import run_program
+
 END_OF_TEXT, IM_START, IM_END = SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB_SIZE = 1024
 # How Qwen splits text before byte-pair merging: contractions, words, single digits, punctuation,
@@ -336,4 +338,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

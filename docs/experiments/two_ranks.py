@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from common import at_least, make_parser
 
+from nanopaged.terminal import run_program
+
 if TYPE_CHECKING:
     from nanopaged import LLM
 
@@ -87,4 +89,4 @@ def held(llm: LLM) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -20,6 +20,8 @@ from contextlib import ExitStack
 import peers
 from common import DTYPES, ROOT, SHAPES, at_least, machine, make_parser
 
+from nanopaged.terminal import run_program
+
 sys.path.append(str(ROOT))
 import bench  # noqa: E402
 
@@ -110,4 +112,4 @@ def compare(row: str, sides: Sides, args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

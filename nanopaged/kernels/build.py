@@ -1,8 +1,8 @@
 """Build the C++ kernels for this machine: python -m nanopaged.kernels.build
 
 They are compiled once, by `c++` or what $CXX names: GCC or Clang. The library lies in ~/.cache/nanopaged (or
-$NANOPAGED_CACHE). Its name has a hash of what it is made from, and one of its content, so that half a file is
-not loaded. attention_backend="auto" builds it, unless NANOPAGED_BUILD=0.
+$NANOPAGED_CACHE). Its name has hashes of its sources and of its content: half a file is not loaded. What
+another user can write is refused. attention_backend="auto" builds it, unless NANOPAGED_BUILD=0.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
+from nanopaged.terminal import run_program
 
 logger = logging.getLogger("nanopaged")
 
 FOLDER = Path(__file__).parent
 SOURCES = [FOLDER / "paged_attention.cpp", FOLDER / "fused.cpp"]
 HEADER = FOLDER / "vectors.h"
-TIMEOUT = 300  # seconds; the compiler takes 6 on a server, and some 60 on a small board
+TIMEOUT = 300  # seconds; the compiler takes 6 on a server
 
 
-def compiler() -> str | None:
-    """The C++ compiler: what $CXX names, or `c++`; None if there is none."""
-    return shutil.which(os.environ.get("CXX") or "c++")
+def compiler() -> list[str]:
+    """The command of the C++ compiler: $CXX, which may have options, or `c++`. [] if there is none."""
+    name = os.environ.get("CXX", "").strip() or "c++"
+    command = [name] if shutil.which(name) else name.split()
+    return command if shutil.which(command[0]) else []
 
 
 def flags() -> list[str]:
     """OpenMP is PyTorch's own, so that both use the same threads."""
+    import torch  # loads it
+
     options = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC"]
     options.append("-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native")
     mac = ["-Xclang", "-fopenmp", f"-L{Path(torch.__file__).parent / 'lib'}", "-lomp"]
@@ -51,44 +55,58 @@ def digest(content: bytes) -> str:
 def folder_and_name() -> tuple[Path, str]:
     """Where libraries lie, and how the names of ours begin."""
     cpuinfo = Path("/proc/cpuinfo")
-    features = re.search(
-        r"(?m)^(flags|Features).*", cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
-    )
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    features = re.search(r"(?m)^(flags|Features).*", text)
     key = f"{flags()} {platform.machine()} {features[0] if features else platform.processor()}"
     key += "".join(path.read_text(encoding="utf-8") for path in (*SOURCES, HEADER))
     folder = os.environ.get("NANOPAGED_CACHE") or Path.home() / ".cache" / "nanopaged"
     return Path(folder), f"kernels-{digest(key.encode())}"
 
 
+def check_owner(path: Path) -> None:
+    """Raise PermissionError if another user (but root) can change the file, or the files of a folder."""
+    about = path.stat()
+    if os.name == "posix" and (about.st_uid not in (0, os.geteuid()) or about.st_mode & 0o022):
+        raise PermissionError(f"other users can write {path}")
+
+
 def find() -> Path | None:
-    """The library, if it was built before and is whole."""
-    try:
-        folder, name = folder_and_name()
-        built = folder.glob(f"{name}-*.so")
-        return next((path for path in built if path.stem == f"{name}-{digest(path.read_bytes())}"), None)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
-        return None
+    """The library, if it was built before and is whole. Raises OSError if it is not to be trusted."""
+    folder, name = folder_and_name()
+    for path in folder.glob(f"{name}-*.so"):
+        check_owner(folder)
+        check_owner(path)
+        if path.stem == f"{name}-{digest(path.read_bytes())}":
+            return path
+    return None
 
 
 def compile_kernels() -> Path:
     """Two processes that build at once both get a whole library, since it is renamed."""
     command, (folder, name) = compiler(), folder_and_name()
-    if command is None:
+    if not command:
         raise ValueError("there is no C++ compiler: install one (apt install g++), or name one in CXX")
-    folder.mkdir(parents=True, exist_ok=True)
-    logger.warning("building the C++ kernels with %s, once (not with NANOPAGED_BUILD=0)", command)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / "kernels.so"
-        arguments = [command, *flags(), *SOURCES, "-o", made]
-        done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=TIMEOUT)
-        if done.returncode != 0:
-            raise ValueError(f"{command} could not build the C++ kernels:\n{done.stderr[-2000:]}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_owner(folder)
+    logger.warning("building the C++ kernels with %s, once (not with NANOPAGED_BUILD=0)", command[0])
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, tempfile.TemporaryFile() as said:
+        made, no_input = Path(scratch, "kernels.so"), subprocess.DEVNULL
+        arguments = [*command, *flags(), *SOURCES, "-o", made]
+        # No pipe: a child of the compiler would hold it open after the timeout.
+        if subprocess.call(arguments, stdin=no_input, stdout=said, stderr=said, timeout=TIMEOUT) != 0:
+            said.seek(0)
+            text = said.read().decode(errors="replace")[-2000:]
+            raise RuntimeError(f"{command[0]} could not build them: {text}")
+        made.chmod(0o755)
         return made.replace(folder / f"{name}-{digest(made.read_bytes())}.so")
 
 
 def is_wanted() -> bool:
-    """Whether "auto" takes the kernels: they can be built now, or were built before."""
-    return (compiler() is not None and os.environ.get("NANOPAGED_BUILD") != "0") or find() is not None
+    """Whether "auto" tries the kernels: they can be built, or were built before, or cannot be looked for."""
+    try:
+        return bool(compiler() and os.environ.get("NANOPAGED_BUILD") != "0") or find() is not None
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        return True
 
 
 def load() -> ctypes.CDLL:
@@ -96,19 +114,24 @@ def load() -> ctypes.CDLL:
     try:
         path = find() or compile_kernels()
         library = ctypes.CDLL(str(path))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        advice = f"({error}): set NANOPAGED_CACHE to a folder for them, or CXX to another compiler"
-        raise ValueError(f"the C++ kernels cannot be built or loaded {advice}") from error
+        silu_mul = library.silu_mul
+    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
+        advice = "set NANOPAGED_CACHE to another folder (your own, not noexec), or CXX to another compiler"
+        raise ValueError(f"the C++ kernels cannot be built or loaded ({error}): {advice}") from error
     gate_up, out = (ctypes.c_float * 2)(-2, 3), ctypes.c_float()
-    library.silu_mul(gate_up, ctypes.byref(out), ctypes.c_int64(1), ctypes.c_int64(1), 0)
+    silu_mul(gate_up, ctypes.byref(out), ctypes.c_int64(1), ctypes.c_int64(1), 0)
     if not math.isclose(out.value, 3 * -2 / (1 + math.exp(2)), rel_tol=1e-5):
         raise ValueError(f"{path} computes wrong results: set CXX to another compiler, and delete it")
     return library
 
 
-if __name__ == "__main__":
+def main() -> None:
     try:
         load()
     except ValueError as error:
         sys.exit(str(error))
     print(f"the C++ kernels are ready: {find()}")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -59,8 +59,7 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     """x / √(mean(x²) + ε) · w, computed in float32: x [num_tokens, size] → the same shape."""
     assert (x.stride(1), x.dtype) == (1, weight.dtype)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    addresses = map(Tensor.data_ptr, (x, weight, out))
-    load().rms_norm(*addresses, *x.shape, x.stride(0), eps, DTYPES[x.dtype])
+    load().rms_norm(*map(Tensor.data_ptr, (x, weight, out)), *x.shape, x.stride(0), eps, DTYPES[x.dtype])
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ BUILT = Path(tempfile.gettempdir()) / f"nanopaged-test-kernels-{os.getuid() if h
 @pytest.fixture(autouse=True)
 def built_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of these sources, in a folder of the tests."""
-    if build.compiler() is None:
+    if not build.compiler():
         pytest.skip("no C++ compiler (Debian and Ubuntu: apt install g++)")
     monkeypatch.setenv("NANOPAGED_CACHE", str(BUILT))
     monkeypatch.setattr(cpp_backend, "MIN_SAVED_KEYS", 1)  # blocks that are shared are read once, however few
@@ -267,7 +268,8 @@ def test_auto_builds_the_kernels_once(
     (path,) = nothing_built.iterdir()
     whole = path.read_bytes()
     monkeypatch.setenv("NANOPAGED_BUILD", "0")
-    for content, backend in ((whole[:1000], "torch"), (bytes(len(whole)), "torch"), (whole, "cpp")):
+    broken = [b"", whole[:1000], whole[:4096], whole[:-4096], whole[:-4096] + bytes(4096), bytes(len(whole))]
+    for content, backend in (*((each, "torch") for each in broken), (whole, "cpp")):
         path.unlink()  # the file that is loaded stays as it is
         path.write_bytes(content)
         cpp.load.cache_clear()
@@ -299,11 +301,16 @@ def test_without_a_compiler_the_error_says_what_to_install(
     assert not caplog.records
 
 
+LIBRARY = torch._C.__file__  # without our functions
 TROUBLES = {  # what a compiler of our own does → what is said
     "echo 'error: no such type' >&2; exit 1": "could not build.*no such type",
-    "exec sleep 60": "cannot be built or loaded .*timed out.*: set NANOPAGED_CACHE",
+    "sleep 30": "cannot be built or loaded .*timed out.*: set NANOPAGED_CACHE",  # and its child lives on
     "true": "cannot be built or loaded .*: set NANOPAGED_CACHE",  # it writes nothing
+    "cat": "cannot be built or loaded .*: set NANOPAGED_CACHE",  # it waits for input
+    "printf '\\377' >&2; exit 1": "could not build them: \ufffd",
+    "dd if=/dev/zero of=/dev/full count=1": "could not build.*No space left on device",
     'while [ "$1" != -o ]; do shift; done; echo x > "$2"': "built or loaded .*: set NANOPAGED_CACHE",
+    f'while [ "$1" != -o ]; do shift; done; cp {LIBRARY} "$2"': "built or loaded .*: set NANOPAGED_CACHE",
 }
 
 
@@ -336,6 +343,54 @@ def test_what_goes_wrong_is_said_once(
     assert backend_of("auto") == "torch"
     (warning,) = (message for message in caplog.messages if not message.startswith("building"))
     assert "the C++ kernels are not used" in warning
+
+
+def test_a_compiler_may_have_options_and_spaces_in_its_name(
+    nothing_built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "my c++"
+    compiler.write_text('#!/bin/sh\necho "options: $@" >&2; exit 1\n', encoding="utf-8")
+    compiler.chmod(0o755)
+    compiler.with_name("c++").symlink_to(compiler)
+    for command, options in ((compiler, "-std"), (f"{tmp_path}/c++ -v  -m64", "-v -m64 -std")):
+        monkeypatch.setenv("CXX", str(command))
+        with pytest.raises(ValueError, match=f"options: {options}"):
+            backend_of("cpp")
+    for nonsense in ('"', "' '", "c++'", "-v", " no-such -v"):
+        monkeypatch.setenv("CXX", nonsense)
+        assert backend_of("auto") == "torch"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX's")
+@pytest.mark.parametrize("part", ["folder", "library"])
+@pytest.mark.parametrize("how", ["mode", "group", "owner"])
+def test_what_another_user_can_write_is_not_loaded(
+    part: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library is the right one here, but they could exchange it. Nothing is built beside it either."""
+    assert backend_of("cpp") == "cpp"
+    folder = Path(shutil.copytree(BUILT, tmp_path / "cache"))
+    folder.chmod(0o755)
+    monkeypatch.setenv("NANOPAGED_CACHE", str(folder))
+    library, files = build.find(), set(folder.iterdir())
+    path = folder if part == "folder" else library
+    if how != "owner":
+        path.chmod({"mode": 0o777, "group": 0o775}[how])
+    elif os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    cpp.load.cache_clear()
+    monkeypatch.delenv("NANOPAGED_BUILD")
+    with pytest.raises(ValueError, match=f"other users can write {folder}.*: set NANOPAGED_CACHE to another"):
+        backend_of("cpp")
+    for wanted in ("1", "0"):
+        monkeypatch.setenv("NANOPAGED_BUILD", wanted)
+        caplog.clear()
+        assert backend_of("auto") == "torch"
+        assert len(caplog.messages) == 1
+    assert set(folder.iterdir()) == files
+    cpp.load.cache_clear()
 
 
 def test_what_the_kernels_cannot_do_is_refused() -> None:

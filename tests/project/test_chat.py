@@ -13,7 +13,7 @@ from itertools import count
 import pytest
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.__main__ import chat, main
+from nanopaged.__main__ import chat
 
 Talk = Callable[..., str]
 GREEDY = SamplingParams(temperature=0, max_tokens=60)
@@ -137,15 +137,3 @@ def test_a_pipe() -> None:
     done = subprocess.run(command, input=typed, capture_output=True, encoding="utf-8", env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{answers_of(LLM(max_num_seqs=1), 'What news?')[0]}\n"
-
-
-def test_a_terminal_that_shows_ascii_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it cannot read or show is replaced, and stops nothing."""
-    typed = io.TextIOWrapper(io.BytesIO("Who goes to the café?\n".encode()), encoding="ascii")
-    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    for name, value in {"stdin": typed, "stdout": shown, "argv": ["chat", "--max-tokens", "3"]}.items():
-        monkeypatch.setattr(sys, name, value)
-    main()
-    shown.write("é")
-    shown.flush()
-    assert shown.buffer.getvalue().endswith(b"\n?")

@@ -16,11 +16,11 @@ PACKAGE = Path(__file__).parents[2] / "nanopaged"
 # Each room imports only rooms that stand before it in its plane; a folder is one room. The control plane
 # knows no tensor, and the data plane knows no queue: of the control plane it has what a step is. Both meet in
 # the engine. What stands on top may import all that stands before it.
-CONTROL = ["config", "outputs", "text", "sequence", "prompts", "block_manager", "swap", "beam_search"]
-CONTROL += ["scheduler", "snapshot", "trace"]
+CONTROL = ["terminal", "config", "outputs", "text", "sequence", "prompts", "block_manager", "swap"]
+CONTROL += ["beam_search", "scheduler", "snapshot", "trace"]
 DATA = ["kernels", "kv_cache", "attention", "parallel", "model", "sampler", "cuda_graphs", "memory"]
 DATA += ["model_runner"]
-A_STEP = {"config", "outputs", "text", "sequence"}
+A_STEP = {"terminal", "config", "outputs", "text", "sequence"}
 TOP = ["engine", "llm"]  # and __main__, a script like a user's: what `import nanopaged` offers, no more
 WITHOUT_TORCH = CONTROL
 
@@ -81,7 +81,7 @@ def test_every_folder_is_installed() -> None:
 @pytest.mark.parametrize("module", [module for module in FILES if module != "__init__"])
 def test_a_room_imports_only_what_it_may(module: str) -> None:
     room = module.split(".")[0]
-    plane, below = ["__main__"], {"__init__"}
+    plane, below = ["__main__"], {"__init__", "terminal"}
     for each, lower in ((CONTROL, set()), (DATA, A_STEP), (TOP, {*CONTROL, *DATA})):
         if room in each:
             plane, below = each, lower

@@ -26,6 +26,7 @@ from nanopaged import EngineConfig, LLMEngine, SamplingParams
 from nanopaged.model.checkpoint import TINY_MODEL
 from nanopaged.model_runner import prepare
 from nanopaged.sequence import Sample, ScheduledBatch, StepResult
+from nanopaged.terminal import run_program
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 from common import SHAPES, machine  # noqa: E402
@@ -128,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -28,6 +28,7 @@ import httpx
 import psutil
 
 from nanopaged import LLM, SamplingParams
+from nanopaged.terminal import run_program
 
 CONFIG = {"num_blocks": 2000}
 
@@ -128,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)
