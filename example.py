@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import logging
 from argparse import SUPPRESS, ArgumentParser, RawTextHelpFormatter
+from collections import Counter
+from dataclasses import replace
 from textwrap import indent
+from typing import Any
 
 import nanopaged  # `nanopaged.LLM` imports PyTorch, which takes seconds, when it is first used
 from nanopaged import BeamSearchParams, EngineConfig, EngineStats, RequestOutput, SamplingParams
+from nanopaged.terminal import one_line, run_program
 
 OPENING = """\
 HERALD:
@@ -26,18 +30,44 @@ SPEAKERS = ["KING HENRY", "QUEEN MARGARET", "First Murderer", "Clown", "JULIET",
 Outputs = dict[str, RequestOutput]
 
 
+class Busiest:
+    """The statistics of the step with the most blocks. The engine calls it before a batch is computed."""
+
+    def __init__(self, engine: nanopaged.LLMEngine) -> None:
+        self.engine, self.stats = engine, engine.stats()
+
+    def batch_scheduled(self, batch: Any) -> None:
+        stats, size = self.engine.stats(), self.engine.config.block_size
+        filled: Counter[int] = Counter()  # block → its slots with K/V; `|` keeps the larger number
+        if stats.num_used_blocks < max(1, self.stats.num_used_blocks):
+            return
+        ends = {seq: seq.num_computed_tokens for seq in self.engine.scheduler.running_sequences}
+        ends |= {seq: ends[seq] + seq.num_scheduled_tokens for seq in batch.sequences}  # after this step
+        for seq, end in ends.items():
+            filled |= {block_id: min(size, end - i * size) for i, block_id in enumerate(seq.block_table)}
+        share = sum(filled.values()) / (stats.num_used_blocks * size)
+        self.stats = replace(stats, slot_utilization=share)
+
+    def step_ended(self, batch: Any) -> None:
+        """Requests that have ended have given their blocks back."""
+
+    def step_failed(self, error: BaseException) -> None:
+        """No request has blocks."""
+
+
 def run(llm: nanopaged.LLM) -> tuple[Outputs, EngineStats]:
     """The loop of `llm.generate`, written out. Returns the outputs and the busiest step's statistics."""
     from tqdm import tqdm
 
-    outputs, engine, busiest = {}, llm.engine, llm.engine.stats()
+    outputs, engine, busiest = {}, llm.engine, Busiest(llm.engine)
+    engine.listeners.append(busiest)
     num_steps = max(request.params.max_tokens for request in engine.requests.values())
     with tqdm(total=num_steps, unit=" steps", leave=False) as bar:
         while engine.has_unfinished_requests():
             outputs |= {output.request_id: output for output in engine.step()}
-            busiest = max(engine.stats(), busiest, key=lambda stats: stats.num_used_blocks)
             bar.update()
-    return outputs, busiest
+    engine.listeners.remove(busiest)
+    return outputs, busiest.stats
 
 
 def report(llm: nanopaged.LLM, outputs: Outputs, busiest: EngineStats) -> str:
@@ -94,7 +124,7 @@ def main() -> None:
                 prompt = llm.chat_prompt(chat, {"enable_thinking": False})  # Qwen3 thinks if it may
             llm.engine.add_request(name, prompt, params)
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(one_line(error))
     outputs, busiest = run(llm)
     print("" if args.prompt else OPENING)
     for speaker, output in outputs.items():
@@ -111,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

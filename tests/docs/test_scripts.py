@@ -83,14 +83,20 @@ def test_example_answers_prompts_of_the_user(chat: bool) -> None:
 
 
 def test_example_with_another_model_and_a_trace(tmp_path: Path) -> None:
-    """Any folder will do; the tiny one has a chat template, so it can stand for a real one."""
+    """Any folder will do; the tiny one has a chat template, so it can stand for a real one.
+
+    Requests that end in their first step have had blocks.
+    """
     page = tmp_path / "run.html"
-    printed = run("example.py", "--model", str(TINY), "--max-tokens", "4", "--trace", str(page))
+    printed = run("example.py", "--model", str(TINY), "--max-tokens", "1", "--trace", str(page))
+    num_blocks, size, filled = re.search(r"(\d+), of (\d+) slots each[^%]* ([\d.]+)%", printed).groups()
+    stored = int(num_blocks) * int(size) * float(filled) / 100
     reused, asked = map(int, re.search(r"(\d+) of (\d+) prompt tokens reused", printed).groups())
     assert asked > 396, "the chat template's tokens come on top"
     assert reused > 0
     _, data = page.read_text(encoding="utf-8").split('id="steps">\n')
-    assert len(data.splitlines()) == 1 + 12, "a line for the engine, and one for each step of all three runs"
+    assert stored == pytest.approx(asked - reused, rel=1e-3), "every token is stored once"
+    assert len(data.splitlines()) == 1 + 3, "a line for the engine, and one for each step of all three runs"
 
 
 @pytest.mark.parametrize(
