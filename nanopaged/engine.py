@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +23,8 @@ from nanopaged.prompts import Prompt, PromptProcessor
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, ScheduledBatch, StepResult
 from nanopaged.snapshot import Snapshot, check_blocks, check_host_blocks, engine_stats, take_snapshot
+
+FORKED = "this engine was made in process {}, and its forks cannot use it: start processes by 'spawn'"
 
 
 class Runner(Protocol):
@@ -61,6 +64,7 @@ class LLMEngine:
         folder = find_model(config.model, with_weights=config.load_format == "auto")
         model_config = read_model_config(folder)
         model_config.share(config.tensor_parallel_size)  # raises ValueError if it cannot be divided
+        self.pid = os.getpid()
         self.config = config = resolve_lengths(config, model_config.max_position_embeddings)
         self.model_name = str(config.model or folder.name)
         self.max_model_len, self.vocab_size = config.max_model_len, model_config.vocab_size
@@ -70,15 +74,10 @@ class LLMEngine:
             runner = start(config.tensor_parallel_size, config.device, make_runner)
         self.runner: Runner = runner
         self.block_manager = BlockManager(runner.num_blocks, config.block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(
-            self.block_manager,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            config.enable_chunked_prefill,
-            runner.cheaper_preemption() if config.preemption == "auto" else config.preemption,
-            runner.num_host_blocks,
-            config.watermark,
-        )
+        limits = config.max_num_seqs, config.max_num_batched_tokens, config.enable_chunked_prefill
+        preemption = runner.cheaper_preemption() if config.preemption == "auto" else config.preemption
+        swaps = preemption, runner.num_host_blocks, config.watermark
+        self.scheduler = Scheduler(self.block_manager, *limits, *swaps)
         eos = read_eos_token_ids(folder, self.tokenizer)
         self.prompts = PromptProcessor(config, self.tokenizer, self.vocab_size, runner.num_blocks, eos)
         self.requests: dict[str, Request] = {}  # unfinished or not yet reported, in order of arrival
@@ -98,9 +97,10 @@ class LLMEngine:
         failure: a `NonFiniteLogits` has its `request_id`.
 
         Args:
-            report: False returns no outputs; what has ended is reported by the next step. `LLM` steps so:
-                building hundreds of outputs takes longer than scheduling.
+            report: False returns no outputs, to save their time; the next step reports what has ended.
         """
+        if os.getpid() != self.pid:
+            raise RuntimeError(FORKED.format(self.pid))
         if not self.requests:
             return []
         with self._or_start_over():

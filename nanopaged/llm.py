@@ -1,12 +1,13 @@
 """`LLM`: the API for scripts. It generates text for a list of prompts.
 
 Several threads and streams may use one `LLM`: a thread holds the lock for one step, and every step serves the
-requests of all. A call that ends early has its unfinished requests aborted. A server would use `LLMEngine`.
+requests of all. A call that ends early has its unfinished requests aborted.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
@@ -20,7 +21,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from nanopaged.config import BeamSearchParams, EngineConfig, Params, SamplingParams, with_hints
-from nanopaged.engine import LLMEngine
+from nanopaged.engine import FORKED, LLMEngine
 from nanopaged.outputs import ForeignAttributes, RequestOutput
 from nanopaged.prompts import Prompt, pair_up
 from nanopaged.sequence import NonFiniteLogits, Request
@@ -34,8 +35,6 @@ class LLM(ForeignAttributes):
 
     llm = LLM()                                    # the tiny model in the box
     llm = LLM("Qwen/Qwen3-0.6B", block_size=16)    # a folder or a hub id; keywords are EngineConfig's
-
-    Several threads may use it. (`LLMEngine` is not thread-safe.)
 
     Raises: as `EngineConfig` and `LLMEngine`.
     """
@@ -187,6 +186,8 @@ class LLM(ForeignAttributes):
 
     def _make_requests(self, pairs: list[tuple[Prompt, Params | None]]) -> list[Request]:
         """Checked requests without an id. (A tokenizer serves one thread at a time.)"""
+        if os.getpid() != self.engine.pid:  # another thread may have held a lock when it was forked
+            raise RuntimeError(FORKED.format(self.engine.pid))
         with self._door, self._lock:
             return list(starmap(partial(self.engine.prompts.make_request, ""), pairs))
 

@@ -40,6 +40,8 @@ STEP_TIMEOUT = float(os.environ.get("NANOPAGED_STEP_TIMEOUT", 30))
 NUM_THREADS = torch.get_num_threads()  # before any engine has changed it
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # it has started this process, and all other ranks
 
+MADE_IN: set[int] = set()  # this process, if it has made engines, and those from which it was forked
+
 
 def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     """The torch device of that name, with its number; each rank of this machine has a GPU of its own."""
@@ -61,7 +63,6 @@ class Ranks:
 
     def __init__(self, rank: int, size: int, store: Any, device: torch.device, folder: str = "") -> None:
         self.rank, self.size, self.store, self.device = rank, size, store, device
-        self.pid = os.getpid()
         self.lost: str | None = None  # why the engine has ended
         self.failed: str | None = None  # why a worker has
         self.workers: Any = None  # on rank 0, those it has started; None if torchrun has
@@ -69,7 +70,7 @@ class Ranks:
         self.messages: Any = None  # the group for messages, and …
         self.group: Any = None  # … for tensors
         # It runs as this object goes, or as the program ends.
-        self.end_workers = weakref.finalize(self, _end_workers, self.pid, folder, self.processes)
+        self.end_workers = weakref.finalize(self, _end_workers, os.getpid(), folder, self.processes)
 
     def meet(self) -> None:
         """Connect all ranks, once all of them are ready."""
@@ -94,8 +95,6 @@ class Ranks:
 
     def send(self, message: object) -> None:
         """Send the workers what `receive` returns there."""
-        if os.getpid() != self.pid:
-            self.lost = f"this engine belongs to process {self.pid}, not to its forks: make another here"
         if self.lost is not None:
             raise RuntimeError(self.lost)
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
@@ -185,6 +184,11 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
     Under torchrun each process is a rank: in the workers this call ends the process when rank 0 ends.
     Otherwise the workers are started here. A RuntimeError has the traceback of one that cannot start.
     """
+    # A fork has none of PyTorch's threads, and would wait for them.
+    if MADE_IN - {os.getpid()} and torch.get_num_threads() > 1:
+        advice = "start processes by 'spawn', or call torch.set_num_threads(1) first"
+        raise RuntimeError(f"this is a fork of a process that made an engine, and would hang: {advice}")
+    MADE_IN.add(os.getpid())
     if size == 1:
         return make_runner()
     device = pick_device(device_name, int(os.environ["LOCAL_RANK"]) if UNDER_TORCHRUN else 0)

@@ -300,8 +300,8 @@ def test_a_fork_of_the_engines_process(pair: Pair, qwen3: Oracle) -> None:
             os.write(writer, str(error).encode())
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    refused = f"this engine belongs to process {os.getpid()}, not to its forks: make another here"
-    assert os.read(reader, 1000).decode() == refused
+    refused = f"this engine was made in process {os.getpid()}, and its forks cannot use it: start processes"
+    assert os.read(reader, 1000).decode().startswith(refused)
     (output,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
 
