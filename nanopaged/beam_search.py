@@ -9,8 +9,6 @@ that proposed it. A candidate that ends a text becomes a hypothesis: a finished 
 transformers gives it,
 
     score = sum of the log-probabilities of the generated tokens / (their number ** length_penalty)
-
-Candidates come from `sampler.py`.
 """
 
 from __future__ import annotations
@@ -88,9 +86,7 @@ def _score(request: Request, cumulative_logprob: float, num_tokens: int) -> floa
 def _is_over(request: Request, hypotheses: list[Sequence], best: float) -> bool:
     """Whether there are `beam_width` hypotheses and, by the `early_stopping` rule, no beam can improve them.
 
-    True: the search ends with the first `beam_width` hypotheses. False: it ends if the best beam, ended now,
-    would not beat the worst hypothesis. "never": it ends if the best beam can never beat it: with a positive
-    length penalty, not even at the maximum length.
+    "never": with a positive length penalty, the best beam could still improve up to the maximum length.
 
     Args:
         best: the cumulative log-probability of the best next beam.

@@ -32,8 +32,7 @@ def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_siz
         block_size = 4, tables [7, 2] and [7, 2], 7 tokens each: one copy of block 2
         the same with 9 tokens each:                             two new blocks, and nothing to copy
 
-    `append_slots` decides by reference counts. Both count the same, because other requests share only full
-    blocks.
+    `append_slots` counts the same by references: other requests share only full blocks.
 
     Args:
         tables: for each sequence its block table, or its host table if it is swapped out.
@@ -239,8 +238,7 @@ class BlockManager:
             with a salt                                  k0 = SHA-256(-1 salt)·(a b)
 
         Equal keys mean equal tokens, all the way back. A fast hash is not enough: two blocks with equal xxh3
-        are found in seconds, and a prompt would be served with the K/V of another. -1 is no token, so no salt
-        looks like a block.
+        are found in seconds. -1 is no token, so no salt looks like a block.
         """
         keys, size = seq.block_keys, self.block_size
         for i in range(len(keys), num_blocks):

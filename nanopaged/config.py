@@ -44,9 +44,8 @@ class Options:
         if not options.keys() <= cls.__dataclass_fields__.keys():
             theirs = foreign_names("options")
             theirs |= foreign_names("beam_options") if cls is BeamSearchParams else {}
-            raise TypeError(
-                f"{cls.__name__} has no option {explain(options, cls.__dataclass_fields__, theirs)}"
-            )
+            unknown = explain(options, cls.__dataclass_fields__, theirs)
+            raise TypeError(f"{cls.__name__} has no option {unknown}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -245,18 +244,16 @@ def resolve_lengths(config: EngineConfig, longest: int) -> ResolvedConfig:
         ValueError: `max_model_len` is more than that; or the longest prompt may not be cut, and does not fit.
     """
     max_model_len = config.max_model_len or longest
-    require(
-        max_model_len <= longest,
-        f"max_model_len is {max_model_len}, but the model was made for at most {longest} tokens",
-    )
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len is {max_model_len}, but the model was made for at most {longest} tokens"
+        )
     least = 0 if config.enable_chunked_prefill else max_model_len
     budget = config.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, least)
-    require(
-        budget >= least,
-        f"max_num_batched_tokens is {budget}, but without chunked prefill a prompt of up to max_model_len = "
-        f"{max_model_len} tokens must fit in one step: raise max_num_batched_tokens, lower max_model_len, or "
-        "set enable_chunked_prefill=True",
-    )
+    if budget < least:
+        way_out = "raise max_num_batched_tokens, lower max_model_len, or set enable_chunked_prefill=True"
+        what = f"without chunked prefill a prompt of up to max_model_len = {max_model_len} tokens must fit"
+        raise ValueError(f"max_num_batched_tokens is {budget}, but {what} in one step: {way_out}")
     chosen: dict[str, Any] = {"max_model_len": max_model_len, "max_num_batched_tokens": budget}
     return ResolvedConfig(**(vars(config) | chosen))
 
@@ -275,7 +272,7 @@ class SamplingParams(RequestOptions):
     """How one request's tokens are chosen, and when it stops.
 
     The logits pass through penalties (vLLM's), temperature, top-k, top-p and min-p, in transformers' order.
-    Defaults are vLLM's. `dataclasses.replace(params, n=2)` makes a changed copy.
+    Defaults are vLLM's.
 
     Fields:
         n: outputs for the prompt (parallel sampling).
@@ -387,8 +384,6 @@ Params = SamplingParams | BeamSearchParams
 
 def foreign_names(kind: str) -> dict[str, str]:
     """What vLLM, SGLang, nano-vllm and transformers call a thing → our name for it, or a sentence.
-
-    They are read only when an error is raised.
 
     Args:
         kind: "options", "beam_options" (where they differ), "attributes" or "imports".

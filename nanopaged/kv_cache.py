@@ -74,11 +74,10 @@ class KVCache:
         try:
             return torch.empty(sizes, dtype=shape.dtype, device=device, pin_memory=pin_memory)
         except (RuntimeError, TypeError, OverflowError) as error:  # no memory, or more than 64 bits hold
-            raise ValueError(
-                f"{num_blocks:,} blocks of {self.block_size:,} tokens need "
-                f"{math.prod(sizes) * shape.dtype.itemsize:,} bytes on {device}, more than can be allocated: "
-                "lower num_blocks, num_host_blocks or block_size, or leave them at their defaults"
-            ) from error
+            num_bytes = math.prod(sizes) * shape.dtype.itemsize
+            what = f"{num_blocks:,} blocks of {self.block_size:,} tokens need {num_bytes:,} bytes on {device}"
+            way_out = "lower num_blocks, num_host_blocks or block_size, or leave them at their defaults"
+            raise ValueError(f"{what}, more than can be allocated: {way_out}") from error
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's K and V, each [num_blocks, num_kv_heads, block_size, head_dim]."""

@@ -83,10 +83,9 @@ def measure_num_blocks(config: ResolvedConfig, model: Model, shape: KVShape) -> 
     fit = max(0, num_bytes) // block_bytes
     needed = -(-max_model_len // config.block_size)  # blocks of one sequence: ceil division
     if fit < needed:
-        raise ValueError(
-            f"one sequence of max_model_len tokens needs {needed} blocks of {block_bytes:,} bytes, but only "
-            f"{fit} fit in memory: lower max_model_len, raise memory_utilization, or set num_blocks yourself"
-        )
+        what = f"one sequence of max_model_len tokens needs {needed} blocks of {block_bytes:,} bytes"
+        way_out = "lower max_model_len, raise memory_utilization, or set num_blocks yourself"
+        raise ValueError(f"{what}, but only {fit} fit in memory: {way_out}")
     useful = needed * config.max_num_seqs
     if device.type != "cuda" and config.memory_utilization is None:
         useful = min(useful, max(needed, HOST_BYTES // config.tensor_parallel_size // block_bytes))

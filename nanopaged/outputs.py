@@ -94,8 +94,7 @@ class RequestMetrics:
 class RequestOutput(ForeignAttributes):
     """The state of a request after a step; the last one has `finished=True`.
 
-    It stays as it is while the request goes on. (`prompt_token_ids` and the dicts of log-probabilities are
-    the same objects in every output of the request.)
+    It stays as it is while the request goes on.
 
     Fields:
         prompt: the text, if the prompt came as text or from `chat`.

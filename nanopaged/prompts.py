@@ -1,7 +1,6 @@
 """From a prompt and its parameters to a checked request.
 
-What this model or pool cannot serve is refused here, before it is queued; `config.py` refuses what is wrong
-for any model.
+What this model or pool cannot serve is refused here, before it is queued.
 """
 
 from __future__ import annotations
@@ -83,25 +82,22 @@ class PromptProcessor:
         if len(text) > self.config.max_model_len:  # or it surely fits, and the vocabulary is not measured
             most, longest = self.config.max_model_len, longest_token(self.tokenizer)
             if len(text) > 4 * most * longest:  # normalisation may join up to 4 characters into one
-                raise ValueError(
-                    f"the prompt has {len(text):,} characters, but max_model_len is {most} tokens, which "
-                    f"have at most {longest} characters each: shorten it"
-                )
+                what = f"the prompt has {len(text):,} characters, but max_model_len is {most} tokens"
+                raise ValueError(f"{what}, which have at most {longest} characters each: shorten it")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check(self, num_prompt_tokens: int, params: Params, rules: StopRules) -> None:
         """Raise ValueError if the request could never be served."""
         config, size, num_seqs = self.config, self.config.block_size, params.width
         if num_prompt_tokens >= config.max_model_len:
-            raise ValueError(
-                f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {config.max_model_len} "
-                "with at least one to generate: shorten it, or raise max_model_len if the model allows more"
+            what = (
+                f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {config.max_model_len} with"
             )
+            way_out = "shorten it, or raise max_model_len if the model allows more"
+            raise ValueError(f"{what} at least one to generate: {way_out}")
         if num_seqs > config.max_num_seqs:
-            raise ValueError(
-                f"the request is for {num_seqs} sequences, but max_num_seqs is {config.max_num_seqs}: ask "
-                "for fewer, or raise max_num_seqs"
-            )
+            what = f"the request is for {num_seqs} sequences, but max_num_seqs is {config.max_num_seqs}"
+            raise ValueError(f"{what}: ask for fewer, or raise max_num_seqs")
         # The K/V of the last generated token is never read, so it needs no slot. Full blocks of the prompt
         # are shared by all sequences of the request.
         # block_size = 4, prompt 9, max_tokens 12, 3 sequences: 20 slots are 5 blocks, of which 2 are shared.
@@ -121,10 +117,8 @@ class PromptProcessor:
             raise ValueError(f"logprobs is {wanted}, but the vocabulary has {self.vocab_size} tokens")
         check_token_ids(params.stop_token_ids, self.vocab_size, "stop token")
         if params.min_tokens > 0 and len(rules.token_ids) == self.vocab_size:
-            raise ValueError(
-                f"min_tokens is {params.min_tokens}, but stop_token_ids has all {self.vocab_size} tokens "
-                "(end-of-sequence included): leave out one that may be drawn before"
-            )
+            what = f"min_tokens is {params.min_tokens}, but stop_token_ids has all {self.vocab_size} tokens"
+            raise ValueError(f"{what} (end-of-sequence included): leave out one that may be drawn before")
 
 
 @lru_cache(maxsize=8)
@@ -148,15 +142,11 @@ def read_prompt(prompt: Any) -> tuple[str | None, Any, str]:
         check_token_ids([prompt], 0)  # which says that messages are for chat
     text, salt = prompt.get("prompt"), prompt.get("cache_salt")
     unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
-    require(
-        bool(prompt) and not unknown and isinstance(text, str | None),
-        "a prompt as a dict has a 'prompt' text or 'prompt_token_ids' (and may have a 'cache_salt'), got "
-        f"{prompt!r}",
-    )
-    require(
-        salt is None or (isinstance(salt, str) and salt != ""),
-        f"cache_salt must be a text that is not empty, got {salt!r}",
-    )
+    if not prompt or unknown or not isinstance(text, str | None):
+        keys = "a 'prompt' text or 'prompt_token_ids' (and may have a 'cache_salt')"
+        raise ValueError(f"a prompt as a dict has {keys}, got {prompt!r}")
+    if salt is not None and (not isinstance(salt, str) or salt == ""):
+        raise ValueError(f"cache_salt must be a text that is not empty, got {salt!r}")
     return text, prompt.get("prompt_token_ids", text), salt or ""
 
 
@@ -200,13 +190,9 @@ def pair_up(given: Any, params: Any) -> list[tuple[Prompt, Params | None]]:
     if params is None or isinstance(params, Params):
         return list(zip(each, repeat(params)))
     if isinstance(params, dict) or not isinstance(params, Iterable):
-        raise TypeError(
-            "sampling_params are SamplingParams, or a list with one for each prompt, got "
-            f"{params!r}{hint_for(params)}"
-        )
-    params = list(params)
-    require(
-        len(params) == len(each),
-        f"there are {len(each)} prompts, but {len(params)} sampling_params: give one for all, or one each",
-    )
+        got = f"{params!r}{hint_for(params)}"
+        raise TypeError(f"sampling_params are SamplingParams, or a list with one for each prompt, got {got}")
+    if (num := len(params := list(params))) != len(each):
+        given = f"there are {len(each)} prompts, but {num} sampling_params"
+        raise ValueError(f"{given}: give one for all, or one each")
     return list(zip(each, params, strict=True))

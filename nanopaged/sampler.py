@@ -2,8 +2,7 @@
 
 A sequence gets a token if the step computes its last known token. From the logits of that token one token is
 drawn; n tokens, if a request for n outputs has just finished its prompt; for a beam, the most likely tokens.
-The random number of a draw is a function of (seed, output index, position) alone, so it does not depend on
-the rest of the batch.
+A draw's random number is a hash of (seed, output index, position): the rest of the batch does not matter.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class SamplingMetadata:
 
 
 def uniform(seed: int, index: int, position: int) -> float:
-    """A pseudo-random number in [0, 1), a hash of its arguments: 24 bits, which float32 holds exactly."""
+    """A pseudo-random number in [0, 1): 24 bits, which float32 holds exactly."""
     message = struct.pack("<QQQ", seed % 2**64, index, position)
     return (xxhash.xxh3_64_intdigest(message) >> 40) / 2**24
 

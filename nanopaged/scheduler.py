@@ -6,8 +6,6 @@ One rule covers prefill, chunked prefill, prefix-cache hits, recomputation and d
 
 (without chunked prefill all of them or none). When no block is left, the last of the running requests is
 preempted (PagedAttention, §4.5).
-
-The scheduler knows no tensors: the model runner computes the `ScheduledBatch`.
 """
 
 from __future__ import annotations

@@ -93,15 +93,10 @@ class Sequence:
 
     def copy_tokens(self, index: int) -> Sequence:
         """A sequence with the same tokens and no blocks; `BlockManager.fork` shares the blocks."""
-        return Sequence(
-            request=self.request,
-            token_ids=list(self.token_ids),
-            index=index,
-            token_logprobs=list(self.token_logprobs),
-            logprobs=list(self.logprobs),
-            detokenizer=copy(self.detokenizer),
-            block_keys=list(self.block_keys),
-        )
+        logprobs = list(self.token_logprobs), list(self.logprobs)
+        copied = Sequence(self.request, list(self.token_ids), index, *logprobs, copy(self.detokenizer))
+        copied.block_keys = list(self.block_keys)
+        return copied
 
     def append(self, sample: Sample) -> bool:
         """Add a generated token, whose K/V the next step computes. Returns whether it ends the sequence."""
@@ -267,23 +262,19 @@ class NonFiniteLogits(FloatingPointError):
         request_id: of the request, for `LLMEngine.abort_request`.
     """
 
-    what = (
-        "the model's logits for request {!r} at position {} are not finite: abort the request, or use a "
-        "dtype with a wider range"
-    )
+    what = "the model's logits for request {!r} at position {} are not finite"
+    way_out = "abort the request, or use a dtype with a wider range"
 
     def __init__(self, request_id: str, position: int) -> None:
         super().__init__(request_id, position)  # so that it can be pickled
         self.request_id, self.position = request_id, position
 
     def __str__(self) -> str:
-        return self.what.format(self.request_id, self.position)
+        return f"{self.what.format(self.request_id, self.position)}: {self.way_out}"
 
 
 class NoTokenAllowed(NonFiniteLogits):
     """Every token of the vocabulary is banned for a request, or masked. The engine can go on without it."""
 
-    what = (
-        "no token is allowed for request {!r} at position {}: its banned tokens or its mask leave none of "
-        "the vocabulary; abort the request, or allow a token"
-    )
+    what = "no token is allowed for request {!r} at position {}"
+    way_out = "its banned tokens or its mask leave none of the vocabulary; abort it, or allow a token"

@@ -6,8 +6,7 @@ string may begin in one token and end in another. The promise is:
     - the text of an output is the tokenizer's decode of all its tokens, cut where a stop string begins;
     - what is shown while the output grows is a beginning of that text, so it is never taken back.
 
-So an unfinished text leaves out its end while later tokens could still change it. Without stop strings,
-tokens are decoded only when the text is read.
+So an unfinished text leaves out its end while later tokens could still change it.
 """
 
 from __future__ import annotations
@@ -167,7 +166,7 @@ def render_chat(
         options: of transformers' `apply_chat_template`, or of the template itself.
 
     Raises:
-        TypeError, ValueError: the conversation is malformed or empty, or the model has no chat template.
+        TypeError, ValueError: the conversation is malformed or empty, or no chat template works.
     """
     if isinstance(messages, str) or not all(isinstance(message, dict) for message in messages):
         raise TypeError(f"a conversation is a list of {{'role': …, 'content': …}}, got {messages!r}")
@@ -177,7 +176,10 @@ def render_chat(
         raise ValueError("this model has no chat template: use generate")
     arguments: dict[str, Any] = {"add_generation_prompt": True, **(options or {}), "tokenize": False}
     texts = [{**message, "content": _text_of(message)} for message in messages]
-    return str(tokenizer.apply_chat_template(texts, **arguments))
+    try:
+        return str(tokenizer.apply_chat_template(texts, **arguments))
+    except Exception as error:  # a template is a program: it may raise anything
+        raise ValueError(f"the chat template fails: {type(error).__name__}: {error}") from error
 
 
 def _text_of(message: Message) -> str:
@@ -191,7 +193,5 @@ def _text_of(message: Message) -> str:
         return content
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(
-                f"the content of a message may have parts {{'type': 'text', 'text': …}} only, got {part!r}"
-            )
+            raise ValueError(f"a message may have parts {{'type': 'text', 'text': …}} only, got {part!r}")
     return "\n".join(part["text"] for part in content)

@@ -3,8 +3,7 @@
 The file begins with `page.html`, the whole viewer. A line of JSON follows for the engine, then one for each
 step. The file is closed after every line, so the page is complete at any time.
 
-A line has two whole states: when the batch was scheduled, and after the update. The page compares them. The
-recorder is a listener of the engine, and changes nothing.
+A line has two whole states: when the batch was scheduled, and after the update. The page compares them.
 """
 
 from __future__ import annotations
@@ -74,13 +73,12 @@ class Recorder:
         self.told_tokens: dict[Sequence, int] = {}
         self.told_keys: dict[int, bytes] = {}
         self.told_texts: set[int] = set()
-        header = {
-            "model": Path(model_name).name,
-            "block_size": scheduler.block_size,
+        names, swapper = ("block_size", "preemption"), scheduler.swapper
+        header: dict[str, Any] = {name: getattr(scheduler, name) for name in names}
+        header |= {"model": Path(model_name).name, "budget": scheduler.max_num_batched_tokens}
+        header |= {
             "num_blocks": scheduler.block_manager.num_blocks,
-            "num_host_blocks": scheduler.swapper.num_host_blocks,
-            "budget": scheduler.max_num_batched_tokens,
-            "preemption": scheduler.preemption,
+            "num_host_blocks": swapper.num_host_blocks,
         }
         self.path.write_bytes(PAGE.read_bytes() + _as_json(header))
 
@@ -93,14 +91,10 @@ class Recorder:
         self.num_steps += 1
         updated = self._state(seq.request for seq in batch.sequences)
         numbers, seqs = self.numbers, batch.sequences
-        line = {
-            "admitted": [numbers[request] for request in batch.admitted],
-            "preempted": [[numbers[request], way] for request, way in batch.preempted],
-            "out": batch.swap_out,
-            "in": batch.swap_in,
-            "copies": batch.copies,
-            "batch": [[numbers[seq.request], seq.index, seq.num_scheduled_tokens] for seq in seqs],
-        }
+        line: dict[str, Any] = {"admitted": [numbers[request] for request in batch.admitted]}
+        line["preempted"] = [[numbers[request], way] for request, way in batch.preempted]
+        line |= {"out": batch.swap_out, "in": batch.swap_in, "copies": batch.copies}
+        line["batch"] = [[numbers[seq.request], seq.index, seq.num_scheduled_tokens] for seq in seqs]
         self._write(line, scheduled=self.scheduled, updated=updated)
 
     def step_failed(self, error: BaseException) -> None:

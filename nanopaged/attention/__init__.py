@@ -17,9 +17,6 @@ A `score_mod` changes the scores (scale · q · k) before the softmax, as in Fle
     def softcap(layer, scores, queries, keys):
         return 50 * (scores / 50).tanh()
 
-    def window(layer, scores, queries, keys):
-        return scores.masked_fill(keys <= queries - 4096, -math.inf)
-
 `queries` and `keys` are positions, and broadcast to the scores. Only "reference" and "torch" can call it.
 """
 

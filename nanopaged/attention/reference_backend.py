@@ -91,8 +91,7 @@ class ReferenceAttention:
         lens = zip(self.metadata.query_lens.tolist(), self.metadata.context_lens.tolist(), strict=True)
         for block_table, (query_len, context_len) in zip(self.metadata.block_tables, lens, strict=True):
             for position in range(context_len - query_len, context_len):
-                out[token] = reference_paged_attention(
-                    q[token], k_cache, v_cache, block_table, position + 1, self.scale, score_mod
-                )
+                where = k_cache, v_cache, block_table, position + 1
+                out[token] = reference_paged_attention(q[token], *where, self.scale, score_mod)
                 token += 1
         return out

@@ -240,14 +240,9 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     assert k.stride()[1:] == v.stride()[1:] == k_cache.stride()[2:] == (head_dim, 1)
     assert k_cache.stride() == v_cache.stride()
     strides = k.stride(0), v.stride(0), *k_cache.stride()[:2]
-    store_kernel[(num_tokens,)](
-        *(k, v, k_cache, v_cache, slot_mapping, *strides),
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=k_cache.shape[2],
-        HEADS_PAD=triton.next_power_of_2(num_heads),
-        DIM_PAD=triton.next_power_of_2(head_dim),
-    )
+    sizes = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": k_cache.shape[2]}
+    padded = {"HEADS_PAD": triton.next_power_of_2(num_heads), "DIM_PAD": triton.next_power_of_2(head_dim)}
+    store_kernel[(num_tokens,)](k, v, k_cache, v_cache, slot_mapping, *strides, **sizes, **padded)
 
 
 def paged_decode(

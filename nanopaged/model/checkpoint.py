@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -91,7 +92,8 @@ def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
     missing = sorted(slots.keys() - files.keys())[:8]
     unexpected = sorted(name for name in files.keys() - slots.keys() if not name.endswith(redundant))[:8]
     if missing or unexpected:
-        named = f"missing: {', '.join(missing)}; unexpected: {', '.join(unexpected)}"
+        lost, odd = (", ".join(repr(name)[1:-1] for name in names) for names in (missing, unexpected))
+        named = f"missing: {lost}; unexpected: {odd}"
         raise ValueError(f"the weights in {folder} do not match its config.json; {named}")
     shapes = _weight_slots(Model(model.config))  # without memory, for the shapes of unsplit weights
     for file in sorted(set(files.values())):
@@ -120,7 +122,7 @@ def _open_weights(file: Path) -> Iterator[safe_open]:
         with torch.device("cpu"), safe_open(file, framework="pt") as tensors:  # not torch's default
             yield tensors
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is broken or cut short: {error}") from error
+        raise ValueError(f"{file} is broken or cut short, or not what the index says: {error}") from error
 
 
 def _weight_slots(model: Model) -> dict[str, Tensor]:
@@ -172,7 +174,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer.encode("a")  # finds wrong types in tokenizer_config.json
+        return tokenizer
     except Exception as error:  # transformers and the parser in Rust raise many types
         raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
 

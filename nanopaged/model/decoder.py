@@ -1,8 +1,8 @@
 """One decoder for Llama, Qwen2 and Qwen3, which differ only in biases and in a norm of q and k.
 
 The model computes a flat batch: `num_tokens` tokens of any number of sequences, end to end, without padding.
-It knows no sequences, blocks or caches: the `attention` that is passed in knows them. It is made on PyTorch's
-meta device, which has shapes and no memory; `checkpoint.py` gives the weights memory, a dtype and values.
+It knows no sequences, blocks or caches: the `attention` that is passed in knows them. It is made without
+memory (on PyTorch's meta device); `checkpoint.py` reads the weights.
 """
 
 from __future__ import annotations
@@ -168,8 +168,7 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
-    if scaling is None:
+    if (scaling := config.rope_scaling) is None:
         return frequencies
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -219,11 +218,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn) -> Tensor:
         """x [num_tokens, hidden_size] → the same shape."""
-        num_heads, num_kv_heads = self.heads
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+        qk, v = qkv.split([sum(self.heads), self.heads[1]], dim=1)
         weights = (self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None
-        qk = self.norm_rotate(qk, num_heads, weights, self.eps, cos, sin)
+        qk = self.norm_rotate(qk, self.heads[0], weights, self.eps, cos, sin)
         q, k = qk.split(self.heads, dim=1)  # each [num_tokens, its heads, head_dim]
         return self.o_proj(attention(self.layer, q, k, v).flatten(1))
 

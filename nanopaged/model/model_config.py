@@ -62,10 +62,9 @@ class ModelConfig:
         """
         heads, kv_heads, columns = self.num_heads, self.num_kv_heads, self.intermediate_size
         if heads % size or columns % size or (kv_heads % size and size % kv_heads):
-            raise ValueError(
-                f"tensor_parallel_size is {size}, but must divide the model's num_heads of {heads} and "
-                f"intermediate_size of {columns}, and divide its {kv_heads} KV heads or be a multiple of them"
-            )
+            both = f"num_heads of {heads} and intermediate_size of {columns}"
+            what = f"tensor_parallel_size is {size}, but must divide the model's {both}"
+            raise ValueError(f"{what}, and divide its {kv_heads} KV heads or be a multiple of them")
         shares = {"num_heads": heads // size, "num_kv_heads": max(1, kv_heads // size)}
         rows = -(-self.vocab_size // size)  # ceil division
         return replace(self, **shares, intermediate_size=columns // size, vocab_size=rows)
@@ -86,6 +85,9 @@ def read_model_config(folder: Path) -> ModelConfig:
     file = folder / "config.json"
     if not file.exists():
         raise FileNotFoundError(f"no config.json in {folder}: is it a Hugging Face model folder?")
+    for path in folder.iterdir():  # reading a pipe or a device may never end
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{path} is neither a file nor a folder")
     raw = read_json(file)
     differences = FAMILIES.get(str(raw.get("model_type")))
     if differences is None:
