@@ -223,15 +223,10 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
 def _worker(index: int, size: int, device_name: str, folder: str, threads: int, make_runner: Any) -> None:
     """The life of a worker that was started here."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    parent: Any = multiprocessing.parent_process()
+    # When rank 0's process has ended, however it did, this one ends.
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     torch.set_num_threads(threads)
     rank, device = index + 1, pick_device(device_name, index + 1)
     ranks = Ranks(rank, size, dist.FileStore(f"{folder}/store", size), device)
     make_runner(ranks=ranks, device=device).serve()
-
-
-def _end_with_parent() -> None:
-    """End this process when rank 0's has ended, however it did."""
-    parent: Any = multiprocessing.parent_process()
-    parent.join()
-    os._exit(1)

@@ -134,11 +134,9 @@ class Recorder:
             line[name] = queues | {"seqs": seqs}
         keys = {block.block_id: key for key, block in self.scheduler.block_manager.index.items()}
         changed = {block_id for block_id, _ in keys.items() ^ self.told_keys.items()}
-        line["requests"] = [
-            [number, request.request_id, request.num_prompt_tokens, request.width, request.is_beam_search]
-            for request, number in self.numbers.items()
-            if number >= self.told_requests
-        ]
+        new = [(number, each) for each, number in self.numbers.items() if number >= self.told_requests]
+        told = attrgetter("request_id", "num_prompt_tokens", "width", "is_beam_search")
+        line["requests"] = [[number, *told(request)] for number, request in new]
         line["keys"] = {i: short_key(keys[i]) if i in keys else None for i in sorted(changed)}
         if self.tokenizer is not None:
             texts -= self.told_texts

@@ -59,7 +59,7 @@ def load_model(
         model = Model(model_config, ranks, operations)
         allocate(model, dtype, device)
         model.rotary.compute(model_config, config.max_model_len, dtype, device)
-    except (RuntimeError, OverflowError) as error:  # torch's out-of-memory errors are RuntimeErrors
+    except (RuntimeError, OverflowError, TypeError) as error:  # out-of-memory errors are RuntimeErrors
         advice = f"lower max_model_len, {config.max_model_len}: {model_config}"
         raise ValueError(f"the model cannot be allocated on {device}, {advice}") from error
     if config.load_format == "dummy":
@@ -149,8 +149,9 @@ def _weight_slots(model: Model) -> dict[str, Tensor]:
 
 def _weight_files(folder: Path) -> dict[str, Path]:
     """The name of each weight in the checkpoint → its file, which the index says if there is one."""
-    if index := read_json(folder / "model.safetensors.index.json").get("weight_map"):
-        return {name: folder / file for name, file in index.items()}
+    index = read_json(folder / "model.safetensors.index.json").get("weight_map")
+    if isinstance(index, dict) and index:
+        return {name: folder / str(file) for name, file in index.items()}
     with _open_weights(folder / "model.safetensors") as tensors:
         return dict.fromkeys(tensors.keys(), folder / "model.safetensors")
 

@@ -191,8 +191,8 @@ class Rotary:
     def compute(self, config: ModelConfig, max_positions: int, dtype: Any, device: torch.device) -> None:
         positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, rotary_frequencies(config))[:, None]
-        self.cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(device, dtype)
-        self.sin = angles.sin().to(device, dtype)
+        cos = angles.cos().to(device, dtype)
+        self.cos, self.sin = torch.cat((cos, cos), dim=-1), angles.sin_().to(device, dtype)
 
 
 # ── the decoder ──────────────────────────────────────────────────────────────────────────────────────

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from nanopaged.config import DTYPES
+from nanopaged.terminal import one_line
 
 FAMILIES: dict[str, dict[str, bool]] = {  # model_type → how it differs from Llama
     "llama": {},
@@ -95,7 +96,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     try:
         hf = AutoConfig.for_model(**copy.deepcopy(raw))  # it changes its arguments
     except Exception as error:  # the message of transformers says what is wrong, in several lines
-        raise ValueError(f"{file} cannot be used: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{file} cannot be used: {one_line(error)}") from error
     rope, dtype = hf.rope_parameters, str(hf.dtype or "float32").removeprefix("torch.")
     settings = {**raw, **rope, "dtype": dtype}
     for name, choices in CHOICES.items():

@@ -155,6 +155,18 @@ def test_the_prompt_of_a_chat_is_the_rendered_text(thinker: LLM) -> None:
         assert thinker.get_tokenizer().decode(output.prompt_token_ids) == text
 
 
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('no system') }}", "{{ 1 / 0 }}", "{% if", "{{ messages.__class__.__mro__ }}", 5]
+    + ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ messages[9].role.x }}", "{{ x.y.z }}"],
+)
+def test_a_chat_template_that_fails(llm: LLM, template: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", template)
+    with pytest.raises(ValueError, match="the chat template fails: "):
+        llm.chat([{"role": "user", "content": "Hi"}], GREEDY, use_tqdm=False)
+    assert llm.generate("Hi", GREEDY, use_tqdm=False)
+
+
 def test_content_parts_and_tool_calls(thinker: LLM) -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
     messages = [

@@ -6,7 +6,10 @@ import copy
 import json
 import logging
 import math
+import os
+import re
 import shutil
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -427,6 +430,65 @@ def test_a_hub_id_is_downloaded(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("nanopaged.model.checkpoint.snapshot_download", download)
     assert greedy("some-lab/model", [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
     assert "*.safetensors" in asked["some-lab/model"]["allow_patterns"]
+
+
+@pytest.mark.parametrize(
+    "index", ["x", 5, [1], {"lm_head.weight": 5}, {"lm_head.weight": "other"}, "wrong file"]
+)
+def test_an_index_that_is_wrong(qwen3_folder: Path, index: object) -> None:
+    """Types that it cannot have; a file that is not there; a file without the weight."""
+    if index == "wrong file":
+        save_file({"a": torch.zeros(1)}, qwen3_folder / "other")
+        index = dict.fromkeys(load_file(qwen3_folder / "model.safetensors"), "other")
+    else:
+        (qwen3_folder / "model.safetensors").unlink()
+    (qwen3_folder / INDEX).write_text(json.dumps({"weight_map": index}), encoding="utf-8")
+    message = "do not match its config|is missing: convert|broken or cut short, or not what the index says"
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+def test_control_characters_do_not_reach_the_terminal(qwen3_folder: Path) -> None:
+    """Of a name of a weight, and of a value in config.json: they could move the cursor or set a title."""
+    edit_weights(qwen3_folder, lambda tensors: tensors.update({"\x1b]0;title\x07\n": torch.zeros(3)}))
+    with pytest.raises(ValueError, match="unexpected: ") as first:
+        LLM(qwen3_folder, num_blocks=8)
+    edit_config(qwen3_folder, lambda config: config.update(dtype="\x1b[31m\n"))
+    with pytest.raises(ValueError, match=r"config\.json") as second:
+        LLM(qwen3_folder, num_blocks=8)
+    assert str(first.value).isprintable()
+    assert str(second.value).isprintable()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with a name on Windows")
+@pytest.mark.parametrize(
+    "file", ["config.json", "tokenizer.json", "model.safetensors", "generation_config.json"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket"])
+def test_what_is_no_file_is_not_read(
+    qwen3_folder: Path, file: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe would be waited for, and /dev/zero never ends."""
+    monkeypatch.chdir(qwen3_folder)  # the name of a socket must be short
+    path = qwen3_folder / file
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        if kind == "pipe":
+            os.mkfifo(file)
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        else:
+            listener.bind(file)
+    with pytest.raises(ValueError, match=f"{re.escape(file)} is neither a file nor a folder"):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+@pytest.mark.parametrize("value", ["x", [], {}, [1]])
+def test_wrong_types_in_a_tokenizer_config(tmp_path: Path, value: object) -> None:
+    folder = Path(shutil.copytree(TINY_MODEL, tmp_path / "model"))
+    edit_config(folder, lambda config: config.update(model_max_length=value), "tokenizer_config.json")
+    with pytest.raises(ValueError, match="the tokenizer in .* cannot be read: "):
+        LLM(folder, num_blocks=8)
 
 
 NO_JSON, NO_TOKENIZER = (

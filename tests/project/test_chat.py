@@ -108,6 +108,18 @@ def test_without_a_template_the_text_goes_on(llm: LLM, talk: Talk, monkeypatch: 
     assert talk(llm, "To be, or", "ROMEO:") == "".join(answers)
 
 
+def test_a_template_that_fails(llm: LLM, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line says why, and the chat goes on."""
+    monkeypatch.setattr(
+        llm.engine.tokenizer, "chat_template", "{{ raise_exception('two\\nlines \x1b[31m') }}"
+    )
+    printed = talk(llm, "What news?", "/reset", "Who is dead?")
+    assert (
+        printed.splitlines()
+        == ["the chat template fails: TemplateError: two lines [31m; /reset forgets the conversation"] * 2
+    )
+
+
 def test_ctrl_c_stops_an_answer(llm: LLM, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was shown is remembered, nothing is left running, and the chat goes on."""
     whole, number, step = answers_of(llm, "What news?")[0], count(1), llm.engine.step

@@ -97,7 +97,7 @@ def test_one_line() -> None:
 
 
 def test_every_program_is_run_so() -> None:
-    """Except what runs where nanopaged is not installed, what draws figures, and the file that stands alone."""
+    """Except where nanopaged is not installed, in figures, and in the file that stands alone."""
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     others = ("tests/", "docs/figures/", "docs/site/", "docs/playground/", "docs/experiments/peers.py")
     others += ("docs/one_file.py",)
