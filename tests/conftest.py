@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import tempfile
 from collections.abc import Callable
 from functools import cache, cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 # Without a GPU the kernels are interpreted. This comes before transformers, which imports triton.
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
 
-# "auto" takes the C++ kernels where they have been built: here it finds none, and test_cpp.py names them.
+# "auto" takes the C++ kernels where they have been built: here it finds none.
 os.environ["NANOPAGED_CACHE"] = os.path.join(os.path.dirname(__file__), "no kernels here")
 os.environ["NANOPAGED_BUILD"] = "0"
 
@@ -24,6 +25,8 @@ import transformers  # the model classes are imported when they are used, which 
 
 from nanopaged.kv_cache import KVCache
 
+# Where the tests of the C++ kernels build them.
+KERNELS = Path(tempfile.gettempdir()) / f"nanopaged-test-kernels-{getattr(os, 'getuid', int)()}"
 VOCAB_SIZE = 97
 MAX_MODEL_LEN = 160
 EOS = 7
@@ -40,6 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     runs = f"random workloads of each kind (default: {RANDOM_RUNS}, or {QUICK_RUNS} with -m quick)"
     parser.addoption("--random-runs", type=int, help=runs)
     parser.addoption("--first-seed", type=int, default=0, help="the seed of the first of them")
+    backend = "attention_backend of those with the tiny model, such as cpp (default: torch)"
+    parser.addoption("--random-backend", default="torch", help=backend)
 
 
 def pytest_configure(config: pytest.Config) -> None:

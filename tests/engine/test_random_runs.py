@@ -6,7 +6,8 @@ happened; a long run is
 
     python -m pytest tests/engine/test_random_runs.py -s --random-runs 20000
 
-and `--first-seed 1234 --random-runs 1` runs one of them again.
+and `--first-seed 1234 --random-runs 1` runs one of them again. `-k tiny --random-backend cpp` takes the C++
+kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from shutil import copy
 
 import pytest
-from conftest import RANDOM_RUNS
+from conftest import KERNELS, RANDOM_RUNS
 from fake_runner import VOCAB_SIZE, FakeRunner
 from faults import STAGES, FailAtLine
 from random_workloads import FAKE_TOKEN_TEXTS, LONGEST, Asked, Fault, Workload, forked, mixed, tiny
@@ -70,8 +71,8 @@ def make_engine(model: str, config: EngineConfig) -> LLMEngine:
 @cache
 def large_engine(model: str) -> LLMEngine:
     """One request at a time has all that it needs in it: one block for each sequence, and no cache."""
-    blocks = {"block_size": LONGEST, "num_blocks": 64, "num_host_blocks": 0}
-    return make_engine(model, EngineConfig(enable_prefix_caching=False, **blocks))
+    options = {"block_size": LONGEST, "num_blocks": 64, "num_host_blocks": 0, "attention_backend": "torch"}
+    return make_engine(model, EngineConfig(enable_prefix_caching=False, **options))
 
 
 def run_alone(model: str, prompt: list[int], params: SamplingParams | BeamSearchParams) -> RequestOutput:
@@ -91,10 +92,10 @@ class Run:
         happened: counts of operations, faults and events.
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, backend: str = "torch") -> None:
         self.workload, self.model = workload, workload.model
         self.rng = random.Random(workload.seed)
-        self.engine = make_engine(self.model, workload.config())
+        self.engine = make_engine(self.model, replace(workload.config(), attention_backend=backend))
         if workload.order == "random":
             ranks = random.Random(workload.seed)
             self.engine.scheduler.rank = lambda request: ranks.random()
@@ -301,6 +302,7 @@ class Run:
         if not self.workload.caching:
             assert stats.num_cached_blocks == stats.prefix_cache_hits == 0
         self.happened["request"] += len(self.alone)
+        self.happened["token"] += stats.num_generated_tokens
         self.happened["recompute"] += stats.num_preemptions_recompute
         self.happened["swap"] += stats.num_preemptions_swap
         self.happened["cache hit"] += stats.prefix_cache_hits
@@ -316,8 +318,10 @@ MIXED_EVENTS = ["abort while ended", "stop by token", "stop by end-of-sequence",
 
 @pytest.mark.parametrize("make_workload", [mixed, forked, tiny])
 def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
-    make_workload: Callable[[int], Workload], pytestconfig: pytest.Config
+    make_workload: Callable[[int], Workload], pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("NANOPAGED_CACHE", str(KERNELS))  # for backend = "cpp"
+    backend = pytestconfig.getoption("random_backend")
     first, num = pytestconfig.getoption("first_seed"), pytestconfig.getoption("random_runs")
     events: list[str] = []  # that must happen
     if make_workload is tiny:
@@ -330,7 +334,7 @@ def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
             break
         workload = make_workload(seed)
         try:
-            run = Run(workload)
+            run = Run(workload, backend)
             run.serve()
         except Exception as error:
             again = f"-k {make_workload.__name__} --random-runs 1 --first-seed {seed}"

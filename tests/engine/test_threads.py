@@ -10,7 +10,7 @@ from threading import Barrier, Thread
 import pytest
 from serving import tokens_of
 
-from nanopaged import LLM, RequestOutput, SamplingParams
+from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from nanopaged.sequence import ScheduledBatch, StepResult
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -39,6 +39,29 @@ def test_threads_share_steps(llm: LLM) -> None:
             assert [*streamed] == expected
             assert [*generated] == expected
     assert llm.engine.stats().num_used_blocks == 0
+
+
+def test_threads_in_a_pool_that_is_too_small() -> None:
+    """Samples, beams and streams are swapped out and in for each other; some are left in the middle."""
+    llm = LLM(num_blocks=24, num_host_blocks=60, block_size=4, preemption="swap", dtype="float32")
+    params = [SamplingParams(n=2, seed=3, max_tokens=24, ignore_eos=True), GREEDY]
+    params += [BeamSearchParams(beam_width=3, max_tokens=16), SamplingParams(seed=5, max_tokens=40)]
+    work = [(f"{name}:\n", each) for name in ("ROMEO", "JULIET") for each in params]
+
+    def call(prompt: str, params: SamplingParams | BeamSearchParams) -> list[list[int]]:
+        *_, last = [output for _, output in zip(range(5), llm.stream(prompt, params), strict=False)]
+        assert tokens_of([last])
+        return tokens_of(llm.generate(prompt, params, use_tqdm=False))
+
+    expected = [call(*each) for each in work]
+    assert llm.engine.stats().num_preemptions_swap == 0, "one request has room"
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            assert [*pool.map(call, *zip(*work, strict=True))] == expected
+    stats = llm.engine.stats()
+    assert min(stats.num_preemptions_swap, stats.num_blocks_swapped_in) > 0
+    assert stats.num_used_blocks == 0
+    llm.engine.check_invariants()
 
 
 def test_generate_calls_of_two_threads_share_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

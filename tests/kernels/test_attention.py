@@ -6,7 +6,8 @@ import importlib.util
 import math
 import random
 import sys
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import Oracle, random_prompts
+from serving import serve, tokens_of
 from torch import Tensor
 
+from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.attention import make_attention
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.reference_backend import ScoreMod
@@ -150,6 +154,42 @@ def test_a_score_mod_changes_the_scores_before_the_softmax(
             case = Case(lengths, block_size, (6, 2), 20, unused=unused)
             got, expected = case.run(backend, score_mod), case.dense(**changes)
             torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_a_score_mod_in_the_engine(
+    qwen3: Oracle, backend: str, preemption: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sliding window, with transformers' tokens: chunks, found prefixes, preemption, samples and beams."""
+
+    def windowed(prompt: list[int]) -> list[int]:
+        """Greedy, by transformers with a mask [1, 1, queries, keys]."""
+        ids = list(prompt)
+        for _ in range(10):
+            age = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
+            mask = torch.zeros(age.shape).masked_fill((age < 0) | (age >= 9), -math.inf)[None, None]
+            ids.append(int(qwen3.model(torch.tensor([ids]), attention_mask=mask).logits[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+    make = partial(make_attention, score_mod=window)
+    monkeypatch.setattr("nanopaged.model_runner.make_attention", make)
+    options = {"block_size": 4, "num_blocks": 24, "max_num_batched_tokens": 16, "preemption": preemption}
+    llm = LLM(qwen3.folder, attention_backend=backend, **options)
+    prompts = random_prompts(5, seed=3, longest=30)
+    prompts += [[*prompts[0], 5], [*prompts[1], 6]]
+    greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    with torch.inference_mode():
+        expected = [windowed(prompt) for prompt in prompts]
+    assert tokens_of(serve(llm, prompts, greedy)) == expected
+    assert expected != [qwen3.greedy(prompt, 10, ignore_eos=True) for prompt in prompts]
+    kinds = [SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True), BeamSearchParams(beam_width=3)]
+    together = tokens_of(serve(llm, prompts[:4], kinds * 2))
+    llm.reset_prefix_cache()
+    alone = [serve(llm, [prompt], kind) for prompt, kind in zip(prompts[:4], kinds * 2, strict=True)]
+    assert together == tokens_of([*chain(*alone)])
+    stats = llm.engine.stats()
+    assert min(getattr(stats, f"num_preemptions_{preemption}"), stats.prefix_cache_hits) > 0
 
 
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())

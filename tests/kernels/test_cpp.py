@@ -6,15 +6,17 @@ import math
 import os
 import random
 import shutil
-import tempfile
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import Oracle, random_prompts
-from serving import serve, tokens_of
+from conftest import KERNELS, Oracle, random_prompts
+from serving import KINDS, serve, tokens_of
 from test_attention import CASES, CPU, LAYER, Case
 from torch import Tensor
 
@@ -27,7 +29,6 @@ from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model import decoder
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-BUILT = Path(tempfile.gettempdir()) / f"nanopaged-test-kernels-{os.getuid() if hasattr(os, 'getuid') else 0}"
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def built_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of these sources, in a folder of the tests."""
     if not build.compiler():
         pytest.skip("no C++ compiler (Debian and Ubuntu: apt install g++)")
-    monkeypatch.setenv("NANOPAGED_CACHE", str(BUILT))
+    monkeypatch.setenv("NANOPAGED_CACHE", str(KERNELS))
     monkeypatch.setattr(cpp_backend, "MIN_SAVED_KEYS", 1)  # blocks that are shared are read once, however few
 
 
@@ -201,23 +202,51 @@ def test_the_engine_gives_the_tokens_of_transformers(oracle: Oracle) -> None:
             assert row[token] == pytest.approx(reference[token].item(), abs=1e-4)
 
 
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"])
+DEFAULTS = {  # process-wide, or a thread's: how it is set
+    **{str(dtype): partial(torch.set_default_dtype, dtype) for dtype in (*TOLERANCE, torch.float64)},
+    "device": lambda: torch.set_default_device("meta"),
+    "no grad": lambda: torch.set_grad_enabled(False),
+    "grad": lambda: torch.set_grad_enabled(True),
+    "threads": lambda: torch.set_num_threads(3),
+    "deterministic": lambda: torch.use_deterministic_algorithms(True),
+    "denormals": lambda: torch.set_flush_denormal(True),
+}
+
+
+@pytest.fixture
+def defaults() -> Iterator[None]:
+    """Puts them back."""
+    grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(grad)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
 def test_no_tensor_depends_on_a_process_wide_default(
-    qwen3: Oracle, backend: str, default: torch.dtype | str
+    qwen3: Oracle, backend: str, name: str, defaults: None
 ) -> None:
-    """A float32 or CPU tensor that was only assumed to be one would be overrun by the kernels."""
-    (prompt,) = random_prompts(1, seed=8, longest=40)
-    params, expected = SamplingParams(temperature=0, max_tokens=8), qwen3.greedy(prompt, 8)
-    torch.set_default_device("meta" if default == "meta" else None)
-    torch.set_default_dtype(torch.float32 if default == "meta" else default)
-    try:
-        cpp.load.cache_clear()
-        llm = LLM(qwen3.folder, dtype="float32", attention_backend=backend, block_size=4, num_blocks=60)
-        assert serve(llm, [prompt], [params])[0].outputs[0].token_ids == expected
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
+    """A float32 or CPU tensor that was only assumed to be one would be overrun by the kernels.
+
+    Another thread changes some of them while it loads a model with transformers: before or after `LLM()`.
+    """
+    prompts = random_prompts(2, seed=8, longest=40)
+    kinds = [SamplingParams(temperature=0, max_tokens=8), KINDS["all filters"], KINDS["penalties"]]
+    kinds += [KINDS["several"], KINDS["beams"]]
+    options = {"dtype": "float32", "attention_backend": backend, "block_size": 4, "num_blocks": 60}
+    make = partial(LLM, qwen3.folder, **options, preemption="recompute")
+    expected = [tokens_of(serve(make(), prompts, kind)) for kind in kinds]
+    assert expected[0] == [qwen3.greedy(prompt, 8) for prompt in prompts]
+    before = make()
+    DEFAULTS[name]()
+    cpp.load.cache_clear()
+    for llm in (before, make()):
+        assert [tokens_of(serve(llm, prompts, kind)) for kind in kinds] == expected
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
@@ -233,6 +262,24 @@ def test_samples_and_beams_in_a_small_pool(qwen3: Oracle, preemption: str) -> No
         texts.append(tokens_of(serve(llm, prompts, params)))
         assert getattr(llm.engine.stats(), f"num_preemptions_{preemption}") > 0
     assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="how a sanitizer is loaded depends on the system")
+@pytest.mark.parametrize("sanitizer", ["undefined", "address"])
+def test_sanitizers_find_nothing(sanitizer: str, tmp_path: Path) -> None:
+    """All tests of numbers above, once more, with kernels that end the process at the first mistake."""
+    env = {"CXX": f"g++ -fsanitize={sanitizer} -fno-sanitize-recover=all", "TMPDIR": str(tmp_path)}
+    env |= {"ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
+    if sanitizer == "address":  # must be loaded before Python itself
+        name = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True)
+        env["LD_PRELOAD"] = name.stdout.strip()
+    numbers = "attention or head_sizes or shared or norm or silu or tokens or samples or nan"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "-k", numbers]
+    done = subprocess.run([*command, __file__], env=os.environ | env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (library,) = tmp_path.glob("*/kernels-*.so")
+    assert {"undefined": b"__ubsan_", "address": b"__asan_"}[sanitizer] in library.read_bytes()
 
 
 # ── building ──────────────────────────────────────────────────────────────────────────────────────
@@ -308,7 +355,7 @@ TROUBLES = {  # what a compiler of our own does → what is said
     "true": "cannot be built or loaded .*: set NANOPAGED_CACHE",  # it writes nothing
     "cat": "cannot be built or loaded .*: set NANOPAGED_CACHE",  # it waits for input
     "printf '\\377' >&2; exit 1": "could not build them: \ufffd",
-    "dd if=/dev/zero of=/dev/full count=1": "could not build.*No space left on device",
+    "echo x > /dev/full": "could not build.*No space left on device",
     'while [ "$1" != -o ]; do shift; done; echo x > "$2"': "built or loaded .*: set NANOPAGED_CACHE",
     f'while [ "$1" != -o ]; do shift; done; cp {LIBRARY} "$2"': "built or loaded .*: set NANOPAGED_CACHE",
 }
@@ -369,7 +416,7 @@ def test_what_another_user_can_write_is_not_loaded(
 ) -> None:
     """The library is the right one here, but they could exchange it. Nothing is built beside it either."""
     assert backend_of("cpp") == "cpp"
-    folder = Path(shutil.copytree(BUILT, tmp_path / "cache"))
+    folder = Path(shutil.copytree(KERNELS, tmp_path / "cache"))
     folder.chmod(0o755)
     monkeypatch.setenv("NANOPAGED_CACHE", str(folder))
     library, files = build.find(), set(folder.iterdir())

@@ -12,7 +12,7 @@ from fake_mps import MPS, FakeMps, pretend
 from serving import KINDS, tokens_of
 from torch import Tensor
 
-from nanopaged import LLM, SamplingParams
+from nanopaged import LLM, BeamSearchParams, SamplingParams
 
 REAL = torch.backends.mps.is_available()
 
@@ -92,10 +92,11 @@ def test_every_kind_of_sampling_gives_the_tokens_of_the_cpu(qwen3: Oracle, apple
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute", "auto"])
 def test_preemption_copies_and_chunks(qwen3: Oracle, apple: None, preemption: str) -> None:
-    """Too few blocks for three samples each, prompts in chunks, common prefixes, blocks copied on write."""
+    """Too few blocks for three samples or beams each, prompts in chunks, prefixes, blocks copied on write."""
     options = {"num_blocks": 14, "max_num_batched_tokens": 16, "watermark": 0.0, "preemption": preemption}
-    prompts = [tokens(5, 9), tokens(5, 9) + [1, 2], tokens(5, 7)]
-    params = SamplingParams(n=3, temperature=0.8, seed=1, max_tokens=6, ignore_eos=True)
+    prompts = [tokens(5, 9), tokens(5, 9) + [1, 2], tokens(5, 7), tokens(5, 8), tokens(6, 9)]
+    params = [SamplingParams(n=3, temperature=0.8, seed=1, max_tokens=6, ignore_eos=True)] * 3
+    params += [BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)] * 2
     runs = []
     for device in ("mps", "cpu"):
         llm = engine(qwen3, device, **options)

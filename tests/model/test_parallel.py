@@ -325,8 +325,51 @@ if __name__ == "__main__":
 """
 
 
+FORK = """
+import os, signal, sys, torch
+from nanopaged import LLM, SamplingParams
+def generate(llm):
+    return llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+llm = LLM(sys.argv[1], attention_backend=sys.argv[2], num_blocks=30)
+stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))
+torch.set_num_threads(2)
+torch.ones(500, 500) @ torch.ones(500, 500)  # by two threads
+next(stream)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # ends it if it hangs
+    uses = [lambda: generate(llm), llm.engine.step, lambda: LLM(sys.argv[1]), lambda: next(stream)]
+    for use in uses:
+        try:
+            use()
+        except RuntimeError as error:
+            print(error)
+    torch.set_num_threads(1)
+    print(generate(LLM(sys.argv[1], attention_backend=sys.argv[2], num_blocks=30))[0].outputs[0].token_ids)
+    sys.stdout.flush()
+    os._exit(0)
+print(os.getpid(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), generate(llm)[0].outputs[0].token_ids)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on Windows")
+def test_a_fork_of_one_rank(qwen3: Oracle) -> None:
+    """PyTorch's threads are not forked: the first product would wait for them. One thread is enough there."""
+    command = [sys.executable, "-c", FORK, qwen3.folder, "torch"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    *refused, tokens_of_child, parent = done.stdout.splitlines()
+    pid, status, expected = parent.split(maxsplit=2)
+    assert (status, expected) == ("0", str(qwen3.greedy([1, 2, 3], 8, ignore_eos=True))), done.stderr
+    assert tokens_of_child == expected
+    ours = f"this engine was made in process {pid}, and its forks cannot use it: start processes by 'spawn'"
+    new = (
+        "this is a fork of a process that made an engine, and would hang: start processes by 'spawn', or call"
+    )
+    assert refused == [ours, ours, f"{new} torch.set_num_threads(1) first", ours]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [None, 0.5, 3.0])
+@pytest.mark.parametrize("seconds", [None, *(i * 0.4 for i in range(20))])
 def test_workers_end_when_their_engine_is_killed(
     qwen3: Oracle, tmp_path: Path, seconds: float | None
 ) -> None:
