@@ -1,7 +1,8 @@
 """Throughput: output tokens per second on random requests, in nanopaged and, for comparison, in its peers.
 
-    python bench.py                               nanopaged alone; a minute or two on a CPU
-    python bench.py --baseline hf --repeat 3      transformers as well, on the same requests and weights
+    python bench.py                               nanopaged alone; a minute on two cores
+    python bench.py --baseline hf --requests 8 --max-output 64    transformers as well; a minute, too
+    python bench.py --baseline hf --repeat 3      all 32 requests, three times: ten minutes
     python bench.py --baseline PATH --repeat 5    another checkout of nanopaged: what does a change cost?
     python bench.py --baseline vllm --peer-python vllm-venv/bin/python --threads 1
 
@@ -210,10 +211,13 @@ def main() -> None:
         sides = {"nanopaged": lambda: run_nanopaged(model, requests, args)}
         sides |= peers.sides(model, requests, engine_options(args), args)
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+        left = args.repeat * len(sides)
         for _ in range(args.repeat):  # the sides take turns, so that a slow minute of the machine slows all
             for name, side in sides.items():
                 runs[name].append(side())
-                print(f"{name}: {num_output / runs[name][-1]['seconds']:.1f} output tokens/s", flush=True)
+                left, seconds = left - 1, runs[name][-1]["seconds"]
+                print(f"{name}: {num_output / seconds:.1f} output tokens/s", end="")
+                print(f"; runs left: {left}, each {seconds:.0f} s at this rate" * bool(left), flush=True)
                 gc.collect()  # free this side's memory for the next one
                 torch.cuda.empty_cache()
 

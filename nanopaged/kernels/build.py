@@ -95,7 +95,7 @@ def compile_kernels() -> Path:
         # No pipe: a child of the compiler would hold it open after the timeout.
         if subprocess.call(arguments, stdin=no_input, stdout=said, stderr=said, timeout=TIMEOUT) != 0:
             said.seek(0)
-            text = said.read().decode(errors="replace")[-2000:]
+            text = said.read().decode(errors="replace").strip()[-2000:]
             raise RuntimeError(f"{command[0]} could not build them: {text}")
         made.chmod(0o755)
         return made.replace(folder / f"{name}-{digest(made.read_bytes())}.so")

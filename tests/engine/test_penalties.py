@@ -99,11 +99,11 @@ def test_penalties_by_hand() -> None:
 @pytest.mark.parametrize("penalties", [(1.5, 0.0, 0.0), (1.0, 2.0, 0.0), (1.0, 0.0, -2.0), (0.7, -1.0, 1.5)])
 @torch.no_grad()
 def test_draws_have_the_penalised_probabilities(qwen3: Oracle, penalties: tuple[float, float, float]) -> None:
-    """The second tokens of 4,000 requests, by a chi-square test; probabilities without penalties fail it.
+    """The second tokens of 3,000 requests, by a chi-square test; probabilities without penalties fail it.
 
     If the draws are right, the statistic has the mean df and the variance 2 · df.
     """
-    prompt, num, temperature = [5, 9, 5, 11], 4000, 2.0
+    prompt, num, temperature = [5, 9, 5, 11], 3000, 2.0
     repetition, frequency, presence = penalties
     rules = {"repetition_penalty": repetition, "frequency_penalty": frequency, "presence_penalty": presence}
     rules |= {"max_tokens": 2, "ignore_eos": True, "temperature": temperature}

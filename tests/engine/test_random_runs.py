@@ -283,7 +283,7 @@ class Run:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sampler, "uniform", lambda *draw: min(max(uniform(*draw) + shift, 0.0), 1.0))  # noqa: B023
                 drawn.add(run_alone("tiny", prompt, params).outputs[-1].token_ids[0])
-        return ours in drawn
+        return min(drawn) <= ours <= max(drawn)  # larger numbers draw larger ids
 
     def check_logprobs(self, got: list[Logprobs], whole: list[Logprobs]) -> None:
         """Equal tokens, and equal log-probabilities as far as the model allows it; `got` may be shorter."""
