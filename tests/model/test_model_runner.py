@@ -15,7 +15,7 @@ from serving import tokens_of
 from nanopaged import LLM, EngineConfig, SamplingParams, memory
 from nanopaged.kv_cache import KVShape
 from nanopaged.model.decoder import PLAIN
-from nanopaged.model_runner import choose_operations
+from nanopaged.model_runner import ModelRunner, choose_operations
 from nanopaged.sampler import LOGITS_TILE
 
 GB = 1 << 30
@@ -143,3 +143,11 @@ def test_compiled_operations_give_the_same_tokens(oracle: Oracle, monkeypatch: p
     prompts = random_prompts(4, seed=3)
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert tokens_of(outputs) == [oracle.greedy(prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+def test_the_way_to_preempt_is_measured_only_if_it_is_open(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = {"swap": "recompute", "recompute": "swap"}[way]
+    monkeypatch.setattr(ModelRunner, "cheaper_preemption", lambda runner: other)
+    assert LLM(num_blocks=8, preemption=way).engine.stats().preemption == way
+    assert LLM(num_blocks=8).engine.stats().preemption == other
