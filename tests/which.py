@@ -18,7 +18,7 @@ TESTS = {  # file of the package → NAMEs of its tests, tests/*/test_NAME.py
     "__init__.py": "names imports",
     "__main__.py": "chat terminal",
     "terminal.py": "terminal",
-    "engine.py": "scheduler api names weights snapshot trace prompts",
+    "engine.py": "scheduler api names weights snapshot trace prompts model_runner",
     "llm.py": "names prompts api threads text",
     "config.py": "api names sampler trace sharing beam_search weights",
     "prompts.py": "prompts api text sharing names",
