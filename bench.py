@@ -4,6 +4,7 @@
     python bench.py --baseline hf --requests 8 --max-output 64    transformers as well; a minute, too
     python bench.py --baseline hf --repeat 3      all 32 requests, three times: ten minutes
     python bench.py --baseline PATH --repeat 5    another checkout of nanopaged: what does a change cost?
+    python bench.py --fork FILE --baseline .      the engine of a fork (docs/13-forks.md) beside this one
     python bench.py --baseline vllm --peer-python vllm-venv/bin/python --threads 1
 
 All requests arrive at once. Decoding is greedy and ignores end-of-sequence, so every request generates
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent / "docs" / "experiments"))
 import common  # noqa: E402
 import peers  # noqa: E402
 
-from nanopaged.terminal import one_line, run_program  # noqa: E402
+from nanopaged.terminal import load_fork, one_line, run_program  # noqa: E402
 
 if TYPE_CHECKING:  # torch and transformers take seconds to load: after the arguments have been read
     from nanopaged import LLM, RequestOutput
@@ -58,6 +59,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=positive, default=1, help="rounds; the median counts")
     side = "hf, vllm, nano-vllm, or the PATH of another checkout"
     parser.add_argument("--baseline", type=peers.baseline, help=side)
+    parser.add_argument("--fork", metavar="FILE", help="a fork, whose engine is measured as nanopaged's")
     parser.add_argument("--peer-python", type=peers.program, default=sys.executable, help="for all but hf")
     add("static", [64], [8, 16], "batches of transformers' generate, and all", type=positive, nargs="*")
     add("budget", 16384, 2048, "tokens in a step (max_num_batched_tokens)", type=positive)
@@ -85,6 +87,8 @@ def read_arguments() -> argparse.Namespace:
     try:
         EngineConfig(**engine_options(args))
         find_model(args.model)
+        if args.fork is not None:
+            load_fork(args.fork)
     except (ValueError, FileNotFoundError) as error:
         parser.error(one_line(error))
     return args
@@ -126,7 +130,8 @@ def run_nanopaged(model: str, requests: peers.Requests, args: argparse.Namespace
     """One measured run of all requests, in an engine of its own."""
     from nanopaged import LLM
 
-    return measure(LLM(model, **engine_options(args)), requests)
+    engine = LLM if args.fork is None else load_fork(args.fork)
+    return measure(engine(model, **engine_options(args)), requests)
 
 
 def measure(llm: LLM, requests: peers.Requests) -> dict[str, Any]:

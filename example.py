@@ -4,6 +4,7 @@ python example.py                             the tiny model in the box: no GPU,
 python example.py --prompt "To be, or not"    your own prompt; --prompt may be given several times
 python example.py --model Qwen/Qwen3-0.6B     a real model: a folder or a hub id, with its chat template
 python example.py --trace run.html            a page that shows every block of every step in a browser
+python example.py --fork my_scheduler.py      the engine of a fork (docs/13-forks.md)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import nanopaged  # `nanopaged.LLM` imports PyTorch, which takes seconds, when it is first used
 from nanopaged import BeamSearchParams, EngineConfig, EngineStats, RequestOutput, SamplingParams
-from nanopaged.terminal import one_line, run_program
+from nanopaged.terminal import load_fork, one_line, run_program
 
 OPENING = """\
 HERALD:
@@ -105,6 +106,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.7, help="default: 0.7; 0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trace", metavar="FILE", help="write a page, such as run.html")
+    parser.add_argument("--fork", metavar="FILE", help="a fork, whose engine runs")
     args = parser.parse_args()
     if "" in (args.prompt or []):
         parser.error("a prompt is empty: it needs at least one token")
@@ -117,7 +119,7 @@ def main() -> None:
     try:  # what can be checked without PyTorch comes first
         config = EngineConfig(args.model, seed=args.seed, trace=args.trace)
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, stop=stop)
-        llm = nanopaged.LLM(**vars(config))
+        llm = (load_fork(args.fork) if args.fork else nanopaged.LLM)(**vars(config))
         for name, prompt in prompts.items():
             if args.model and getattr(llm.get_tokenizer(), "chat_template", None):
                 chat = [{"role": "user", "content": task + prompt}]

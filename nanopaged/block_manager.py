@@ -64,14 +64,10 @@ class Block:
 
 
 class BlockManager:
-    """Block tables over one pool of `num_blocks` blocks of `block_size` token slots.
-
-    Every operation takes constant time per block, however large the pool.
-    """
+    """Block tables over one pool of `num_blocks` blocks of `block_size` token slots."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.reset()
 

@@ -9,12 +9,12 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields
+from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cached_property, partial, wraps
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "cpp", "torch", "reference")
@@ -255,7 +255,7 @@ def resolve_lengths(config: EngineConfig, longest: int) -> ResolvedConfig:
         what = f"without chunked prefill a prompt of up to max_model_len = {max_model_len} tokens must fit"
         raise ValueError(f"max_num_batched_tokens is {budget}, but {what} in one step: {way_out}")
     chosen: dict[str, Any] = {"max_model_len": max_model_len, "max_num_batched_tokens": budget}
-    return ResolvedConfig(**(vars(config) | chosen))
+    return cast(ResolvedConfig, replace(config, **chosen))
 
 
 class RequestOptions(Options):

@@ -53,10 +53,17 @@ class LLMEngine:
         listeners: such as a trace. They are told `batch_scheduled(batch)` before anything is computed,
             `step_ended(batch)`, and `step_failed(error)` when all requests wait again.
 
+    A fork (docs/13-forks.md) is a subclass with other classes here.
+
     Raises:
         FileNotFoundError: the model or a file of it is missing.
         ValueError: the model is not supported or broken, or does not fit.
     """
+
+    make_config: Any = EngineConfig
+    make_runner: Any = ModelRunner
+    make_block_manager: Any = BlockManager
+    make_scheduler: Any = Scheduler
 
     def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
         if not isinstance(config, EngineConfig):
@@ -70,14 +77,15 @@ class LLMEngine:
         self.max_model_len, self.vocab_size = config.max_model_len, model_config.vocab_size
         self.tokenizer = load_tokenizer(folder)
         if runner is None:
-            make_runner = partial(ModelRunner, config, model_config, folder)
+            make_runner = partial(self.make_runner, config, model_config, folder)
             runner = start(config.tensor_parallel_size, config.device, make_runner)
         self.runner: Runner = runner
-        self.block_manager = BlockManager(runner.num_blocks, config.block_size, config.enable_prefix_caching)
+        pool = runner.num_blocks, config.block_size, config.enable_prefix_caching
+        self.block_manager = self.make_block_manager(*pool)
         limits = config.max_num_seqs, config.max_num_batched_tokens, config.enable_chunked_prefill
         preemption = runner.cheaper_preemption() if config.preemption == "auto" else config.preemption
         swaps = preemption, runner.num_host_blocks, config.watermark
-        self.scheduler = Scheduler(self.block_manager, *limits, *swaps)
+        self.scheduler = self.make_scheduler(self.block_manager, *limits, *swaps)
         eos = read_eos_token_ids(folder, self.tokenizer)
         self.prompts = PromptProcessor(config, self.tokenizer, self.vocab_size, runner.num_blocks, eos)
         self.requests: dict[str, Request] = {}  # unfinished or not yet reported, in order of arrival

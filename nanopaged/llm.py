@@ -20,7 +20,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from nanopaged.config import BeamSearchParams, EngineConfig, Params, SamplingParams, with_hints
+from nanopaged.config import BeamSearchParams, Params, SamplingParams, with_hints
 from nanopaged.engine import FORKED, LLMEngine
 from nanopaged.outputs import ForeignAttributes, RequestOutput
 from nanopaged.prompts import Prompt, pair_up
@@ -39,8 +39,10 @@ class LLM(ForeignAttributes):
     Raises: as `EngineConfig` and `LLMEngine`.
     """
 
+    engine_class = LLMEngine  # a fork's is another
+
     def __init__(self, model: str | Path | None = None, **config: Any) -> None:
-        self.engine = LLMEngine(EngineConfig(model=model, **config))
+        self.engine = self.engine_class(self.engine_class.make_config(model=model, **config))
         self._lock = Lock()  # for the engine. Only `with` takes it, so that no Ctrl-C leaves it taken
         self._door = Lock()  # held by a call while it waits for `_lock` to queue its requests
         self._count = count()

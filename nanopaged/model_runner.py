@@ -34,6 +34,10 @@ PromptTile = tuple[Request, list[int], list[int]]
 class ModelRunner:
     """Computes batches; the engine calls `execute` once in each step."""
 
+    make_model: Any = staticmethod(load_model)  # a fork has others
+    make_shape: Any = KVShape
+    make_attention: Any = staticmethod(make_attention)
+
     def __init__(
         self,
         config: ResolvedConfig,
@@ -49,19 +53,18 @@ class ModelRunner:
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.block_size, self.budget = config.block_size, config.max_num_batched_tokens
         share = model_config.share(ranks.size if ranks is not None else 1)  # the sizes of this rank's layers
-        shape = KVShape(share.num_layers, share.num_kv_heads, share.head_dim, self.dtype)
+        shape = self.make_shape(share.num_layers, share.num_kv_heads, share.head_dim, self.dtype)
         backend = choose_backend(config.attention_backend, self.device, shape)
         operations = choose_operations(backend, self.device, config.enforce_eager)
-        self.model = load_model(config, model_config, folder, self.dtype, self.device, ranks, operations)
+        self.model = self.make_model(config, model_config, folder, self.dtype, self.device, ranks, operations)
         self.num_blocks, self.num_host_blocks = count_blocks(config, self.model, shape, ranks)
         self.kv_cache = KVCache(shape, self.num_blocks, config.block_size, self.device, self.num_host_blocks)
-        self.attention = make_attention(backend, self.kv_cache, model_config.attention_scale)
+        self.attention = self.make_attention(backend, self.kv_cache, model_config.attention_scale)
         self.graphs = None
         if self.device.type == "cuda" and self.attention.supports_cuda_graphs and not config.enforce_eager:
             from nanopaged.cuda_graphs import DecodeGraphs
 
-            graphed: Any = self.attention  # the Triton backend: only it supports graphs
-            self.graphs = DecodeGraphs(self.model, graphed, config.max_num_seqs, config.max_model_len)
+            self.graphs = DecodeGraphs(self.model, self.attention, config.max_num_seqs, config.max_model_len)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:

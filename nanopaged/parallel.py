@@ -186,8 +186,7 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
     """
     # A fork has none of PyTorch's threads, and would wait for them.
     if MADE_IN - {os.getpid()} and torch.get_num_threads() > 1:
-        advice = "start processes by 'spawn', or call torch.set_num_threads(1) first"
-        raise RuntimeError(f"this is a fork of a process that made an engine, and would hang: {advice}")
+        raise RuntimeError("a fork of an engine's process would hang: use 'spawn', or set_num_threads(1)")
     MADE_IN.add(os.getpid())
     if size == 1:
         return make_runner()

@@ -40,10 +40,8 @@ class PromptProcessor:
         num_blocks: int,
         eos_token_ids: frozenset[int],
     ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.num_blocks = num_blocks
+        self.config, self.tokenizer = config, tokenizer
+        self.vocab_size, self.num_blocks = vocab_size, num_blocks
         self.eos_token_ids = frozenset(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self._seeds = random.Random(config.seed)
 

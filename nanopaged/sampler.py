@@ -74,8 +74,7 @@ class SamplingMetadata:
 
 def uniform(seed: int, index: int, position: int) -> float:
     """A pseudo-random number in [0, 1): 24 bits, which float32 holds exactly."""
-    message = struct.pack("<QQQ", seed % 2**64, index, position)
-    return (xxhash.xxh3_64_intdigest(message) >> 40) / 2**24
+    return (xxhash.xxh3_64_intdigest(struct.pack("<QQQ", seed % 2**64, index, position)) >> 40) / 2**24
 
 
 def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:

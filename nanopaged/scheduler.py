@@ -46,17 +46,14 @@ class Scheduler:
         num_host_blocks: int = 0,
         watermark: float = 0.0,
     ) -> None:
-        self.block_manager = block_manager
-        self.block_size = block_manager.block_size
+        self.block_manager, self.block_size = block_manager, block_manager.block_size
         self.swapper = Swapper(block_manager, num_host_blocks)
         self.preemption = preemption  # "swap" or "recompute"
         self.num_watermark_blocks = int(watermark * block_manager.num_blocks)
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.rank: Callable[[Request], Any] = attrgetter("arrival_time")
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
+        self.waiting, self.running = list[Request](), list[Request]()
         self.counters = Counters()
 
     def add(self, request: Request) -> None:

@@ -17,8 +17,7 @@ class Swapper:
     """The pool of host blocks. The `host_table` of a swapped sequence has the host blocks of its K/V."""
 
     def __init__(self, block_manager: BlockManager, num_host_blocks: int) -> None:
-        self.block_manager = block_manager
-        self.num_host_blocks = num_host_blocks
+        self.block_manager, self.num_host_blocks = block_manager, num_host_blocks
         self.reset()
 
     def reset(self) -> None:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
 
 
 def run_program(main: Callable[[], object]) -> None:
-    """Run `main`. Ctrl-C, an OSError (a folder is read-only) and a closed stdout end the program.
-
-    A closed stdin is empty. A character that the terminal cannot show becomes "?".
-    """
-    is_closed = sys.stdout is None
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if (stream := getattr(sys, name)) is None:  # closed: the next file would get its number
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-        elif isinstance(stream, TextIOWrapper) and name != "stderr":
-            stream.reconfigure(errors="replace")
-    if is_closed:
+    """Run `main`. Ctrl-C, an OSError and a closed stdout end it. What a terminal cannot show becomes "?"."""
+    if sys.stdout is None:
         sys.exit("stdout is closed")
+    for name, mode in (("stdin", "r"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed: the next file would get its number
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         try:
             main()
@@ -33,6 +33,15 @@ def run_program(main: Callable[[], object]) -> None:
         # Its reader has gone (`| head`), or the disk is full: Python would write the rest again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1 if isinstance(error, BrokenPipeError) else one_line(error))
+
+
+def load_fork(file: str) -> Any:
+    """The class `LLM` of a fork's file. Raises ValueError if it has none."""
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    try:
+        return import_module(Path(file).stem).LLM
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ValueError(f"{file} is no fork, which has a class LLM: {error}") from error
 
 
 def one_line(error: object) -> str:

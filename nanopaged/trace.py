@@ -67,9 +67,8 @@ class Recorder:
         self.full = False  # the disk
         self.start, self.num_steps = time.monotonic(), 0
         self.numbers: dict[Request, int] = {}  # of the unfinished ones
-        self.num_requests = 0
+        self.num_requests = self.told_requests = 0
         self.scheduled = self._state()  # of the present step
-        self.told_requests = 0
         self.told_tokens: dict[Sequence, int] = {}
         self.told_keys: dict[int, bytes] = {}
         self.told_texts: set[int] = set()

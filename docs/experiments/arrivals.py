@@ -23,7 +23,7 @@ from common import at_least, make_parser
 from no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
-from nanopaged.terminal import run_program
+from nanopaged.terminal import load_fork, run_program
 
 Lengths = tuple[int, int]  # (input, output) tokens of a request
 Times = tuple[float, float, float]  # of a request: its arrival, its first and its last token
@@ -63,7 +63,14 @@ def make_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--each", type=float, default=80.0, help="limit of the time per further token, milliseconds"
     )
-    return parser.parse_args(given)
+    parser.add_argument("--fork", metavar="FILE", help="a fork, whose scheduler and block manager run")
+    args = parser.parse_args(given)
+    if args.fork is not None:
+        try:
+            load_fork(args.fork)
+        except ValueError as error:
+            parser.error(str(error))
+    return args
 
 
 def draw_lengths(args: argparse.Namespace) -> list[Lengths]:
@@ -80,7 +87,7 @@ def simulate(rate: float, lengths: list[Lengths], args: argparse.Namespace) -> l
         now += rng.expovariate(rate)  # gaps of a Poisson process; 0 for an infinite rate
         coming.append((now, str(i)))
     num_blocks = args.max_num_seqs * (2 * args.tokens[1] // 16 + 2)  # so that no request waits for blocks
-    scheduler = make_scheduler(num_blocks, 16, args.max_num_seqs, args.budget, enable_prefix_caching=False)
+    scheduler = make_scheduler(num_blocks, 16, args.max_num_seqs, args.budget, False, fork=args.fork)
     arrival, first, last = {name: time for time, name in coming}, {}, {}
     runner, now = NoModel(args.seed), 0.0
     while len(last) < len(lengths):

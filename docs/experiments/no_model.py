@@ -6,11 +6,14 @@ Only this file of the experiments uses the inner parts of the bookkeeping.
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
+from nanopaged.terminal import load_fork
 from nanopaged.text import StopRules
 
 # The paper's traces (its Fig. 11): mean tokens of input and output.
@@ -44,10 +47,18 @@ def make_scheduler(
     max_num_batched_tokens: int = 1 << 20,
     enable_prefix_caching: bool = True,
     watermark: float = 0.0,
+    fork: str | None = None,
 ) -> Scheduler:
-    """A scheduler with a pool of its own. Its limits are so high that only memory makes a request wait."""
-    manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
-    return Scheduler(manager, max_num_seqs, max_num_batched_tokens, watermark=watermark)
+    """A scheduler with a pool of its own. Its limits are so high that only memory makes a request wait.
+
+    Args:
+        fork: the file of a fork, whose scheduler and block manager are taken.
+    """
+    engine: Any = SimpleNamespace(make_block_manager=BlockManager, make_scheduler=Scheduler)
+    if fork is not None:
+        engine = load_fork(fork).engine_class
+    manager = engine.make_block_manager(num_blocks, block_size, enable_prefix_caching)
+    return engine.make_scheduler(manager, max_num_seqs, max_num_batched_tokens, watermark=watermark)
 
 
 def make_request(name: str, prompt: list[int], params: SamplingParams | BeamSearchParams) -> Request:

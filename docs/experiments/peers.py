@@ -69,11 +69,11 @@ def sides(
         return {"nano-vllm": lambda: run_nano_vllm(model, requests, args)}
     if args.baseline != "hf":
         # Both run in new processes: in this one, memory that was freed before slows an engine down.
-        def run(folder: str | Path, python: str) -> Times:
-            return run_checkout(folder, python, model, requests, options)
+        def run(folder: str | Path, python: str, fork: str | None = None) -> Times:
+            return run_checkout(folder, python, model, requests, options, fork)
 
         return {
-            "nanopaged": lambda: run(ROOT, sys.executable),
+            "nanopaged": lambda: run(ROOT, sys.executable, args.fork),
             f"nanopaged in {args.baseline}": lambda: run(args.baseline, args.peer_python),
         }
     runs: dict[str, Callable[[], Times]] = {}
@@ -229,12 +229,17 @@ def run_nano_vllm(model: str, requests: Requests, args: argparse.Namespace) -> T
 
 
 def run_checkout(
-    folder: str | Path, python: str, model: str, requests: Requests, options: dict[str, Any]
+    folder: str | Path,
+    python: str,
+    model: str,
+    requests: Requests,
+    options: dict[str, Any],
+    fork: str | None = None,
 ) -> Times:
-    """The time of the nanopaged in a folder."""
+    """The time of the nanopaged in a folder, or of a fork of it."""
     folder = str(Path(folder).resolve())
     path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-    job = {"package": "nanopaged", "folder": folder, "model": model, "options": options}
+    job = {"package": "nanopaged", "folder": folder, "model": model, "options": options, "fork": fork}
     return run_elsewhere(f"nanopaged of {folder}", job, {"PYTHONPATH": path}, requests, python)
 
 
@@ -302,7 +307,10 @@ def serve() -> None:
         options["temperature"] = 0.6  # that of its own benchmark; it has no greedy decoding
     if job["package"] == "vllm":
         options["detokenize"] = False
-    llm = package.LLM(job["model"], **job["options"])
+    engine = package.LLM
+    if job.get("fork") is not None:
+        engine = importlib.import_module("nanopaged.terminal").load_fork(job["fork"])
+    llm = engine(job["model"], **job["options"])
     for line in sys.stdin:
         requests: Requests = json.loads(line)
         prompts, first = [prompt for prompt, _ in requests], warm_up(requests)

@@ -98,9 +98,7 @@ def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
     shapes = _weight_slots(Model(model.config))  # without memory, for the shapes of unsplit weights
     for file in sorted(set(files.values())):
         with _open_weights(file) as tensors:
-            for name, slot in slots.items():
-                if files[name] != file:
-                    continue
+            for name, slot in [each for each in slots.items() if files[each[0]] == file]:
                 weight, shape = tensors.get_slice(name), list(shapes[name].shape)
                 dtype, found = weight.get_dtype(), weight.get_shape()
                 if found != shape or dtype not in ("F32", "F16", "BF16"):  # others may be quantised

@@ -253,12 +253,11 @@ class Model(nn.Module):
         self, config: ModelConfig, ranks: Ranks | None = None, operations: Operations = PLAIN
     ) -> None:
         super().__init__()
-        self.config, self.ranks = config, ranks
+        self.config, self.ranks, self.rotary = config, ranks, Rotary()
         self.share = share = config.share(ranks.size if ranks is not None else 1)  # this rank's layers
         num_rows = share.vocab_size  # the last rank may have some too many
         self.embed_tokens = nn.Embedding.from_pretrained(empty_weight(num_rows, config.hidden_size))
-        self.rotary = Rotary()
-        layers = [DecoderLayer(share, i, ranks, operations) for i in range(config.num_layers)]
+        layers = (DecoderLayer(share, i, ranks, operations) for i in range(config.num_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, operations)
         self.lm_head = Linear(config.hidden_size, num_rows, False)

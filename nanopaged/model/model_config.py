@@ -90,8 +90,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ValueError(f"{path} is neither a file nor a folder")
     raw = read_json(file)
-    differences = FAMILIES.get(str(raw.get("model_type")))
-    if differences is None:
+    if (differences := FAMILIES.get(str(raw.get("model_type")))) is None:
         raise _unsupported(file, "model_type", raw.get("model_type"), " or ".join(FAMILIES))
     try:
         hf = AutoConfig.for_model(**copy.deepcopy(raw))  # it changes its arguments

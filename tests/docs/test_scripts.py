@@ -211,6 +211,46 @@ def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(output.outputs[0].token_ids) == 4
 
 
+# ── --fork ────────────────────────────────────────────────────────────────────────────────────────
+
+FORK = """
+import nanopaged
+from nanopaged.scheduler import Scheduler
+
+
+class OneAtATime(Scheduler):
+    def __init__(self, manager, max_num_seqs, *limits, **named):
+        super().__init__(manager, 1, *limits, **named)
+
+
+class Engine(nanopaged.LLMEngine):
+    make_scheduler = OneAtATime
+
+
+class LLM(nanopaged.LLM):
+    engine_class = Engine
+"""
+
+
+def test_programs_run_a_fork(tmp_path: Path) -> None:
+    """One request at a time: in the example, in the bench (here, and in another process), in a simulation."""
+    fork = tmp_path / "my_fork.py"
+    fork.write_text(FORK, encoding="utf-8")
+    printed = run("example.py", "--prompt", "To", "--prompt", "be", "--max-tokens", "5", "--fork", str(fork))
+    assert "steps           10," in printed
+    small = ("--shape", "test", "--requests", "3", *LENGTHS, "--fork", str(fork))
+    assert re.search(r"steps, sequences in each +[\d.]+ +1\.0", run("bench.py", *small))
+    assert "nanopaged is " in run("bench.py", *small, "--baseline", ".")
+    rows = [experiment("arrivals", "--requests", "8", *more) for more in ((), ("--fork", str(fork)))]
+    assert rows[0].splitlines()[-1] != rows[1].splitlines()[-1]
+    for name, text in (("gone.py", None), ("empty.py", ""), ("broken.py", "def")):
+        if text is not None:
+            (tmp_path / name).write_text(text, encoding="utf-8")
+        for script in ("example.py", "bench.py", "docs/experiments/arrivals.py"):
+            printed = run(script, "--fork", str(tmp_path / name), status=2)
+            assert f"{name} is no fork, which has a class LLM" in printed
+
+
 # ── bench.py ──────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -26,6 +26,7 @@ from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.reference_backend import ScoreMod
 from nanopaged.attention.torch_backend import QUERY_TILE, TorchAttention
 from nanopaged.kv_cache import KVCache, KVShape
+from nanopaged.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
 LAYERS, LAYER = 2, 1
@@ -172,8 +173,8 @@ def test_a_score_mod_in_the_engine(
             ids.append(int(qwen3.model(torch.tensor([ids]), attention_mask=mask).logits[0, -1].argmax()))
         return ids[len(prompt) :]
 
-    make = partial(make_attention, score_mod=window)
-    monkeypatch.setattr("nanopaged.model_runner.make_attention", make)
+    make = staticmethod(partial(make_attention, score_mod=window))
+    monkeypatch.setattr(ModelRunner, "make_attention", make)
     options = {"block_size": 4, "num_blocks": 24, "max_num_batched_tokens": 16, "preemption": preemption}
     llm = LLM(qwen3.folder, attention_backend=backend, **options)
     prompts = random_prompts(5, seed=3, longest=30)
