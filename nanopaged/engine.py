@@ -173,8 +173,7 @@ class LLMEngine:
         """
         if not isinstance(request_id, str) or request_id not in self.requests:
             raise ValueError(f"no unfinished request has the id {request_id!r}")
-        request = self.requests[request_id]
-        self.forget(request)
+        self.forget(request := self.requests[request_id])
         return request.output()
 
     def forget(self, request: Request) -> None:

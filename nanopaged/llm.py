@@ -156,8 +156,7 @@ class LLM(ForeignAttributes):
         """
         given: Any = messages
         several = isinstance(given, SequenceOf) and len(given) > 0 and isinstance(given[0], list | tuple)
-        conversations = given if several else [given]
-        prompts = [self.chat_prompt(conversation, chat_template_kwargs) for conversation in conversations]
+        prompts = [self.chat_prompt(each, chat_template_kwargs) for each in (given if several else [given])]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def chat_prompt(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+import timeit
 from collections.abc import Callable
 
 import numpy as np
@@ -158,10 +158,9 @@ def cheaper_preemption(model: Model, kv_cache: KVCache, budget: int) -> str:
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
     """Seconds that `work` takes, the best of three runs."""
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
+
+    def wait_for_work() -> None:
         work()
         torch.get_device_module(device).synchronize()  # a GPU may still compute; for a CPU this does nothing
-        times.append(time.perf_counter() - began)
-    return min(times)
+
+    return min(timeit.repeat(wait_for_work, number=1, repeat=3))

@@ -1,6 +1,6 @@
 """Tensor parallelism: several processes, the ranks, hold a share of each layer and compute steps together.
 
-Rank 0 is the engine's process. The other ranks, its workers, have only a model runner, and wait for inputs.
+Rank 0 is the engine's process. The other ranks, its workers, have only a model runner.
 
     rank 0    schedule ─▶ send ─▶ forward ─▶ logits ─▶ sample, update
     rank 1                 └────▶ forward ─▶ logits ─┘ gathered

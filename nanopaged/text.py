@@ -1,7 +1,6 @@
 """Text: detokenising token by token, the rules that end an output, and chat templates.
 
-A character may be spread over several tokens, a token may end one character and begin the next, and a stop
-string may begin in one token and end in another. The promise is:
+Characters and stop strings may begin in one token and end in another. The promise is:
 
     - the text of an output is the tokenizer's decode of all its tokens, cut where a stop string begins;
     - what is shown while the output grows is a beginning of that text, so it is never taken back.

@@ -267,7 +267,7 @@ def started(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C is for this process, which kills the other
+        preexec_fn=getattr(os, "setpgrp", None),  # Ctrl-C is for this process, which kills the other
     )
 
     def send(message: object) -> None:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nanopaged.terminal import run_program
+from nanopaged.terminal import one_line, run_program
 
 logger = logging.getLogger("nanopaged")
 
@@ -60,25 +60,35 @@ def folder_and_name() -> tuple[Path, str]:
     key = f"{flags()} {platform.machine()} {features[0] if features else platform.processor()}"
     key += "".join(path.read_text(encoding="utf-8") for path in (*SOURCES, HEADER))
     folder = os.environ.get("NANOPAGED_CACHE") or Path.home() / ".cache" / "nanopaged"
-    return Path(folder), f"kernels-{digest(key.encode())}"
+    return Path(folder).absolute(), f"kernels-{digest(key.encode())}"
 
 
 def check_owner(path: Path) -> None:
     """Raise PermissionError if another user (but root) can change the file, or the files of a folder."""
     about = path.stat()
     if os.name == "posix" and (about.st_uid not in (0, os.geteuid()) or about.st_mode & 0o022):
-        raise PermissionError(f"other users can write {path}")
+        raise PermissionError(f"other users can write {path} (if it is yours: chmod go-w)")
 
 
 def find() -> Path | None:
-    """The library, if it was built before and is whole. Raises OSError if it is not to be trusted."""
+    """The library, if it was built before and is whole."""
     folder, name = folder_and_name()
     for path in folder.glob(f"{name}-*.so"):
-        check_owner(folder)
-        check_owner(path)
-        if path.stem == f"{name}-{digest(path.read_bytes())}":
+        if path.is_file() and path.stem == f"{name}-{digest(path.read_bytes())}":
+            check_owner(folder)
+            check_owner(path)
             return path
     return None
+
+
+def run(*command: str | Path) -> None:
+    """Run a command. Raises RuntimeError with its output."""
+    with tempfile.TemporaryFile() as said:  # no pipe: a child of the compiler would hold it open
+        status = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, timeout=TIMEOUT)
+        said.seek(0)
+        text = one_line(said.read().decode(errors="replace"))[-2000:]
+    if status != 0:
+        raise RuntimeError(f"{command[0]} could not build them: {text}")
 
 
 def compile_kernels() -> Path:
@@ -89,16 +99,24 @@ def compile_kernels() -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_owner(folder)
     logger.warning("building the C++ kernels with %s, once (not with NANOPAGED_BUILD=0)", command[0])
-    with tempfile.TemporaryDirectory(dir=folder) as scratch, tempfile.TemporaryFile() as said:
-        made, no_input = Path(scratch, "kernels.so"), subprocess.DEVNULL
-        arguments = [*command, *flags(), *SOURCES, "-o", made]
-        # No pipe: a child of the compiler would hold it open after the timeout.
-        if subprocess.call(arguments, stdin=no_input, stdout=said, stderr=said, timeout=TIMEOUT) != 0:
-            said.seek(0)
-            text = said.read().decode(errors="replace").strip()[-2000:]
-            raise RuntimeError(f"{command[0]} could not build them: {text}")
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch, "kernels.so")
+        run(*command, *flags(), *SOURCES, "-o", made)
+        # In a process of its own, which a bad library may end.
+        code = f"import sys; sys.path = {sys.path}; import torch; from nanopaged.kernels import build"
+        run(sys.executable, "-c", f"{code}; build.check({str(made)!r})")
         made.chmod(0o755)
         return made.replace(folder / f"{name}-{digest(made.read_bytes())}.so")
+
+
+def check(path: Path | str) -> ctypes.CDLL:
+    """The library, if it can be loaded and computes right."""
+    library = ctypes.CDLL(str(path))
+    gate_up, out = (ctypes.c_float * 2)(-2, 3), ctypes.c_float()
+    library.silu_mul(gate_up, ctypes.byref(out), ctypes.c_int64(1), ctypes.c_int64(1), 0)
+    if not math.isclose(out.value, 3 * -2 / (1 + math.exp(2)), rel_tol=1e-5):
+        raise ArithmeticError("it computes wrong results")
+    return library
 
 
 def is_wanted() -> bool:
@@ -112,17 +130,10 @@ def is_wanted() -> bool:
 def load() -> ctypes.CDLL:
     """The library, built if it has to be, and checked; a ValueError says what is wrong and what to do."""
     try:
-        path = find() or compile_kernels()
-        library = ctypes.CDLL(str(path))
-        silu_mul = library.silu_mul
-    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
+        return check(find() or compile_kernels())
+    except (OSError, RuntimeError, AttributeError, ArithmeticError, subprocess.SubprocessError) as error:
         advice = "set NANOPAGED_CACHE to another folder (your own, not noexec), or CXX to another compiler"
         raise ValueError(f"the C++ kernels cannot be built or loaded ({error}): {advice}") from error
-    gate_up, out = (ctypes.c_float * 2)(-2, 3), ctypes.c_float()
-    silu_mul(gate_up, ctypes.byref(out), ctypes.c_int64(1), ctypes.c_int64(1), 0)
-    if not math.isclose(out.value, 3 * -2 / (1 + math.exp(2)), rel_tol=1e-5):
-        raise ValueError(f"{path} computes wrong results: set CXX to another compiler, and delete it")
-    return library
 
 
 def main() -> None:

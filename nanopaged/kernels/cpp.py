@@ -50,7 +50,7 @@ def why_no_cpp(device: torch.device, head_dim: int, dtype: torch.dtype) -> str |
         return f"its kernels take a head_dim of up to 256, not {head_dim}"
     try:  # with nothing to compute: it only tells whether the compiler had this dtype
         has_dtype = load().silu_mul(None, None, 0, 0, DTYPES[dtype])
-    except ValueError as error:
+    except (ValueError, AttributeError) as error:  # AttributeError: it lacks a function
         return str(error)
     return None if has_dtype else "its kernels need GCC 12 or Clang 15 for float16"
 

@@ -114,8 +114,8 @@ def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
 
 @contextmanager
 def _open_weights(file: Path) -> Iterator[safe_open]:
-    if not file.exists():
-        raise FileNotFoundError(f"{file} is missing: convert the weights, or set load_format='dummy'")
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is no file: convert the weights, or set load_format='dummy'")
     try:
         with torch.device("cpu"), safe_open(file, framework="pt") as tensors:  # not torch's default
             yield tensors

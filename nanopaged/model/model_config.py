@@ -86,7 +86,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     file = folder / "config.json"
     if not file.exists():
         raise FileNotFoundError(f"no config.json in {folder}: is it a Hugging Face model folder?")
-    for path in folder.iterdir():  # reading a pipe or a device may never end
+    for path in folder.glob("*.[jm]*"):  # reading a pipe or a device may never end
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ValueError(f"{path} is neither a file nor a folder")
     raw = read_json(file)

@@ -339,9 +339,26 @@ def test_a_library_with_wrong_results_is_not_used(
     text = text.replace("-1.44269504f", "1.44269504f").replace('"vectors.h"', f'"{build.HEADER}"')
     (tmp_path / "fused.cpp").write_text(text, encoding="utf-8")
     monkeypatch.setattr(build, "SOURCES", [build.SOURCES[0], tmp_path / "fused.cpp"])
-    with pytest.raises(ValueError, match="computes wrong results: set CXX"):
+    with pytest.raises(ValueError, match="computes wrong results.*or CXX to another compiler"):
         backend_of("cpp")
     assert backend_of("auto") == "torch"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", ["__attribute__((constructor)) void f() { abort(); }", "hidden"])
+def test_a_library_that_ends_the_process_is_not_kept(
+    body: str, nothing_built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here one that aborts as it is loaded, as with a sanitizer; and one that shows no function."""
+    (tmp_path / "more.cpp").write_text(
+        f"#include <stdlib.h>\n{body if '(' in body else ''}\n", encoding="utf-8"
+    )
+    options = f"{tmp_path}/more.cpp" if "(" in body else "-fvisibility=hidden"
+    monkeypatch.setenv("CXX", f"c++ {options}")
+    assert backend_of("auto") == "torch"
+    assert list(nothing_built.iterdir()) == []
+    monkeypatch.delenv("CXX")
+    assert backend_of("auto") == "cpp"
 
 
 def test_without_a_compiler_the_error_says_what_to_install(
@@ -435,7 +452,9 @@ def test_what_another_user_can_write_is_not_loaded(
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     cpp.load.cache_clear()
     monkeypatch.delenv("NANOPAGED_BUILD")
-    with pytest.raises(ValueError, match=f"other users can write {folder}.*: set NANOPAGED_CACHE to another"):
+    with pytest.raises(
+        ValueError, match=f"other users can write {folder}.*chmod go-w.*: set NANOPAGED_CACHE"
+    ):
         backend_of("cpp")
     for wanted in ("1", "0"):
         monkeypatch.setenv("NANOPAGED_BUILD", wanted)

@@ -24,6 +24,7 @@ from uuid import uuid4
 import uvicorn
 from fastapi import Depends, FastAPI
 from fastapi import Request as Call  # a call may have several prompts; a request of the engine has one
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
@@ -255,7 +256,8 @@ def make_app(
             given = f"Host {call.headers.get('host')!r}, Origin {call.headers.get('origin')!r}"
             raise HTTPException(403, f"a call from another site ({given}): allow it by --allow of the server")
 
-    app = FastAPI(dependencies=[Depends(refuse_foreign)])
+    app = FastAPI(dependencies=[Depends(refuse_foreign)], docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(CORSMiddleware, allow_origins=[*known], allow_methods=["*"], allow_headers=["*"])
     app.state.engine = engine
 
     @app.exception_handler(HTTPException)
@@ -318,7 +320,7 @@ def main() -> None:
     parser.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES, help="of a call: %(default)s")
     parser.add_argument("--max-prompts", type=int, default=MAX_PROMPTS, help="of a call: %(default)s")
     parser.add_argument(
-        "--allow", nargs="*", default=[], help="names of hosts, origins of web pages; * is all"
+        "--allow", action="append", default=[], help="a host's name, or a web page's origin; * is all"
     )
     args = parser.parse_args()
     if min(args.max_body_bytes, args.max_prompts) < 1:
