@@ -22,6 +22,7 @@ from programs import environment, load_file, run_program
 from traces import PARTS, find_events
 
 from nanopaged import LLM, SamplingParams
+from nanopaged.terminal import load_fork
 
 TINY = ROOT / "nanopaged" / "tiny"
 LENGTHS = ["--min-input", "4", "--max-input", "20", "--min-output", "2", "--max-output", "9"]
@@ -232,23 +233,40 @@ class LLM(nanopaged.LLM):
 """
 
 
-def test_programs_run_a_fork(tmp_path: Path) -> None:
-    """One request at a time: in the example, in the bench (here, and in another process), in a simulation."""
-    fork = tmp_path / "my_fork.py"
-    fork.write_text(FORK, encoding="utf-8")
-    printed = run("example.py", "--prompt", "To", "--prompt", "be", "--max-tokens", "5", "--fork", str(fork))
+@pytest.fixture
+def fork(tmp_path: Path) -> str:
+    (tmp_path / "my_fork.py").write_text(FORK, encoding="utf-8")
+    return str(tmp_path / "my_fork.py")
+
+
+def test_programs_run_a_fork(fork: str) -> None:
+    """One request at a time: in the example, in the bench, in a simulation."""
+    printed = run("example.py", "--prompt", "To", "--prompt", "be", "--max-tokens", "5", "--fork", fork)
     assert "steps           10," in printed
-    small = ("--shape", "test", "--requests", "3", *LENGTHS, "--fork", str(fork))
+    small = ("--shape", "test", "--requests", "3", *LENGTHS, "--fork", fork)
     assert re.search(r"steps, sequences in each +[\d.]+ +1\.0", run("bench.py", *small))
-    assert "nanopaged is " in run("bench.py", *small, "--baseline", ".")
-    rows = [experiment("arrivals", "--requests", "8", *more) for more in ((), ("--fork", str(fork)))]
+    rows = [
+        experiment("arrivals", "--requests", "8", "--rate", "9", *more) for more in ((), ("--fork", fork))
+    ]
     assert rows[0].splitlines()[-1] != rows[1].splitlines()[-1]
-    for name, text in (("gone.py", None), ("empty.py", ""), ("broken.py", "def")):
-        if text is not None:
-            (tmp_path / name).write_text(text, encoding="utf-8")
-        for script in ("example.py", "bench.py", "docs/experiments/arrivals.py"):
-            printed = run(script, "--fork", str(tmp_path / name), status=2)
-            assert f"{name} is no fork, which has a class LLM" in printed
+    assert "gone.py is no fork, which has a class LLM" in run("bench.py", "--fork", "gone.py", status=2)
+
+
+@pytest.mark.slow
+def test_a_fork_beside_the_engine_as_it_is(fork: str) -> None:
+    """In processes of their own."""
+    small = ("--shape", "test", "--requests", "3", *LENGTHS, "--fork", fork)
+    assert "nanopaged is " in run("bench.py", *small, "--baseline", ".")
+
+
+@pytest.mark.parametrize("text", [None, "", "def", "import no_such_module"])
+def test_a_file_that_is_no_fork(text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    file = tmp_path / f"no_fork_{len(text or 'none')}.py"
+    if text is not None:
+        file.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"{file.name} is no fork, which has a class LLM"):
+        load_fork(str(file))
 
 
 # ── bench.py ──────────────────────────────────────────────────────────────────────────────────────
