@@ -133,7 +133,7 @@ def check_state(state: State, snapshot: Snapshot, names: dict[str, str]) -> None
 def test_random_runs(make: Any, tmp_path: Path) -> None:
     """With aborts, steps that fail and an emptied prefix cache, the states are the engine's own snapshots."""
     num_failed = 0
-    for seed in range(30):
+    for seed in range(20):
         recorded = record(make(seed), tmp_path / "run.html")
         _, *lines = read_trace(tmp_path / "run.html")
         names = names_of(lines)
