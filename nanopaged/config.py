@@ -245,9 +245,7 @@ def resolve_lengths(config: EngineConfig, longest: int) -> ResolvedConfig:
     """
     max_model_len = config.max_model_len or longest
     if max_model_len > longest:
-        raise ValueError(
-            f"max_model_len is {max_model_len}, but the model was made for at most {longest} tokens"
-        )
+        raise ValueError(f"max_model_len is {max_model_len}, but the model was made for at most {longest}")
     least = 0 if config.enable_chunked_prefill else max_model_len
     budget = config.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, least)
     if budget < least:

@@ -196,8 +196,7 @@ class LLM(ForeignAttributes):
         """Queue requests, each with an id that no unfinished request has."""
         with self._door, self._lock:
             for request in requests:
-                request.request_id = f"llm-{next(self._count)}"
-                while request.request_id in self.engine.requests:  # a user's own
+                while not request.request_id or request.request_id in self.engine.requests:  # a user's own
                     request.request_id = f"llm-{next(self._count)}"
                 self.engine.queue(request)
 

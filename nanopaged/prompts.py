@@ -71,8 +71,8 @@ class PromptProcessor:
         """The tokens of a text.
 
         Raises:
-            ValueError: the model has no tokenizer, or the text is so long that it cannot fit, however it is
-                tokenised (tokenising 40 MB takes minutes).
+            ValueError: the model has no tokenizer, or the text is so long that it cannot fit (tokenising
+                40 MB takes minutes).
         """
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer: give the prompt as a list of token ids")
@@ -88,14 +88,10 @@ class PromptProcessor:
         """Raise ValueError if the request could never be served."""
         config, size, num_seqs = self.config, self.config.block_size, params.width
         if num_prompt_tokens >= config.max_model_len:
-            what = (
-                f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {config.max_model_len} with"
-            )
-            way_out = "shorten it, or raise max_model_len if the model allows more"
-            raise ValueError(f"{what} at least one to generate: {way_out}")
-        if num_seqs > config.max_num_seqs:
-            what = f"the request is for {num_seqs} sequences, but max_num_seqs is {config.max_num_seqs}"
-            raise ValueError(f"{what}: ask for fewer, or raise max_num_seqs")
+            what = f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {config.max_model_len}"
+            raise ValueError(f"{what} with at least one to generate: shorten it, or raise max_model_len")
+        if num_seqs > (most := config.max_num_seqs):
+            raise ValueError(f"the request is for {num_seqs} sequences, but max_num_seqs is {most}: ask less")
         # The K/V of the last generated token is never read, so it needs no slot. Full blocks of the prompt
         # are shared by all sequences of the request.
         # block_size = 4, prompt 9, max_tokens 12, 3 sequences: 20 slots are 5 blocks, of which 2 are shared.
@@ -105,10 +101,9 @@ class PromptProcessor:
         if needed > self.num_blocks:
             what = f"a prompt of {num_prompt_tokens} tokens with max_tokens={params.max_tokens}"
             what += f" and {num_seqs} sequences" if num_seqs > 1 else ""
-            raise ValueError(
-                f"{what} may need {needed} blocks of {size} slots, but the whole pool has {self.num_blocks}: "
-                f"shorten it, {'set' if not params.max_tokens else 'lower'} max_tokens, or raise num_blocks"
-            )
+            what += f" may need {needed} blocks of {size} slots, but the whole pool has {self.num_blocks}"
+            verb = "lower" if params.max_tokens else "set"
+            raise ValueError(f"{what}: shorten it, {verb} max_tokens, or raise num_blocks")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
         if (wanted := max(params.logprobs or 0, params.prompt_logprobs or 0)) > self.vocab_size:

@@ -126,8 +126,7 @@ class Snapshot:
         for is_free, group in groupby(self.blocks, key=lambda block: block.state == "free"):
             run = list(group)
             if is_free:
-                ids = dict.fromkeys([str(run[0].block_id), str(run[-1].block_id)])
-                rows.append(("-".join(ids), "free"))
+                rows.append(("-".join(dict.fromkeys([str(run[0].block_id), str(run[-1].block_id)])), "free"))
                 continue
             for block in run:
                 slots = "█" * block.num_filled + "·" * (self.block_size - block.num_filled)

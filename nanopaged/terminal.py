@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -21,18 +22,29 @@ def run_program(main: Callable[[], object]) -> None:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
+    pressed: list[int] = []
+
+    def interrupt(number: int, _frame: object) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         try:
             main()
         finally:
             sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
     except OSError as error:
-        # Its reader has gone (`| head`), or the disk is full: Python would write the rest again.
+        # Its reader has gone (`| head`), or the disk is full; Python would write again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1 if isinstance(error, BrokenPipeError) else one_line(error))
+    except (Exception, KeyboardInterrupt) as error:
+        # Imports may swallow Ctrl-C, and fail later.
+        if not pressed and isinstance(error, Exception):
+            raise
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def load_fork(file: str) -> Any:

@@ -33,6 +33,10 @@ if __name__ == "__main__":
     run_program(main)
 """
 
+# A library that catches everything, as PyTorch does while it imports NumPy.
+SWALLOWED = "import contextlib, signal; exec('with contextlib.suppress(BaseException):"
+SWALLOWED += " signal.raise_signal(signal.SIGINT)')"
+
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
@@ -71,6 +75,8 @@ def test_a_reader_that_goes(script: Path, end: str) -> None:
         ("raise OSError('two\\nlines \\033[31m')", "", 1, b"", b"two lines [31m\n"),
         ("print('began'); raise KeyboardInterrupt", "", 130, b"began\n", b"interrupted\n"),
         ("sys.exit(7)", "", 7, b"", b""),
+        (f"{SWALLOWED}; 1 / 0", "", 130, b"", b"interrupted\n"),
+        (f"{SWALLOWED}; print('goes on')", "", 0, b"goes on\n", b""),
     ],
 )
 def test_what_ends_a_program(
