@@ -48,7 +48,7 @@ def test_every_page_is_there(site: Path) -> None:
         html = page.replace("README.md", "index.md").replace(".md", ".html")
         text = (site / html).read_text(encoding="utf-8")
         assert f'<html lang="{"zh" if page.startswith("zh/") else "en"}"' in text, page
-        assert re.search(r'href="[./]*tour\.html"', text), f"{page}: no tour in the navigation"
+        assert re.search(r'href="[./]*play/tour\.html"', text), f"{page}: no tour in the navigation"
     assert ("a", "../source/nanopaged/block_manager.py.html") in build.Page(
         site / "book" / "03-blocks.html"
     ).links
