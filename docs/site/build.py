@@ -36,6 +36,8 @@ PRESET = re.compile(
     r"(?<=\n\n)\[(?P<text>[^\]]+)\]"
     r"\((?P<address>[./]*play/index\.html#preset=[\w-]+)\)(?=\n\n|\n?\Z)"
 )
+# The figure that the site shows with a button.
+LIVE = re.compile(r"!\[[^\]]+\]\([\w./]*figures/write_a_token\.svg\)")
 # Where pages were before they had these folders: old addresses lead on.
 MOVED = {"book/": "", "reference/": "", "records/": "", "build/": "rebuild/"}
 MOVED |= {"play/tour.html": "tour.html", "play/index.html": "playground/index.html"}
@@ -111,7 +113,8 @@ def copy_pages(folder: Path, playground: bool) -> None:
         write(pages / file.relative_to(DOCS), file.read_bytes())
     tour = (PLAYGROUND / "tour.html").read_text(encoding="utf-8")
     write(pages / "play" / "tour.html", with_way_back(tour, "../index.html"))
-    write(pages / "extra.css", (DOCS / "site" / "extra.css").read_text(encoding="utf-8"))
+    for name in ("extra.css", "live.js"):
+        write(pages / name, (DOCS / "site" / name).read_bytes())
 
 
 def write(file: Path, contents: str | bytes) -> None:
@@ -151,8 +154,9 @@ def rewrite(text: str, page: str, playground: bool, sources: set[str]) -> str:
             sources.add(path)
         return posixpath.relpath(place(path), posixpath.dirname(place(page)))
 
-    text = LINK.sub(lead, text)
-    return PRESET.sub(lambda found: embed(found, in_chinese=page.startswith("docs/zh/")), text)
+    in_chinese = page.startswith("docs/zh/")
+    text = LIVE.sub(lambda _: live(place(page), in_chinese), LINK.sub(lead, text))
+    return PRESET.sub(lambda found: embed(found, in_chinese), text)
 
 
 def embed(found: re.Match[str], in_chinese: bool) -> str:
@@ -162,6 +166,20 @@ def embed(found: re.Match[str], in_chinese: bool) -> str:
     frame = f'<iframe loading="lazy" title="{text}" src="{address}&amp;embed"></iframe>'
     return (
         f'<details class="play"><summary>{text}</summary>\n{frame}\n<a href="{address}">{whole}</a></details>'
+    )
+
+
+def live(page: str, in_chinese: bool) -> str:
+    """The figure itself, in place of an image of it, with the button that live.js reads."""
+    folder, words = (
+        (DOCS / "zh", "写入一个 token|从头开始") if in_chinese else (DOCS / "book", "Write a token|Again")
+    )
+    svg = (folder / "figures" / "write_a_token.svg").read_text(encoding="utf-8").replace("\n", "")
+    script = posixpath.relpath("live.js", posixpath.dirname(page))
+    return (
+        f'<figure class="live">{svg}<figcaption><button type="button" class="md-button md-button--primary" '
+        f'data-words="{words}" hidden></button> <span role="status"></span></figcaption></figure>'
+        f'<script src="{script}" defer></script>'
     )
 
 

@@ -11,6 +11,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
 from time import sleep
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -18,6 +19,12 @@ from browser import open_browser
 from doc_pages import ROOT, copy_repository
 from programs import load_file
 
+from nanopaged import SamplingParams
+from nanopaged.block_manager import BlockManager
+from nanopaged.sequence import Request, Sample
+from nanopaged.text import StopRules
+
+SVG = "{http://www.w3.org/2000/svg}"
 BUILD = ROOT / "docs" / "site" / "build.py"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 build = load_file(BUILD)
@@ -126,6 +133,50 @@ def test_where_links_lead(page: str, link: str, led: str) -> None:
     code = f"\n```python\n[text]({link})\n```\n"
     assert build.rewrite(f"[text]({link})\n{code}", page, True, sources) == f"[text]({led})\n{code}"
     assert [build.place(source) for source in sources] == ([led.lstrip("./")] if "source/" in led else [])
+
+
+# ── the live figure ───────────────────────────────────────────────────────────────────────────────
+
+FIGURE = ROOT / "docs" / "book" / "figures" / "write_a_token.svg"
+
+
+def test_the_live_figure_shows_what_the_block_manager_does() -> None:
+    """Tables, references and the number of filled slots after each write, of a run that the engine makes."""
+    svg = ElementTree.parse(FIGURE).getroot()
+    ends = list(map(int, svg.findtext(f"{SVG}metadata").split()))
+    groups = [(group, *map(int, group.get("data-frames").split())) for group in svg.iter(f"{SVG}g")]
+    manager = BlockManager(5, 4)
+    rules = StopRules(frozenset(), frozenset(), 0, 99)
+    first = Request("A", None, list(range(7)), SamplingParams(n=2), rules, seed=0).live[0]
+    assert manager.allocate([first])
+    first.num_computed_tokens = 7
+    sequences = [first, manager.fork(first, 1)]
+    for write, frame in enumerate(ends):
+        if write > 0:
+            writer = sequences[(write - 1) % 2]
+            writer.append(Sample(99, 0.0))
+            copies = manager.append_slots(sequences)
+            assert bool(copies) is (frame - ends[write - 1] > 1), "a copy is shown in frames of its own"
+            writer.num_computed_tokens += 1
+        texts: dict[str, list[str]] = {}
+        for group, begin, end in groups:
+            if begin <= frame <= end:
+                assert group.get("data-of") not in texts, "one state of each thing"
+                texts[group.get("data-of")] = [text.text for text in group.iter(f"{SVG}text")]
+        for i, seq in enumerate(sequences):
+            assert texts[f"table {i}"] == list(map(str, seq.block_table))
+        for block in manager.blocks:
+            number, *words, references = texts[f"block {block.block_id}"]
+            assert int(number) == block.block_id
+            assert references == ("free", "1 reference", "2 references")[block.ref_count]
+            filled = [
+                seq.num_computed_tokens - 4 * seq.block_table.index(block.block_id)
+                for seq in sequences
+                if block.block_id in seq.block_table
+            ]
+            assert len(words) == min(4, max(filled, default=0))
+    assert write >= 6
+    assert FIGURE.stat().st_size <= 500_000
 
 
 # ── the playground ────────────────────────────────────────────────────────────────────────────────
