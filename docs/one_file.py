@@ -9,7 +9,7 @@ one contiguous range of memory, for the longest text it may have, most of that r
 attention gives it memory in small blocks, when they are needed, wherever they are; a table says where.
 
 Here is all of that, top to bottom: 1. the pool of blocks, 2. the requests, 3. the scheduler, 4. the model,
-which reads K/V through the tables, 5. the loop. docs/00-map.md says where the engine has each part.
+which reads K/V through the tables, 5. the loop. docs/book/00-map.md says where the engine has each part.
 """
 
 import json

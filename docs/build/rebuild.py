@@ -1,14 +1,14 @@
 """Rebuild the engine: write its functions yourself, stage by stage, and let its tests judge them.
 
-    python docs/rebuild.py                      the stages, and how far you are
-    python docs/rebuild.py start 3 FOLDER       a copy of the package without the functions of stage 3
-    python docs/rebuild.py check 3 FOLDER       run the stage's tests on it; exits with 0 when it is done
-    python docs/rebuild.py hint 3 FOLDER        the next hint
-    python docs/rebuild.py diff 3 FOLDER        your functions and the source's
-    python docs/rebuild.py peek NAME            the source's own body, e.g. of BlockManager.take
+    python docs/build/rebuild.py                      the stages, and how far you are
+    python docs/build/rebuild.py start 3 FOLDER       a copy of the package without the functions of stage 3
+    python docs/build/rebuild.py check 3 FOLDER       run the stage's tests on it; exits with 0 when it is done
+    python docs/build/rebuild.py hint 3 FOLDER        the next hint
+    python docs/build/rebuild.py diff 3 FOLDER        your functions and the source's
+    python docs/build/rebuild.py peek NAME            the source's own body, e.g. of BlockManager.take
 
 `start` writes FOLDER/nanopaged. A later stage can be started in the same folder: it keeps what you have
-written. docs/rebuild has a page for each stage. FOLDER may be left out after `start`: it is the last one.
+written. docs/build has a page for each stage. FOLDER may be left out after `start`: it is the last one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-HERE = ROOT / "docs" / "rebuild"
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "docs" / "build"
 sys.path.insert(0, str(HERE))
 from stages import Stage, load  # noqa: E402
 
@@ -58,7 +58,7 @@ def main() -> None:
             number = stage_number(args.stage)
             folder = args.folder or (None if args.command == "start" else last_folder())
             if folder is None:
-                raise ValueError(f"which folder? python docs/rebuild.py {args.command} {number} FOLDER")
+                raise ValueError(f"which folder? python docs/build/rebuild.py {args.command} {number} FOLDER")
             sys.exit(COMMANDS[args.command](number, folder))
     except ValueError as error:
         parser.error(str(error))
@@ -162,10 +162,10 @@ def note(folder: Path, number: int, **facts: Any) -> None:
 
 def list_stages(folder: Path | None) -> None:
     notes = notes_of(folder) if folder is not None and folder.is_dir() else {}
-    print(f"in {folder}" if folder is not None else "nothing is begun: python docs/rebuild.py start 1 FOLDER")
+    print(f"in {folder}" if folder is not None else "nothing is begun: python docs/build/rebuild.py start 1 FOLDER")
     for number, stage in STAGES.items():
         state = notes.get(str(number), {}).get("state", "not begun")
-        print(f"{number}  {state:10} {stage.title}  (docs/{stage.chapter}, docs/rebuild/{number}.md)")
+        print(f"{number}  {state:10} {stage.title}  (docs/book/{stage.chapter}, docs/build/{number}.md)")
         for line in textwrap.wrap(", ".join(name for _, name in stage.functions), 96):
             print(f"   {'':10} {line}")
 
@@ -180,7 +180,7 @@ def start(number: int, folder: Path) -> int:
         shutil.copytree(ROOT / "nanopaged", folder / "nanopaged", ignore=ignore)
     notes = notes_of(folder)
     begun = {name for each in notes for _, name in STAGES[int(each)].functions}
-    print(f"stage {number}: {stage.title}. Its page is docs/rebuild/{number}.md. Write:")
+    print(f"stage {number}: {stage.title}. Its page is docs/build/{number}.md. Write:")
     for file, name in stage.functions:
         source = read(folder, file)
         if name in begun and not is_blank(source, name):
@@ -192,7 +192,7 @@ def start(number: int, folder: Path) -> int:
     LAST.write_text(json.dumps(str(folder.resolve())), encoding="utf-8")
     if str(number) not in notes:
         note(folder, number, state="begun")
-    print(f"then: python docs/rebuild.py check {number} {folder}")
+    print(f"then: python docs/build/rebuild.py check {number} {folder}")
     return 0
 
 
@@ -200,10 +200,10 @@ def check(number: int, folder: Path) -> int:
     """Run the stage's tests on the package in the folder. Returns 0 if all pass."""
     if not (folder / "nanopaged").is_dir():
         raise ValueError(
-            f"there is no {folder / 'nanopaged'}: python docs/rebuild.py start {number} {folder}"
+            f"there is no {folder / 'nanopaged'}: python docs/build/rebuild.py start {number} {folder}"
         )
     if str(number) not in notes_of(folder):
-        raise ValueError(f"stage {number} is not begun: python docs/rebuild.py start {number} {folder}")
+        raise ValueError(f"stage {number} is not begun: python docs/build/rebuild.py start {number} {folder}")
     stage = STAGES[number]
     blank = [name for file, name in stage.functions if is_blank(read(folder, file), name)]
     if blank:

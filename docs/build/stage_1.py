@@ -1,4 +1,4 @@
-"""Stage 1 of docs/rebuild.py."""
+"""Stage 1 of docs/build/rebuild.py."""
 
 from stages import Stage
 

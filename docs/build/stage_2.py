@@ -1,4 +1,4 @@
-"""Stage 2 of docs/rebuild.py."""
+"""Stage 2 of docs/build/rebuild.py."""
 
 from stages import Stage
 

@@ -1,4 +1,4 @@
-"""Stage 3 of docs/rebuild.py."""
+"""Stage 3 of docs/build/rebuild.py."""
 
 from stages import Stage
 

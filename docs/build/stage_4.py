@@ -1,4 +1,4 @@
-"""Stage 4 of docs/rebuild.py."""
+"""Stage 4 of docs/build/rebuild.py."""
 
 from stages import Stage
 

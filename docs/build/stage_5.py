@@ -1,4 +1,4 @@
-"""Stage 5 of docs/rebuild.py."""
+"""Stage 5 of docs/build/rebuild.py."""
 
 from stages import Stage
 

@@ -1,4 +1,4 @@
-"""Stage 6 of docs/rebuild.py."""
+"""Stage 6 of docs/build/rebuild.py."""
 
 from stages import Stage
 

@@ -1,4 +1,4 @@
-"""Stage 7 of docs/rebuild.py."""
+"""Stage 7 of docs/build/rebuild.py."""
 
 from stages import Stage
 

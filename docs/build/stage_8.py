@@ -1,4 +1,4 @@
-"""Stage 8 of docs/rebuild.py."""
+"""Stage 8 of docs/build/rebuild.py."""
 
 from stages import Stage
 

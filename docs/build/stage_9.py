@@ -1,4 +1,4 @@
-"""Stage 9 of docs/rebuild.py."""
+"""Stage 9 of docs/build/rebuild.py."""
 
 from stages import Stage
 

@@ -1,4 +1,4 @@
-"""What a stage of docs/rebuild.py is. stage_1.py to stage_9.py have one each."""
+"""What a stage of docs/build/rebuild.py is. stage_1.py to stage_9.py have one each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Stage:
     """A part of the engine to write.
 
     Fields:
-        chapter: of the book, which explains it: a file of docs.
+        chapter: of the book, which explains it: a file of docs/book.
         functions: (file, dotted name) of each function that loses its body. One that the reader has written
             in an earlier stage is kept: this stage asks more of it.
         suite: arguments of pytest, from the root: the tests of the suite that judge it after judge_N.py.

@@ -1,8 +1,8 @@
 """Fetch Pyodide, CPython for the browser, from npm: the playground's only dependency.
 
-    python docs/playground/fetch.py
+    python docs/play/fetch.py
 
-puts its files into docs/playground/pyodide/VERSION/, and their names and sizes into pyodide/files.json.
+puts its files into docs/play/pyodide/VERSION/, and their names and sizes into pyodide/files.json.
 """
 
 from __future__ import annotations

@@ -450,7 +450,7 @@ window.onhashchange = () => { current = ""; open(); };
 async function begin() {
   if (location.protocol === "file:") {
     throw new Error("A browser runs no Python from a file. At the project's root: python -m http.server, then open "
-      + "http://localhost:8000/docs/playground/");
+      + "http://localhost:8000/docs/play/");
   }
   if (typeof WebAssembly === "undefined") throw new Error("This browser has no WebAssembly, so it cannot run Python.");
   ({ engine: defaults, request: requestDefaults, presets } = await (await fetch("presets.json", { cache: "no-cache" })).json());

@@ -29,7 +29,7 @@ async function textOf(url) {
 // `here` is the folder of the playground, `source` that of nanopaged/, both as addresses.
 async function load({ here, source }) {
   const list = await fetchFile(`${here}pyodide/files.json`, { cache: "no-cache" });
-  if (!list.ok) throw new Error("Pyodide is missing. Run: python docs/playground/fetch.py");
+  if (!list.ok) throw new Error("Pyodide is missing. Run: python docs/play/fetch.py");
   const { version, sizes } = await list.json();
   const folder = `${here}pyodide/${version}/`;
   total = Object.values(sizes).reduce((sum, size) => sum + size, 0);
@@ -39,7 +39,7 @@ async function load({ here, source }) {
   count(sizes["pyodide.mjs"]);
   pyodide = await loadPyodide({ indexURL: folder });
   count(sizes["pyodide.asm.mjs"]);
-  const paths = [...FILES, ...ours.map((name) => `docs/playground/${name}`)], sources = {};
+  const paths = [...FILES, ...ours.map((name) => `docs/play/${name}`)], sources = {};
   for (const [i, text] of (await texts).entries()) {
     const file = `/repository/${paths[i]}`;
     pyodide.FS.mkdirTree(file.slice(0, file.lastIndexOf("/")));
@@ -48,7 +48,7 @@ async function load({ here, source }) {
   }
   pyodide.runPython(`
 import json, sys
-sys.path.insert(0, "/repository/docs/playground")
+sys.path.insert(0, "/repository/docs/play")
 import playground
 def run(text, tell):
     return json.dumps(playground.run(*json.loads(text), tell))

@@ -156,7 +156,7 @@ def test_help_answers_before_the_heavy_imports(script: str) -> None:
 
 def test_the_tour_shows_everything(tmp_path: Path) -> None:
     """In about 60 steps. The page in the repository has today's viewer; tour.py writes it again."""
-    page, in_docs = tmp_path / "tour.html", ROOT / "docs" / "tour.html"
+    page, in_docs = tmp_path / "tour.html", ROOT / "docs" / "play" / "tour.html"
     printed = experiment("tour", "--page", str(page))
     events = {kind: int(num) for num, kind in re.findall(r"^ +(\d+)  (\w+)$", printed, flags=re.MULTILINE)}
     assert {"copy", "fork", "beams", "chunk", "hit", "evict", "preempt", "swap", "finish"} <= events.keys()
@@ -177,7 +177,7 @@ def test_the_tour_shows_everything(tmp_path: Path) -> None:
 def check_captions(captions: list[dict[str, Any]], steps: list[dict[str, Any]]) -> None:
     """The event of which a caption speaks has happened in its step, by its part; its terms are explained."""
     assert 8 <= len(captions) <= 10
-    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").replace("`", "")
+    glossary = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8").replace("`", "")
     events = find_events(steps)
     for caption in captions:
         part = events[caption["step"] - 1].get(caption["event"])
@@ -187,7 +187,7 @@ def check_captions(captions: list[dict[str, Any]], steps: list[dict[str, Any]]) 
         for term, address, meaning in caption["terms"]:
             assert term.lower() in caption["text"].lower()
             assert re.search(rf"^\| \*\*{term}\*\*.*\| {re.escape(meaning)} \|", glossary, flags=re.MULTILINE)
-            assert address.startswith("glossary.html#")
+            assert address.startswith("../reference/glossary.html#")
             assert unquote(address.partition("text=")[2]) in meaning
 
 

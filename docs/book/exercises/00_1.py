@@ -1,6 +1,6 @@
-"""Exercise 0.1, a pool without preemption: see docs/00-map.md.
+"""Exercise 0.1, a pool without preemption: see docs/book/00-map.md.
 
-python -m pytest docs/exercises/00_1.py
+python -m pytest docs/book/exercises/00_1.py
 """
 
 from nanopaged import LLM, SamplingParams

@@ -1,6 +1,6 @@
-"""Exercise 1.1, predict the waste: see docs/01-why-paging.md.
+"""Exercise 1.1, predict the waste: see docs/book/01-why-paging.md.
 
-python -m pytest docs/exercises/01_1.py
+python -m pytest docs/book/exercises/01_1.py
 """
 
 from nanopaged import LLM, SamplingParams

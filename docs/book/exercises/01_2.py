@@ -1,6 +1,6 @@
-"""Exercise 1.2, ranges of equal length: see docs/01-why-paging.md.
+"""Exercise 1.2, ranges of equal length: see docs/book/01-why-paging.md.
 
-python -m pytest docs/exercises/01_2.py
+python -m pytest docs/book/exercises/01_2.py
 """
 
 import random
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 from memory import TRACES, draw_lengths, run_contiguous
 
 

@@ -1,6 +1,6 @@
-"""Exercise 1.3, is a decode step ever compute-bound?: see docs/01-why-paging.md.
+"""Exercise 1.3, is a decode step ever compute-bound?: see docs/book/01-why-paging.md.
 
-python -m pytest docs/exercises/01_3.py
+python -m pytest docs/book/exercises/01_3.py
 """
 
 WEIGHTS = 8_030_261_248 - 128_256 * 4096  # of Llama-3-8B that a step reads: all but the input embedding

@@ -1,6 +1,6 @@
-"""Exercise 2.2, lay out a batch: see docs/02-one-request.md.
+"""Exercise 2.2, lay out a batch: see docs/book/02-one-request.md.
 
-python -m pytest docs/exercises/02_2.py
+python -m pytest docs/book/exercises/02_2.py
 """
 
 import random
@@ -10,7 +10,7 @@ from pathlib import Path
 from nanopaged import SamplingParams
 from nanopaged.model_runner import prepare
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 from no_model import NoModel, make_request, make_scheduler
 
 

@@ -1,6 +1,6 @@
-"""Exercise 2.3, what a failure costs: see docs/02-one-request.md.
+"""Exercise 2.3, what a failure costs: see docs/book/02-one-request.md.
 
-python -m pytest docs/exercises/02_3.py
+python -m pytest docs/book/exercises/02_3.py
 """
 
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nanopaged import SamplingParams
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 from no_model import NoModel, make_request, make_scheduler
 
 

@@ -1,6 +1,6 @@
-"""Exercise 3.1, count the free blocks: see docs/03-blocks.md.
+"""Exercise 3.1, count the free blocks: see docs/book/03-blocks.md.
 
-python -m pytest docs/exercises/03_1.py
+python -m pytest docs/book/exercises/03_1.py
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 from no_model import make_request
 
 free: list[int] = []  # six numbers: the free blocks after each event

@@ -1,6 +1,6 @@
-"""Exercise 3.2, a paged cache of your own: see docs/03-blocks.md.
+"""Exercise 3.2, a paged cache of your own: see docs/book/03-blocks.md.
 
-python -m pytest docs/exercises/03_2.py
+python -m pytest docs/book/exercises/03_2.py
 """
 
 import math

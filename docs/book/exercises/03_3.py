@@ -1,6 +1,6 @@
-"""Exercise 3.3, paging moves K/V, it does not change it: see docs/03-blocks.md.
+"""Exercise 3.3, paging moves K/V, it does not change it: see docs/book/03-blocks.md.
 
-python -m pytest docs/exercises/03_3.py
+python -m pytest docs/book/exercises/03_3.py
 """
 
 import random

@@ -1,6 +1,6 @@
-"""Exercise 4.1, the scheduler in twenty lines: see docs/04-scheduling.md.
+"""Exercise 4.1, the scheduler in twenty lines: see docs/book/04-scheduling.md.
 
-python -m pytest docs/exercises/04_1.py
+python -m pytest docs/book/exercises/04_1.py
 """
 
 import random
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nanopaged import SamplingParams
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 from no_model import NoModel, make_request, make_scheduler
 
 

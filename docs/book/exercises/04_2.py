@@ -1,6 +1,6 @@
-"""Exercise 4.2, short prompts first, without starvation: see docs/04-scheduling.md.
+"""Exercise 4.2, short prompts first, without starvation: see docs/book/04-scheduling.md.
 
-python -m pytest docs/exercises/04_2.py
+python -m pytest docs/book/exercises/04_2.py
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 from nanopaged import SamplingParams
 from nanopaged.sequence import Request
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 from no_model import NoModel, make_request, make_scheduler
 
 arrived: dict[str, int] = {}  # request id → the step before which it arrives; the check fills it

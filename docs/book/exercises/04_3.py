@@ -1,6 +1,6 @@
-"""Exercise 4.3, prefill always wins: see docs/04-scheduling.md.
+"""Exercise 4.3, prefill always wins: see docs/book/04-scheduling.md.
 
-python -m pytest docs/exercises/04_3.py
+python -m pytest docs/book/exercises/04_3.py
 """
 
 import random

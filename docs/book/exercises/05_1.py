@@ -1,6 +1,6 @@
-"""Exercise 5.1, when do rows lose: see docs/05-attention.md.
+"""Exercise 5.1, when do rows lose: see docs/book/05-attention.md.
 
-python -m pytest docs/exercises/05_1.py
+python -m pytest docs/book/exercises/05_1.py
 """
 
 import random

@@ -1,6 +1,6 @@
-"""Exercise 5.2, combine splits, some of them empty: see docs/05-attention.md.
+"""Exercise 5.2, combine splits, some of them empty: see docs/book/05-attention.md.
 
-python -m pytest docs/exercises/05_2.py
+python -m pytest docs/book/exercises/05_2.py
 """
 
 import math

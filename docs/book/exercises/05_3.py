@@ -1,6 +1,6 @@
-"""Exercise 5.3, read a shared prefix once: see docs/05-attention.md.
+"""Exercise 5.3, read a shared prefix once: see docs/book/05-attention.md.
 
-python -m pytest docs/exercises/05_3.py
+python -m pytest docs/book/exercises/05_3.py
 """
 
 import random

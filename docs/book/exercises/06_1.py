@@ -1,12 +1,12 @@
-"""Exercise 6.1, predict the hit: see docs/06-prefix-cache.md.
+"""Exercise 6.1, predict the hit: see docs/book/06-prefix-cache.md.
 
-python -m pytest docs/exercises/06_1.py
+python -m pytest docs/book/exercises/06_1.py
 """
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 
 from no_model import make_request
 

@@ -1,13 +1,13 @@
-"""Exercise 6.2, what a radix tree would find: see docs/06-prefix-cache.md.
+"""Exercise 6.2, what a radix tree would find: see docs/book/06-prefix-cache.md.
 
-python -m pytest docs/exercises/06_2.py
+python -m pytest docs/book/exercises/06_2.py
 """
 
 import random
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 
 from no_model import make_request
 

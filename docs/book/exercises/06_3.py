@@ -1,6 +1,6 @@
-"""Exercise 6.3, pin a prefix: see docs/06-prefix-cache.md.
+"""Exercise 6.3, pin a prefix: see docs/book/06-prefix-cache.md.
 
-python -m pytest docs/exercises/06_3.py
+python -m pytest docs/book/exercises/06_3.py
 """
 
 import random

@@ -1,12 +1,12 @@
-"""Exercise 7.1, count the copies: see docs/07-sharing.md.
+"""Exercise 7.1, count the copies: see docs/book/07-sharing.md.
 
-python -m pytest docs/exercises/07_1.py
+python -m pytest docs/book/exercises/07_1.py
 """
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 
 from no_model import make_request
 

@@ -1,13 +1,13 @@
-"""Exercise 7.2, find the leak: see docs/07-sharing.md.
+"""Exercise 7.2, find the leak: see docs/book/07-sharing.md.
 
-python -m pytest docs/exercises/07_2.py
+python -m pytest docs/book/exercises/07_2.py
 """
 
 import random
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 
 from no_model import make_request
 

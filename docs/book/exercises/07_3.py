@@ -1,6 +1,6 @@
-"""Exercise 7.3, beam search outside of the engine: see docs/07-sharing.md.
+"""Exercise 7.3, beam search outside of the engine: see docs/book/07-sharing.md.
 
-python -m pytest docs/exercises/07_3.py
+python -m pytest docs/book/exercises/07_3.py
 """
 
 import random

@@ -1,12 +1,12 @@
-"""Exercise 8.1, how many blocks are moved: see docs/08-preemption.md.
+"""Exercise 8.1, how many blocks are moved: see docs/book/08-preemption.md.
 
-python -m pytest docs/exercises/08_1.py
+python -m pytest docs/book/exercises/08_1.py
 """
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 
 from no_model import NoModel, make_request, make_scheduler
 

@@ -1,6 +1,6 @@
-"""Exercise 8.2, from which block size on is swapping cheaper: see docs/08-preemption.md.
+"""Exercise 8.2, from which block size on is swapping cheaper: see docs/book/08-preemption.md.
 
-python -m pytest docs/exercises/08_2.py
+python -m pytest docs/book/exercises/08_2.py
 """
 
 

@@ -1,6 +1,6 @@
-"""Exercise 8.3, the victim that loses least: see docs/08-preemption.md.
+"""Exercise 8.3, the victim that loses least: see docs/book/08-preemption.md.
 
-python -m pytest docs/exercises/08_3.py
+python -m pytest docs/book/exercises/08_3.py
 """
 
 import random
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 
 from no_model import NoModel, make_request, make_scheduler, rank_again
 

@@ -1,6 +1,6 @@
-"""Exercise 9.1, splits on paper: see docs/09-gpu.md.
+"""Exercise 9.1, splits on paper: see docs/book/09-gpu.md.
 
-python -m pytest docs/exercises/09_1.py
+python -m pytest docs/book/exercises/09_1.py
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
-"""Exercise 9.2, the worst batch for padding: see docs/09-gpu.md.
+"""Exercise 9.2, the worst batch for padding: see docs/book/09-gpu.md.
 
-python -m pytest docs/exercises/09_2.py
+python -m pytest docs/book/exercises/09_2.py
 """
 
 import random

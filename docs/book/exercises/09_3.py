@@ -1,6 +1,6 @@
-"""Exercise 9.3, how even the work is: see docs/09-gpu.md.
+"""Exercise 9.3, how even the work is: see docs/book/09-gpu.md.
 
-python -m pytest docs/exercises/09_3.py
+python -m pytest docs/book/exercises/09_3.py
 """
 
 import random

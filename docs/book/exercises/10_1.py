@@ -1,6 +1,6 @@
-"""Exercise 10.1, bytes of a block on a rank: see docs/10-parallel.md.
+"""Exercise 10.1, bytes of a block on a rank: see docs/book/10-parallel.md.
 
-python -m pytest docs/exercises/10_1.py
+python -m pytest docs/book/exercises/10_1.py
 """
 
 from dataclasses import replace

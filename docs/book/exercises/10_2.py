@@ -1,6 +1,6 @@
-"""Exercise 10.2, the bias of the second matrix: see docs/10-parallel.md.
+"""Exercise 10.2, the bias of the second matrix: see docs/book/10-parallel.md.
 
-python -m pytest docs/exercises/10_2.py
+python -m pytest docs/book/exercises/10_2.py
 """
 
 import torch

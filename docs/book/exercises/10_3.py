@@ -1,6 +1,6 @@
-"""Exercise 10.3, a greedy token without all logits: see docs/10-parallel.md.
+"""Exercise 10.3, a greedy token without all logits: see docs/book/10-parallel.md.
 
-python -m pytest docs/exercises/10_3.py
+python -m pytest docs/book/exercises/10_3.py
 """
 
 import random

@@ -1,6 +1,6 @@
-"""Exercise 11.1, where does decode become compute-bound: see docs/11-measuring.md.
+"""Exercise 11.1, where does decode become compute-bound: see docs/book/11-measuring.md.
 
-python -m pytest docs/exercises/11_1.py
+python -m pytest docs/book/exercises/11_1.py
 """
 
 import random

@@ -1,6 +1,6 @@
-"""Exercise 11.2, an open load: see docs/11-measuring.md.
+"""Exercise 11.2, an open load: see docs/book/11-measuring.md.
 
-python -m pytest docs/exercises/11_2.py
+python -m pytest docs/book/exercises/11_2.py
 """
 
 import time

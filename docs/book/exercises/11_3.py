@@ -1,6 +1,6 @@
-"""Exercise 11.3, more goodput with one option: see docs/11-measuring.md.
+"""Exercise 11.3, more goodput with one option: see docs/book/11-measuring.md.
 
-python -m pytest docs/exercises/11_3.py
+python -m pytest docs/book/exercises/11_3.py
 """
 
 import sys
@@ -18,7 +18,7 @@ ENGINE = ("max_num_seqs", "budget")  # the options of the engine, as arrivals.py
 def test_the_goodput_rises() -> None:
     if not changed:
         raise NotImplementedError
-    sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+    sys.path.append(str(Path(__file__).parents[2] / "experiments"))
     import arrivals
 
     try:

@@ -1,6 +1,6 @@
-"""Exercise 12.1, recompute a table of the paper: see docs/12-wrong-claims.md.
+"""Exercise 12.1, recompute a table of the paper: see docs/book/12-wrong-claims.md.
 
-python -m pytest docs/exercises/12_1.py
+python -m pytest docs/book/exercises/12_1.py
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""Exercise 12.2, do ten requests with one prompt need a tenth of the memory? See docs/12-wrong-claims.md.
+"""Exercise 12.2, do ten requests with one prompt need a tenth of the memory? See docs/book/12.
 
-python -m pytest docs/exercises/12_2.py
+python -m pytest docs/book/exercises/12_2.py
 """
 
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nanopaged import SamplingParams
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 from no_model import NoModel, make_request, make_scheduler, num_used_blocks
 
 

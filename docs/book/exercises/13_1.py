@@ -1,6 +1,6 @@
-"""Exercise 13.1, another victim: see docs/13-forks.md.
+"""Exercise 13.1, another victim: see docs/book/13-forks.md.
 
-python -m pytest docs/exercises/13_1.py
+python -m pytest docs/book/exercises/13_1.py
 """
 
 import sys
@@ -12,7 +12,7 @@ from typing import Any
 from nanopaged import SamplingParams
 from nanopaged.sequence import Request, Sample
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 from no_model import NoModel, make_request, make_scheduler, rank_again
 
 

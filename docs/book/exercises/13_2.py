@@ -1,6 +1,6 @@
-"""Exercise 13.2, evict the least frequently used block: see docs/13-forks.md.
+"""Exercise 13.2, evict the least frequently used block: see docs/book/13-forks.md.
 
-python -m pytest docs/exercises/13_2.py
+python -m pytest docs/book/exercises/13_2.py
 """
 
 import sys
@@ -14,7 +14,7 @@ from nanopaged.block_manager import BlockManager
 from nanopaged.scheduler import Scheduler
 from nanopaged.snapshot import check_blocks
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 from no_model import NoModel, make_request
 
 

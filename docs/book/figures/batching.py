@@ -11,7 +11,7 @@ from pathlib import Path
 
 from svg import COLORS, FAINT, GREY, Drawing
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 
 from no_model import NoModel, make_request, make_scheduler
 

@@ -1,8 +1,8 @@
 """Three turns of a chat: which tokens are found in the prefix cache, computed and generated.
 
-    python docs/figures/chat_turns.py
+    python docs/book/figures/chat_turns.py
 
-The numbers are those of a run of the tiny model, the same as in docs/06-prefix-cache.md.
+The numbers are those of a run of the tiny model, the same as in docs/book/06-prefix-cache.md.
 """
 
 from __future__ import annotations

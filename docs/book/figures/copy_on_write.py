@@ -1,8 +1,8 @@
 """Copy-on-write of two samples, before and after, drawn from two snapshots of an engine (paper, Fig. 8).
 
-    python docs/figures/copy_on_write.py
+    python docs/book/figures/copy_on_write.py
 
-Texts and tables are those of a run of the tiny model, the same as in docs/07-sharing.md.
+Texts and tables are those of a run of the tiny model, the same as in docs/book/07-sharing.md.
 """
 
 from __future__ import annotations

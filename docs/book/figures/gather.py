@@ -1,6 +1,6 @@
 """Two ways to attend to scattered blocks: copy them to contiguous memory first, or read them in place.
 
-    python docs/figures/gather.py
+    python docs/book/figures/gather.py
 
 The bytes are those of one decode of Llama-3-8B with 4,096 tokens of context.
 """

@@ -1,6 +1,6 @@
 """The decode kernel: its grid of programs, and one tile of keys whose blocks lie anywhere in the KV cache.
 
-    python docs/figures/grid.py
+    python docs/book/figures/grid.py
 
 The sequences and splits are those of docs/experiments/interpreted.py (4 cuts); the block tables are random.
 """

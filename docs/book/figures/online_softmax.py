@@ -1,8 +1,9 @@
 """The online softmax, block after block: the running maximum, sum and output after each.
 
-    python docs/figures/online_softmax.py
+    python docs/book/figures/online_softmax.py
 
-The first two blocks are the example of docs/05-attention.md, and the outputs those of the reference backend.
+The first two blocks are the example of docs/book/05-attention.md, and the outputs those of the reference
+backend.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Chapter 11: requests served and good, and the wait for the first token, over the rate of arrivals.
 
-python docs/figures/saturation.py
+python docs/book/figures/saturation.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from svg import COLORS, FAINT, GREY, Drawing
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 import arrivals
 
 MOST = 5.0  # requests a second, the end of both axes

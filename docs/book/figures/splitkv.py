@@ -1,6 +1,6 @@
 """Split-KV: three programs read parts of one context at the same time, and their results are combined.
 
-    python docs/figures/splitkv.py
+    python docs/book/figures/splitkv.py
 
 The partial outputs are those of `reference_paged_attention` over a part of the block table.
 """

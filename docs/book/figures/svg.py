@@ -2,7 +2,7 @@
 
 The scripts beside this file draw the figures of the book with it. Each writes the file of its own name:
 
-    python docs/figures/NAME.py
+    python docs/book/figures/NAME.py
 
 The same script writes the same bytes on every machine, and a test compares them with the file that is there.
 """
@@ -117,5 +117,5 @@ class Drawing:
         svg, file = "\n".join(lines) + "\n", Path(sys.argv[0]).resolve().with_suffix(".svg")
         file.write_text(svg, encoding="utf-8")
         if file.stem in FIGURES:
-            translated = file.parents[1] / "zh" / "figures" / file.name
+            translated = file.parents[2] / "zh" / "figures" / file.name
             translated.write_text(in_chinese(svg), encoding="utf-8")

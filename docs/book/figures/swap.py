@@ -7,7 +7,7 @@ from pathlib import Path
 
 from svg import COLORS, FAINT, GREY, PAPER, Drawing
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 
 from no_model import NoModel, make_request, make_scheduler
 

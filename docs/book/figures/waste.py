@@ -1,6 +1,6 @@
 """The slots of one small pool in the same step of a run, under each allocation of experiments/memory.py.
 
-python docs/figures/waste.py
+python docs/book/figures/waste.py
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from string import ascii_letters
 
 from svg import GREY, INK, PAPER, Drawing
 
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 import memory
 from no_model import NoModel, make_request, make_scheduler
 
