@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from browser import Browser, open_browser
 from conftest import tokens
+from programs import load_file
 from random_workloads import forked, mixed
 from test_trace import greedy, make_engine, names_of, record, run_to_end
 from traces import find_events, parts_of, read_trace
@@ -19,7 +20,6 @@ from traces import find_events, parts_of, read_trace
 from nanopaged import BeamSearchParams
 from nanopaged.snapshot import Snapshot, short_key
 
-COLOURS = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"]
 MOST_TABLES, MOST_ROWS, MOST_ARROWS = 16, 24, 100  # that the page shows
 LEFT, RIGHT, HOME, END, ENTER, ESCAPE, SHIFT = "\ue012\ue014\ue011\ue010\ue007\ue00c\ue008"
 
@@ -29,14 +29,15 @@ GO_AND_READ = """(() => {
   const cell = (c) => ({ kind: c.classList[1], shared: c.classList.contains("shared"),
     refs: +c.dataset.refs, colour: c.style.getPropertyValue("--a"),
     filled: c.style.getPropertyValue("--filled") });
-  const row = (r) => [+r.dataset.block, +r.lastChild.textContent];
+  const entry = (e) => [+e.dataset.block, +e.dataset.filled];
   const queue = (id) => all(document.getElementById(id), ".chip").map((c) => c.textContent);
   const state = window.trace.stateAt(arguments[0], arguments[1]);
   return {
     pool: all(document, "#pool .cell").map(cell), host: all(document, "#host .cell").map(cell),
-    tables: all(document, ".table").map((t) => all(t, "tbody tr[data-block]").map(row)),
+    tables: all(document, ".table").map((t) => all(t, ".entry").map(entry)),
+    colours: all(document, ".table").map((t) => t.style.getPropertyValue("--a")),
     queues: ["running", "waiting", "swapped"].map(queue),
-    moves: all(document, "#arrows [data-move]").map((path) => [path.classList[0], path.dataset.move]),
+    moves: all(document, "#arrows [data-move]").map((path) => [path.classList[1], path.dataset.move]),
     marked: all(document, ".cell[data-mark]")
       .map((c) => [c.dataset.mark, c.parentElement.id, +c.dataset.block]),
     parts: window.trace.parts(arguments[0]), cached: state.cached,
@@ -58,15 +59,15 @@ def browser() -> Iterator[Browser]:
 
 def check_page(shown: dict[str, Any], snapshot: Snapshot, names: dict[str, str]) -> None:
     """Everything that the page shows of a part of a step is as in the snapshot."""
-    size, numbers = snapshot.block_size, {request_id: i for i, request_id in enumerate(names)}
-    users: dict[int, list[int]] = {}
+    size = snapshot.block_size
+    users: dict[int, list[int]] = {}  # block → the tables that have it
     host_users: dict[int, list[int]] = {}
     tables, contents = [], {}
     for request in snapshot.requests:
         for seq in request.sequences:
             for table, its_users in ((seq.block_table, users), (seq.host_table, host_users)):
                 for block_id in table:
-                    its_users.setdefault(block_id, []).append(numbers[request.request_id])
+                    its_users.setdefault(block_id, []).append(len(tables))
             table, num = seq.block_table or seq.host_table, seq.num_computed_tokens
             filled = [min(size, max(0, num - i * size)) for i in range(len(table))]
             if table:
@@ -87,8 +88,8 @@ def check_page(shown: dict[str, Any], snapshot: Snapshot, names: dict[str, str])
         assert not block.num_filled or not block.ref_count or its_tokens in contents[block.block_id]
         if block.state != "free":
             assert float(cell["filled"].rstrip("%")) == pytest.approx(100 * block.num_filled / size, 1e-4)
-        if block.ref_count:
-            assert cell["colour"] == COLOURS[min(users[block.block_id]) % len(COLOURS)]
+        if block.ref_count == 1 and users[block.block_id][0] < MOST_TABLES:
+            assert cell["colour"] == shown["colours"][users[block.block_id][0]]
     for block_id, cell in enumerate(shown["host"]):
         assert cell["kind"] == ("used" if block_id in host_users else "free")
         assert cell["refs"] == len(host_users.get(block_id, []))
@@ -303,23 +304,13 @@ def here(browser: Browser) -> tuple[int, str]:
 
 def words(browser: Browser) -> list[str]:
     """The sentences of the part that is shown."""
-    return browser.run(
-        "[...document.querySelectorAll('.part.now li[data-kinds]')].map((li) => li.textContent)"
-    )
+    return browser.texts("#said li")
 
 
 def rows(browser: Browser, name: str) -> list[int]:
     """The physical blocks in the table of a sequence that is shown."""
-    query = f".table[data-seq='{name}'] tr[data-block]"
+    query = f".table[data-seq='{name}'] .entry"
     return browser.run("[...document.querySelectorAll(arguments[0])].map((row) => +row.dataset.block)", query)
-
-
-def text(browser: Browser, id: str) -> str:
-    return browser.run("document.getElementById(arguments[0]).textContent", id)
-
-
-def click(browser: Browser, id: str) -> None:
-    browser.run("document.getElementById(arguments[0]).click()", id)
 
 
 def test_keys_and_buttons_walk(browser: Browser, small_page: Path) -> None:
@@ -336,10 +327,10 @@ def test_keys_and_buttons_walk(browser: Browser, small_page: Path) -> None:
         assert here(browser) == place
         if keys.startswith(SHIFT):
             browser.press(SHIFT)  # lets it go
-    walk = [("last", places[-1]), ("back", places[-2]), ("first", (0, "")), ("forward", places[1])]
-    for button, place in [*walk, ("first", (0, ""))]:
-        click(browser, button)
+    for button, place in (("forward", places[1]), ("forward", places[2]), ("back", places[1])):
+        browser.click(f"#{button}")
         assert here(browser) == place
+    browser.press(HOME)
     browser.run("document.getElementById('slider').focus()")
     browser.press(RIGHT)
     assert here(browser) == (1, "updated"), "the slider has the focus, and moves once"
@@ -388,19 +379,20 @@ def test_the_place_in_the_address(browser: Browser, small_page: Path) -> None:
     assert here(browser) == (4, "computed")
 
 
-def test_a_row_says_that_the_newest_token_has_no_kv(browser: Browser, small_page: Path) -> None:
-    """Of B's 9 tokens 4 are in the block that A fills in this step."""
-    texts = "[...document.querySelectorAll(arguments[0])].map((element) => element.textContent)"
-    note, framed = (f".table[data-seq='B'] td {what}" for what in ("small", ".pending"))
-    browser.open(small_page, "1-scheduled")
-    assert browser.run(texts, note)[-1].startswith("5 tokens ")
-    for place, num in (("1-computed", 0), ("1", 1), ("2-computed", 0)):
+def test_a_table_says_that_the_newest_token_has_no_kv(browser: Browser, small_page: Path) -> None:
+    """Of B's 9 tokens 4 are in the block that A fills. A block says what will be copied to it."""
+    framed = ".table[data-seq='B'] .pending"
+    for place, texts in (("1-scheduled", ["+5 tokens"]), ("1-computed", []), ("2-computed", [])):
         browser.open(small_page, place)
-        assert len(browser.run(texts, note)) == len(browser.run(texts, framed)) == num
-    browser.open(small_page, f"{places_with(small_page, 'copy')[0][0]}-scheduled")
-    assert browser.run(texts, ".table[data-seq='A1'] td small")[0] == "K/V still in block 1"
+        assert browser.texts(framed) == texts
+    browser.open(small_page, 1)
+    assert len(browser.texts(framed)) == 1
+    step, _ = places_with(small_page, "copy")[0]
+    browser.open(small_page, f"{step}-scheduled")
+    coming = ".cell[aria-label*='its contents are still in block 1']"
+    assert len(browser.texts(coming)) == 1
     browser.press(RIGHT)
-    assert "K/V still in" not in text(browser, "tables")
+    assert browser.texts(coming) == []
 
 
 TABLES = "[...document.querySelectorAll('.table')].map((table) => table.dataset.seq)"
@@ -409,12 +401,11 @@ TABLES = "[...document.querySelectorAll('.table')].map((table) => table.dataset.
 def test_a_block_tells_what_it_holds(browser: Browser, small_page: Path) -> None:
     """The grid is reached with the keyboard, and the arrows move from block to block."""
     browser.open(small_page, 1)
-    labels = "[...document.querySelectorAll('#pool .label')].map((label) => label.textContent)"
-    assert browser.run(labels)[:3] == ["A1,2 B", "A1,2", "B"]
+    assert browser.texts("#pool .label")[:3] == ["A1,2 B", "A1,2", "B"]
     browser.run("document.querySelector('#pool .cell').focus()")
-    assert re.match(r"Block 0 · full, 4 of 4 .* · 3 references: A1 \(its block 0\)", text(browser, "detail"))
+    assert re.match(r"Block 0 · full, 4 of 4 .* · 3 references: A1 \(its block 0\)", browser.text("block"))
     browser.press(RIGHT)
-    assert text(browser, "detail").startswith("Block 1 · ")
+    assert browser.text("block").startswith("Block 1 · ")
     assert here(browser) == (1, "updated")
     browser.run("document.querySelectorAll('#running .chip')[0].click()")
     assert browser.run(TABLES) == ["A1", "A2"]
@@ -422,7 +413,7 @@ def test_a_block_tells_what_it_holds(browser: Browser, small_page: Path) -> None
 
 
 def test_finding(browser: Browser, small_page: Path) -> None:
-    """A request by name or id, a sequence, a block; then the parts in which it changes."""
+    """A request by name or id, a sequence, a block."""
     browser.open(small_page, "2")
 
     def find(text: str) -> None:
@@ -437,89 +428,161 @@ def test_finding(browser: Browser, small_page: Path) -> None:
         browser.press(ESCAPE)
         assert browser.run(TABLES) == ["A1", "A2", "B"]
     find("nobody")
-    assert "Nothing is called nobody" in text(browser, "found")
+    assert "Nothing is called nobody" in browser.text("found")
     find("block 2")
     assert browser.run("[...document.querySelectorAll('.cell.target')].map((c) => +c.dataset.block)") == [2]
-    assert text(browser, "detail").startswith("Block 2 · ")
-    browser.press(HOME)
-    changes = []
-    for _ in range(4):
-        browser.press("n")
-        changes.append((*here(browser), text(browser, "detail").split(" · ")[1].split(",")[0]))
-    expected = [(1, "scheduled", "partial"), (1, "computed", "full"), (7, "scheduled", "cached")]
-    assert changes == [*expected, (7, "copied", "cached")]  # B is preempted, and copied to the host
-    browser.press("N")
-    assert here(browser) == changes[-2][:2]
-    browser.press(END)
-    browser.press("n")
-    assert text(browser, "found") == "There is no later change."
+    assert browser.text("block").startswith("Block 2 · ")
     browser.press(HOME)
     find("B")
     assert here(browser) == (1, "scheduled"), "where it arrives"
     assert browser.logs()[0] == []
 
 
+# ── what is in view ───────────────────────────────────────────────────────────────────────────────
+
+ROOT = Path(__file__).parents[2]
+TOUR = ROOT / "docs" / "play" / "tour.html"
+SCREENS = {"desktop": (1440, 900), "laptop": (1280, 720), "phone": (390, 844)}
+WHERE = """(() => ["pool", "tables", "picture", "caption"].map((id) => {
+  const { left, top, right, bottom } = document.getElementById(id).getBoundingClientRect();
+  return [left, top, right, bottom];
+}))()"""
+
+
+@pytest.fixture(scope="module")
+def presets(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
+    """The page of each run of the playground's presets, and the step at which it opens."""
+    play, folder = ROOT / "docs" / "play", tmp_path_factory.mktemp("presets")
+    run, pages = load_file(play / "playground.py").run, {}
+    for preset in json.loads((play / "presets.json").read_text(encoding="utf-8"))["presets"]:
+        for i, its in enumerate([{}, preset["beside"]] if "beside" in preset else [{}]):
+            page = folder / f"{preset['name']}-{i}.html"
+            page.write_text(run(preset["settings"] | its, {})["page"], encoding="utf-8")
+            pages[page] = preset.get("step", 1)
+    return pages
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_pool_and_tables_are_in_view(browser: Browser, presets: dict[Path, str], screen: str) -> None:
+    """At each stop of the tour and in each preset, without scrolling; on a phone, the caption and the pool.
+
+    Each entry in view has its arrow. The tokens of a small pool are in their slots.
+    """
+    width, height = SCREENS[screen]
+    browser.screen(width, height)
+    browser.open(TOUR)
+    places = [(TOUR, place) for place in browser.run("trace.captions.map((c) => c.place.join('-'))")]
+    assert len(places) == 10
+    for page, step in places + list(presets.items()):
+        browser.open(page, step)
+        pool, tables, picture, caption = browser.run(WHERE)
+        assert pool[3] <= height, (page.name, step)
+        assert 0 < tables[1] < tables[3] <= pool[1] < pool[3] <= picture[3]
+        assert screen == "phone" or picture[3] <= height
+        assert page != TOUR or 0 < caption[1] < caption[3] <= height
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        entries = "[...document.querySelectorAll('.entry')].length"
+        assert screen == "phone" or browser.run(entries) == len(browser.texts("#links path"))
+        assert "".join(browser.texts("#pool .slot")).strip()
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_the_view_never_jumps(browser: Browser, screen: str) -> None:
+    """The pool and the tables keep their places in all parts of the tour, and at all its stops."""
+    browser.screen(*SCREENS[screen])
+    browser.open(TOUR)
+    first = browser.run(WHERE)[:2]
+    for key in (RIGHT, " ") if screen == "laptop" else (" ",):
+        browser.run("trace.go(0)")
+        before = None
+        while here(browser) != before:
+            before = here(browser)
+            browser.press(key)
+            assert browser.run(WHERE)[:2] == first, here(browser)
+        assert browser.run("scrollY") == 0
+
+
+# Element → the least contrast (WCAG 2) of its text with what is behind it: the nearest background, or the
+# colours of its gradient. They are painted, so that all notations are read.
+CONTRAST = """(() => {
+  const canvas = Object.assign(document.createElement("canvas"), { width: 1, height: 1 });
+  const context = canvas.getContext("2d", { willReadFrequently: true });
+  const luminance = (colour) => {
+    context.fillStyle = colour;
+    context.fillRect(0, 0, 1, 1);
+    const linear = [...context.getImageData(0, 0, 1, 1).data].map((value) => value / 255)
+      .map((value) => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  };
+  const behind = (element) => {
+    const { backgroundColor, backgroundImage } = getComputedStyle(element);
+    const colours = backgroundImage.match(/(oklch|rgb)\\([^)]*\\)/g) || [backgroundColor];
+    return colours[0] === "rgba(0, 0, 0, 0)" ? behind(element.parentElement) : colours;
+  };
+  const least = {};
+  for (const element of document.querySelectorAll("#page *")) {
+    const hasText = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+    if (!hasText || element.disabled || !element.checkVisibility({ visibilityProperty: true })) continue;
+    const text = luminance(getComputedStyle(element).color), name = `${element.tagName}.${element.className}`;
+    if (element.matches(".coming .slot")) continue;  // it is hatched, and its text not to be seen
+    for (const back of behind(element).map(luminance)) {
+      const contrast = (Math.max(text, back) + 0.05) / (Math.min(text, back) + 0.05);
+      least[name] = Math.min(contrast, least[name] ?? 21);
+    }
+  }
+  return least;
+})()"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_every_text_can_be_read(browser: Browser, dark: bool) -> None:
+    """A contrast of 4.5 and more (WCAG AA) at all stops of the tour, with everything unfolded."""
+    browser.screen(1280, 720, dark)
+    browser.open(TOUR)
+    browser.run("void (document.getElementById('rest').open = true)")
+    least: dict[str, float] = {}
+    for step, part in browser.run("trace.captions.map((c) => c.place)"):
+        browser.run("trace.go(...arguments)", step, part)
+        for name, contrast in browser.run(CONTRAST).items():
+            least[name] = min(contrast, least.get(name, 21))
+    assert {"SPAN.id", "SPAN.label", "H3.", "BUTTON.term"} <= least.keys()
+    assert {name: contrast for name, contrast in least.items() if contrast < 4.5} == {}
+
+
 # ── beside and inside other pages ─────────────────────────────────────────────────────────────────
 
 
-def test_two_runs_side_by_side(browser: Browser, small_page: Path, tmp_path: Path) -> None:
-    """They step together, the shorter one stays at its end; or each alone."""
-    engine = make_engine(tmp_path / "other.html")
-    engine.add_request("other", tokens(5, 7), greedy(3))
-    run_to_end(engine)
-
-    def frame(script: str) -> Any:
-        """The value of an expression in the window of the first frame."""
-        return browser.run(f"((window) => {script})(document.querySelector('iframe').contentWindow)")
-
-    browser.open(small_page, "1-computed")
-    browser.driver.find_element("id", "file").send_keys(str(tmp_path / "other.html"))
-    browser.driver.execute_async_script(
-        "const done = arguments[0], look = () => document.querySelector('iframe')?.contentWindow.trace "
-        "? setTimeout(done, 50) : setTimeout(look, 10); look()"
-    )
-    at = "Object.values(window.trace.at())"
-    assert frame(at) == [1, "computed"]
-    frame("window.document.getElementById('forward').click()")
-    assert here(browser) == (1, "updated"), "also the other way round"
-    browser.press(END)
-    assert frame(at) == [3, "updated"]
-    click(browser, "together")
-    browser.press(HOME)
-    assert frame(at) == [3, "updated"], "each alone"
-    click(browser, "together")
-    assert frame(at) == [0, ""]
-    click(browser, "close")
-    assert browser.run("document.querySelectorAll('iframe').length") == 0
-    assert browser.logs()[0] == []
-
-
 def test_a_guided_tour(browser: Browser, small_page: Path) -> None:
-    """The captions are stops, in the order of the steps; words of a caption lead to the glossary."""
+    """The captions are stops, in the order of the steps; Play waits at each. Its terms are explained."""
     viewer, data = small_page.read_text(encoding="utf-8").split('id="steps">\n')
     first, rest = data.split("\n", 1)
-    terms = [["Block table", "glossary.html#words", "where a block is"], ["slot", "glossary.html#slot"]]
-    words = {"title": "Copies", "text": "Each slot of the block tables moves.", "terms": terms}
+    words = {"title": "Copies", "text": "Each slot of the block tables moves."}
+    words |= {"terms": [["Block table", "glossary.md#words", "where a block is"]]}
     stops = [(2, "copied", words), (1, "scheduled", {"text": "It begins."}), (3, "updated", {"text": "On."})]
     captions = [{"step": step, "part": part} | caption for step, part, caption in stops]
     header = json.dumps(json.loads(first) | {"title": "A run", "captions": captions})
     small_page.write_text(f'{viewer}id="steps">\n{header}\n{rest}', encoding="utf-8")
-    browser.open(small_page)
-    assert browser.run("document.querySelector('h1').textContent") == "A run"
-    assert "3 stops. The next stop is step 1, scheduled." in text(browser, "caption")
+    browser.open(small_page, "none")
+    assert browser.texts("h1") == ["A run"]
     stop_1, stop_2, stop_3 = (1, "scheduled"), (2, "copied"), (3, "updated")
-    for key, place, caption in (
-        ("g", stop_1, "1 of 3."),
-        ("g", stop_2, "2 of 3. Copies Each slot"),
-        ("g", stop_3, "3 of 3."),
-        ("G", stop_2, "2 of 3."),
-    ):
+    assert (here(browser), browser.text("caption")) == (stop_1, "1 of 3. It begins."), "it opens at a stop"
+    browser.press(RIGHT)
+    assert "The next stop: Copies (step 2, copied)" in browser.text("caption")
+    walk = [(" ", stop_2, "2 of 3. Copies Each slot"), ("g", stop_3, "3 of 3."), ("G", stop_2, "2 of 3.")]
+    for key, place, caption in walk:
         browser.press(key)
         assert here(browser) == place
-        assert text(browser, "caption").startswith(caption)
-    assert browser.run("document.querySelector('#caption a').getAttribute('href')") == "glossary.html#slot"
+        assert browser.text("caption").startswith(caption)
     browser.driver.find_element("css selector", "#caption .term").click()
-    assert text(browser, "definition") == "Block table: where a block is Glossary"
+    assert browser.text("definition") == "Block table: where a block is Glossary"
+    assert browser.run("document.querySelector('#definition a').getAttribute('href')") == "glossary.md#words"
+    browser.run("trace.go(1, 'scheduled')")
+    browser.click("#play")
+    browser.driver.execute_async_script(
+        "const done = arguments[0]; "
+        "addEventListener('trace-step', ({ detail }) => detail.caption !== null && setTimeout(done, 900))"
+    )
+    assert (here(browser), browser.texts("#play")) == (stop_2, ["Play"])
     assert browser.logs()[0] == []
 
 
@@ -537,5 +600,5 @@ def test_an_interrupted_run_and_one_without_steps(browser: Browser, small_page: 
     assert browser.run("window.trace.lines.length") == num_lines - 1
     make_engine(tmp_path / "none.html")
     browser.open(tmp_path / "none.html")
-    assert "Nothing has run yet" in text(browser, "said")
+    assert "Nothing has run yet" in browser.text("said")
     assert browser.logs()[0] == []
