@@ -9,7 +9,7 @@ Captions say why, at the steps in which the events of `STOPS` are found. The pic
 its steps:
 
     cd docs/play
-    chromium --headless --window-size=1200,1010 --screenshot=tour.png "file://$PWD/tour.html#9-scheduled"
+    chromium --headless --window-size=1200,660 --screenshot=tour.png "file://$PWD/tour.html#2-copied"
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ STOPS = [
         "updated",
         "All requests are finished: every reference is given back, no block is in use. Partial blocks are "
         "free; full ones stay in the prefix cache until their memory is needed.",
-        ("Partial block", "Full block", "Prefix cache"),
+        ("Partial block", "Prefix cache"),
         last=True,
     ),
 ]

@@ -558,14 +558,14 @@ def test_a_guided_tour(browser: Browser, small_page: Path) -> None:
     first, rest = data.split("\n", 1)
     words = {"title": "Copies", "text": "Each slot of the block tables moves."}
     words |= {"terms": [["Block table", "glossary.md#words", "where a block is"]]}
-    stops = [(2, "copied", words), (1, "scheduled", {"text": "It begins."}), (3, "updated", {"text": "On."})]
+    stops = [(2, "copied", words), (1, "scheduled", {"title": "A", "text": "It begins."}), (3, "updated", {"text": "On."})]
     captions = [{"step": step, "part": part} | caption for step, part, caption in stops]
     header = json.dumps(json.loads(first) | {"title": "A run", "captions": captions})
     small_page.write_text(f'{viewer}id="steps">\n{header}\n{rest}', encoding="utf-8")
     browser.open(small_page, "none")
     assert browser.texts("h1") == ["A run"]
     stop_1, stop_2, stop_3 = (1, "scheduled"), (2, "copied"), (3, "updated")
-    assert (here(browser), browser.text("caption")) == (stop_1, "1 of 3. It begins."), "it opens at a stop"
+    assert (here(browser), browser.text("caption")) == (stop_1, "1 of 3. A It begins."), "it opens at a stop"
     browser.press(RIGHT)
     assert "The next stop: Copies (step 2, copied)" in browser.text("caption")
     walk = [(" ", stop_2, "2 of 3. Copies Each slot"), ("g", stop_3, "3 of 3."), ("G", stop_2, "2 of 3.")]
