@@ -250,6 +250,7 @@ def prepare(settings: Settings, page: Path) -> tuple[Any, list[tuple[float, Any]
         with naming(number):
             row = filled(row, REQUEST)
             at_most("arrival", row["arrival"], MOST_STEPS, least=1)
+            at_most("max_tokens", row["max_tokens"], MOST_STEPS, least=1)
             rules = {"max_tokens": row["max_tokens"], "ignore_eos": True}
             if row["beam_width"] == 0:
                 params = SamplingParams(n=row["n"], **rules)
