@@ -9,7 +9,7 @@ Captions say why, at the steps in which the events of `STOPS` are found. The pic
 its steps:
 
     cd docs/play
-    chromium --headless --window-size=1200,660 --screenshot=tour.png "file://$PWD/tour.html#2-copied"
+    chromium --headless --window-size=1200,730 --screenshot=tour.png "file://$PWD/tour.html#2-copied"
 """
 
 from __future__ import annotations
