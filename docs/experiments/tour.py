@@ -98,7 +98,7 @@ STOPS = [
         "Why a prefix hit is possible",
         "hit",
         "scheduled",
-        "The K/V of a token depends on the tokens before it and on nothing else. This prompt begins like an "
+        "The K/V of a token depends on it, its position and the tokens before it. This prompt begins like an "
         "earlier one, so full blocks are found by their block key, which stands for all tokens up to there. "
         "The request takes them from the prefix cache, and shares them if another one uses them. So most of "
         "its prefill is not needed.",

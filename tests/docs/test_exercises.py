@@ -14,6 +14,7 @@ from doc_pages import ROOT
 from programs import environment, load_file, run_program
 
 EXERCISES = {file.stem: file for file in sorted((ROOT / "docs" / "book" / "exercises").glob("[0-9]*.py"))}
+APPENDIX = ROOT / "docs" / "reference" / "wrong-claims.md"  # it has the exercises 12_1 and 12_2
 WRONG: dict[str, list[tuple[str, str, str]]] = {}  # exercise → (what is wrong, a piece, its replacement)
 for file in sorted((Path(__file__).parent / "wrong").glob("ch*.py")):
     lists = vars(import_module(f"wrong.{file.stem}")).items()
@@ -21,6 +22,8 @@ for file in sorted((Path(__file__).parent / "wrong").glob("ch*.py")):
 
 
 def page_of(exercise: str) -> Path:
+    if exercise.startswith("12"):
+        return APPENDIX
     (page,) = (ROOT / "docs" / "book").glob(f"{exercise[:2]}-*.md")
     return page
 
