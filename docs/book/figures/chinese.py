@@ -88,8 +88,8 @@ LABELS = {
     "KV cache: block ids, and the tokens of one sequence": "KV 缓存：块号，以及一个序列的 token",
     "a contiguous copy": "连续的副本",
     "softmax over all scores": "对全部分数做 softmax",
-    "three passes: read the blocks, write the copy, read the copy": "内存过三遍：读块，写副本，读副本",
-    "one pass: read the blocks": "内存过一遍：读块",
+    "three passes: read the blocks, write the copy, read the copy": "访存三遍：读块，写副本，读副本",
+    "one pass: read the blocks": "访存一遍：读块",
     "Llama-{}-{}B, {} tokens: {} GiB for each new token": (
         "Llama-{}-{}B，{} 个 token：每生成一个新 token 搬动 {} GiB"
     ),
