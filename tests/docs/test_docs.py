@@ -339,6 +339,13 @@ def test_every_chapter_has_what_the_readme_says() -> None:
         assert "by hand" in page.read_text(encoding="utf-8").lower(), page.name
 
 
+def test_a_fork_has_the_same_lines_in_every_table() -> None:
+    """test_forks.py counts those of the forks that are files."""
+    text = (DOCS / "forks" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [\[*]?(\w+)[^|]* \| (\d+) \|", text, re.MULTILINE)
+    assert len(set(rows)) == len(dict(rows)), rows
+
+
 def test_a_claim_about_an_engine_names_its_version_and_file() -> None:
     head, *sections = re.split(
         r"^## ", (DOCS / "reference" / "after-2023.md").read_text(encoding="utf-8"), flags=re.M
