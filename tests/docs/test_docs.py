@@ -288,6 +288,10 @@ def test_the_book_stays_short() -> None:
     chapters = list((DOCS / "book").glob("[0-9]*.md"))
     assert len(chapters) == 13
     assert sum(words_of(page.read_text(encoding="utf-8")) for page in chapters) <= 34_000
+    after_2023 = DOCS / "reference" / "after-2023.md"
+    assert (
+        words_of(after_2023.read_text(encoding="utf-8")) <= 1_200
+    )  # two pages: what a learner needs is in chapters
     assert words_of((ROOT / "README.md").read_text(encoding="utf-8")) <= 1_200
 
 
