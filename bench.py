@@ -211,15 +211,6 @@ def warm_up(requests: Requests) -> list[list[int]]:
     return [[int(prompt[0] == 0), *prompt[1:]] for prompt, _ in requests[:4]]
 
 
-def run_nanopaged(model: str, requests: Requests, args: argparse.Namespace) -> dict[str, Any]:
-    """One measured run of all requests, in an engine of its own."""
-    from nanopaged import LLM
-    from nanopaged.terminal import load_fork
-
-    engine = LLM if args.fork is None else load_fork(args.fork)
-    return measure(engine(model, **engine_options(args)), requests)
-
-
 def measure(llm: LLM, requests: Requests) -> dict[str, Any]:
     """Run all requests; the result's names are those of --json."""
     from nanopaged import SamplingParams
@@ -424,20 +415,25 @@ def serve() -> None:
         print("Times", json.dumps(since(began)), flush=True)
 
 
+def origin() -> dict[str, Any]:
+    """What a figure belongs to. (torch's own number names the build, such as +cpu.)"""
+    import torch
+
+    versions = {"torch": str(torch.__version__), "transformers": version("transformers")}
+    return {
+        "commit": commit_of(ROOT),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": device_name(),
+        "threads": torch.get_num_threads(),
+        "versions": versions | {"Python": platform.python_version()},
+    }
+
+
 def machine() -> str:
     """The versions and the device, for a headline."""
-    import torch
-
-    named = [f"{name} {number}" for name, number in versions().items()]
-    return ", ".join([*named, device_name(), f"{torch.get_num_threads()} threads"])
-
-
-def versions() -> dict[str, str]:
-    """Of what the figures depend on most. (torch's own number names the build, such as +cpu.)"""
-    import torch
-
-    python = platform.python_version()
-    return {"torch": str(torch.__version__), "transformers": version("transformers"), "Python": python}
+    about = origin()
+    named = [f"{name} {number}" for name, number in about["versions"].items()]
+    return ", ".join([*named, about["device"], f"{about['threads']} threads"])
 
 
 def pick_device() -> torch.device:
@@ -493,14 +489,18 @@ def sides(
     model: str, requests: Requests, args: argparse.Namespace
 ) -> dict[str, Callable[[], dict[str, Any]]]:
     """The name of a side → a function that runs the requests, and returns at least its `Times`."""
-    ours = {"nanopaged": lambda: run_nanopaged(model, requests, args)}
+    from nanopaged import LLM
+    from nanopaged.terminal import load_fork
+
+    engine, options = LLM if args.fork is None else load_fork(args.fork), engine_options(args)
+    ours = {"nanopaged": lambda: measure(engine(model, **options), requests)}
     if args.baseline is None:
         return ours
     if args.baseline in ("vllm", "nano-vllm"):
         name = "vLLM" if args.baseline == "vllm" else "nano-vllm"
         return ours | {name: lambda: run_job(name, peer_job(model, args), requests)}
     if args.baseline != "hf":  # both checkouts in processes of their own
-        job = {"package": "nanopaged", "model": model, "options": engine_options(args), "environment": {}}
+        job = {"package": "nanopaged", "model": model, "options": options, "environment": {}}
         here = job | {"python": sys.executable, "folder": str(ROOT), "fork": args.fork}
         there = job | {"python": args.peer_python, "folder": str(Path(args.baseline).resolve())}
         jobs = {"nanopaged": here, f"nanopaged in {args.baseline}": there}
@@ -580,14 +580,7 @@ def main() -> None:
     if args.json:
         if args.model is not None:
             del args.shape
-        about = {
-            "commit": commit_of(ROOT),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "device": device_name(),
-            "threads": torch.get_num_threads(),
-            "versions": versions(),
-            "settings": vars(args),
-        }
+        about = origin() | {"settings": vars(args)}
         print(json.dumps({**about, **median, "rates": rates, "cpu_seconds_of": cpu_seconds}))
 
 
