@@ -104,10 +104,8 @@ class SinkBlocks(BlockManager):
         for seq, head in zip(sequences, heads, strict=True):
             rows, table = self.unseen(seq.num_computed_tokens), head.block_table
             holes = [HOLE] * len(rows) if table else []
-            seq.block_table, seq.host_table = (
-                table[: rows.start] + holes + table[rows.start :],
-                head.host_table,
-            )
+            seq.block_table = table[: rows.start] + holes + table[rows.start :]
+            seq.host_table = head.host_table
             seq.num_computed_tokens = head.num_computed_tokens + len(rows) * self.block_size
         return result
 
@@ -167,9 +165,8 @@ class SinkRunner(ModelRunner):
 
     def mask(self, layer: int, scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         """The `score_mod`. Positions count without holes, which changes no difference within the window."""
-        return scores.masked_fill(
-            (keys >= self.num_sink_tokens) & (keys <= queries - self.window), float("-inf")
-        )
+        hidden = (keys >= self.num_sink_tokens) & (keys <= queries - self.window)
+        return scores.masked_fill(hidden, float("-inf"))
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """As `ModelRunner`. Slots and rotary positions are known; attention gets tables without holes."""
