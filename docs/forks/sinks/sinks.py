@@ -32,12 +32,19 @@ from nanopaged.attention.metadata import StepInputs
 from nanopaged.block_manager import Block, BlockManager, blocks_needed
 from nanopaged.config import EngineConfig, one_of, option, require, whole
 from nanopaged.model_runner import ModelRunner
+from nanopaged.outputs import EngineStats
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
-from nanopaged.snapshot import check_blocks, check_host_blocks
+from nanopaged.snapshot import check_blocks, check_host_blocks, engine_stats
 from nanopaged.swap import Move, Swapper
 
 HOLE = -1  # in a block table: the block that stood here was given back
+
+
+def backend_rule(name: str, value: Any) -> str:
+    """The rule of `attention_backend`: "auto" is "torch", since the kernels take no mask."""
+    value = one_of("auto", "torch", "reference")(name, value)
+    return "torch" if value == "auto" else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +58,7 @@ class SinkConfig(EngineConfig):
 
     window: int = option(252, whole(2))
     num_sink_tokens: int = option(4, whole(0))
-    attention_backend: str = option("torch", one_of("torch", "reference"))  # kernels take no mask
+    attention_backend: str = option("auto", backend_rule)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,11 +156,6 @@ class SinkScheduler(Scheduler):
             self.block_manager.slide(seq)
         return advanced
 
-    @property
-    def running_sequences(self) -> list[Sequence]:
-        """For statistics: without holes."""
-        return [self.block_manager.head(seq) for request in self.running for seq in request.live]
-
 
 class SinkRunner(ModelRunner):
     """A model whose attention sees sinks and window."""
@@ -205,10 +207,17 @@ class SinkEngine(nanopaged.LLMEngine):
         require(needed <= pool, f"{what}, but the whole pool has {pool}: {way_out}")
         super().queue(request)
 
+    def stats(self) -> EngineStats:
+        """As `LLMEngine`, of tables without holes."""
+        scheduler, head = copy(self.scheduler), self.block_manager.head
+        running: list[Any] = [SimpleNamespace(live=list(map(head, each.live))) for each in scheduler.running]
+        scheduler.running = running
+        return engine_stats(self.num_steps, scheduler)
+
     def check_invariants(self) -> None:
         """As `LLMEngine`, with a block for each hole. Holes are the rows that no later token sees."""
         manager, ids = copy(self.block_manager), count(self.block_manager.num_blocks)
-        running = [copy(seq) for request in self.scheduler.running for seq in request.live]
+        running = [copy(seq) for seq in self.scheduler.running_sequences]
         for seq in running:
             holes = [row for row, block_id in enumerate(seq.block_table) if block_id == HOLE]
             assert holes == list(manager.unseen(seq.num_computed_tokens)), f"holes {holes} are wrong"

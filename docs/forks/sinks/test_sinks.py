@@ -222,7 +222,7 @@ def test_what_is_refused(qwen3: Oracle) -> None:
     for options, message in (
         ({"window": 1}, "window is 1, but must be at least 2"),
         ({"num_sink_tokens": -1}, "num_sink_tokens is -1, but must be at least 0"),
-        ({"attention_backend": "cpp"}, "attention_backend is 'cpp', but must be one of torch, reference"),
+        ({"attention_backend": "cpp"}, "attention_backend is 'cpp', but must be one of auto, torch"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but with a window it must be 1"),
         ({"trace": "run.html"}, "trace is 'run.html', but with a window it must be None"),
     ):
