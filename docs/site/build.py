@@ -37,8 +37,13 @@ PRESET = re.compile(
     r"\((?P<address>[./]*play/index\.html#preset=[\w-]+)\)(?=\n\n|\n?\Z)"
 )
 # Where pages were before they had these folders: old addresses lead on.
-MOVED = {"book/": "", "reference/": "", "records/": "", "build/": "rebuild/"}
-MOVED |= {"play/tour.html": "tour.html", "play/index.html": "playground/index.html"}
+MOVED = [("book/", ""), ("reference/", ""), ("records/", ""), ("build/", "rebuild/")]
+MOVED += [("play/tour.html", "tour.html"), ("play/index.html", "playground/index.html")]
+# Chapters that are pages of reference now.
+CHAPTERS = [("reference/wrong-claims.html", "12-wrong-claims.html")]
+CHAPTERS += [("reference/after-2023.html", "14-after-2023.html")]
+MOVED += CHAPTERS + [(page, f"book/{old}") for page, old in CHAPTERS]
+MOVED += [("zh/wrong-claims.html", "zh/12-wrong-claims.html")]
 MOVED_PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>nanopaged: this page has moved</title>
 <script>location.replace("{to}" + location.hash)</script>
@@ -228,7 +233,7 @@ def lead_on(html: Path) -> None:
     """Write a page at each address that a page had before it moved. It leads to the new one."""
     for file in list(html.rglob("*.html")):
         new = file.relative_to(html).as_posix()
-        for folder, old in MOVED.items():
+        for folder, old in MOVED:
             if new.startswith(folder) and not (html / (before := old + new.removeprefix(folder))).exists():
                 to = posixpath.relpath(new, posixpath.dirname(before))
                 write(html / before, MOVED_PAGE.format(to=to))
