@@ -41,8 +41,13 @@ PRESET = re.compile(
 # The figure that the site shows with a button.
 LIVE = re.compile(r"!\[[^\]]+\]\([\w./]*figures/write_a_token\.svg\)")
 # Where pages were before they had these folders: old addresses lead on.
-MOVED = {"book/": "", "reference/": "", "records/": "", "build/": "rebuild/"}
-MOVED |= {"play/tour.html": "tour.html", "play/index.html": "playground/index.html"}
+MOVED = [("book/", ""), ("reference/", ""), ("records/", ""), ("build/", "rebuild/")]
+MOVED += [("play/tour.html", "tour.html"), ("play/index.html", "playground/index.html")]
+# Chapters that are pages of reference now.
+CHAPTERS = [("reference/wrong-claims.html", "12-wrong-claims.html")]
+CHAPTERS += [("reference/after-2023.html", "14-after-2023.html")]
+MOVED += CHAPTERS + [(page, f"book/{old}") for page, old in CHAPTERS]
+MOVED += [("zh/wrong-claims.html", "zh/12-wrong-claims.html")]
 MOVED_PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>nanopaged: this page has moved</title>
 <script>location.replace("{to}" + location.hash)</script>
@@ -283,7 +288,7 @@ def place_in_search(item: dict[str, Any]) -> tuple[int, int]:
     Within each, whole pages stand before their sections.
     """
     page = item["location"]
-    last = "12-wrong-claims" in page or page.startswith(("records/", "source/"))
+    last = "wrong-claims.html" in page or page.startswith(("records/", "source/"))
     return (2 if last else 0 if re.match(r"(book|zh)/\d", page) else 1), item["level"]
 
 
@@ -307,7 +312,7 @@ def lead_on(html: Path) -> None:
     """Write a page at each address that a page had before it moved. It leads to the new one."""
     for file in list(html.rglob("*.html")):
         new = file.relative_to(html).as_posix()
-        for folder, old in MOVED.items():
+        for folder, old in MOVED:
             if new.startswith(folder) and not (html / (before := old + new.removeprefix(folder))).exists():
                 to = posixpath.relpath(new, posixpath.dirname(before))
                 write(html / before, MOVED_PAGE.format(to=to))

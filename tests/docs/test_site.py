@@ -70,7 +70,13 @@ def test_every_page_is_there(site: Path) -> None:
     source = site / "source" / "nanopaged" / "block_manager.py.html"
     assert "append_slots" in source.read_text(encoding="utf-8")
     assert ("a", "../index.html") in build.Page(site / "play" / "tour.html").links
-    for old, to in (("03-blocks.html", "book/03-blocks.html"), ("rebuild/1.html", "../build/1.html")):
+    assert "../reference/glossary.html#" in (site / "play" / "tour.html").read_text(encoding="utf-8")
+    for old, to in (
+        ("03-blocks.html", "book/03-blocks.html"),
+        ("rebuild/1.html", "../build/1.html"),
+        ("12-wrong-claims.html", "reference/wrong-claims.html"),
+        ("book/14-after-2023.html", "../reference/after-2023.html"),
+    ):
         assert f'location.replace("{to}" + location.hash)' in (site / old).read_text(encoding="utf-8")
     assert "<title>nanopaged: PagedAttention" in (site / "index.html").read_text(encoding="utf-8")
     for style in site.rglob("*.css"):

@@ -85,15 +85,15 @@ LABELS = {
     "one column is one step": "一列是一步",
     # gather
     "Attention over scattered blocks: gather first, or read in place": (
-        "对分散的块做注意力：先收集，还是就地读"
+        "对分散的块计算注意力：先收集，还是就地读"
     ),
     "Gather, then attend": "先收集，再算注意力",
     "Read the blocks in place": "就地读块",
     "KV cache: block ids, and the tokens of one sequence": "KV 缓存：块号，以及一个序列的 token",
     "a contiguous copy": "连续的副本",
     "softmax over all scores": "对全部分数做 softmax",
-    "three passes: read the blocks, write the copy, read the copy": "内存过三遍：读块，写副本，读副本",
-    "one pass: read the blocks": "内存过一遍：读块",
+    "three passes: read the blocks, write the copy, read the copy": "访存三遍：读块，写副本，读副本",
+    "one pass: read the blocks": "访存一遍：读块",
     "Llama-{}-{}B, {} tokens: {} GiB for each new token": (
         "Llama-{}-{}B，{} 个 token：每生成一个新 token 搬动 {} GiB"
     ),
