@@ -218,6 +218,4 @@ class QuestEngine(LLMEngine):
 
 
 class LLM(nanopaged.LLM):
-    """`nanopaged.LLM` with sparse pages."""
-
     engine_class = QuestEngine

@@ -215,9 +215,8 @@ def test_the_tier_keeps_its_size(qwen3: Oracle, where: str | None, tmp_path: Pat
     tier = llm.engine.block_manager.tier
     chats = [tokens(first, 30) for first in range(1, 12)]
     assert say(qwen3, llm, chats) == 0
-    for _ in range(2):
-        found = say(qwen3, llm, chats[-1:])
-        assert 0 < found <= 28
+    for chat in (chats[-2], chats[0]):  # the newest one that the pool has not, and the oldest one
+        assert (say(qwen3, llm, [chat]) > 0) == (chat != chats[0])
         assert len(tier.order) <= tier.capacity
         (pages,), *_ = tier.run("PRAGMA page_count")
         assert pages * PAGE <= num_bytes
