@@ -2,7 +2,7 @@
 "use strict";
 
 const LIMIT = 10;  // seconds until a run is ended: a change of the source may have made a loop endless
-const COLOURS = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"];  // the viewer's
+const HUES = [250, 50, 95, 0, 200, 160, 125, 305];  // the viewer's
 const FIELDS = {  // setting → label
   num_blocks: "blocks of the pool", block_size: "slots in a block", num_host_blocks: "host blocks",
   max_num_batched_tokens: "token budget of a step", max_num_seqs: "sequences at once", watermark: "watermark, a share",
@@ -169,7 +169,7 @@ function drawRequests() {
   $("requests").replaceChildren(...rows.map((row, i) => {
     const place = order.indexOf(i), before = place >= 26 ? String.fromCharCode(64 + Math.floor(place / 26)) : "";
     const name = make("span", { class: "name" }, before + String.fromCharCode(65 + (place % 26)));
-    name.style.background = COLOURS[place % COLOURS.length];
+    name.style.background = `oklch(0.82 0.09 ${HUES[place % HUES.length]})`;
     const inputs = Object.entries(COLUMNS).map(([column, words]) => {
       const text = column === "prompt";
       const input = make("input", { name: column, "aria-label": `${words} of request ${i + 1}`, value: row[column],

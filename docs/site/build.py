@@ -114,7 +114,7 @@ def copy_pages(folder: Path, playground: bool) -> None:
         write(pages / place(path), listing(path))
     for file in [*DOCS.rglob("*.svg"), *DOCS.rglob("*.png")]:
         write(pages / file.relative_to(DOCS), file.read_bytes())
-    tour = (PLAYGROUND / "tour.html").read_text(encoding="utf-8")
+    tour = (PLAYGROUND / "tour.html").read_text(encoding="utf-8").replace("glossary.md#", "glossary.html#")
     write(pages / "play" / "tour.html", with_way_back(tour, "../index.html"))
     write(pages / "extra.css", (DOCS / "site" / "extra.css").read_text(encoding="utf-8"))
 

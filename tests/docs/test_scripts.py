@@ -183,11 +183,12 @@ def check_captions(captions: list[dict[str, Any]], steps: list[dict[str, Any]]) 
         part = events[caption["step"] - 1].get(caption["event"])
         assert part, f"step {caption['step']} has no {caption['event']}: {caption['title']}"
         assert PARTS.index(part) <= PARTS.index(caption["part"])
+        assert len(caption["text"].split()) <= 30
         assert caption["terms"]
         for term, address, meaning in caption["terms"]:
             assert term.lower() in caption["text"].lower()
             assert re.search(rf"^\| \*\*{term}\*\*.*\| {re.escape(meaning)} \|", glossary, flags=re.MULTILINE)
-            assert address.startswith("../reference/glossary.html#")
+            assert (ROOT / "docs" / "play" / address.partition("#")[0]).is_file()
             assert unquote(address.partition("text=")[2]) in meaning
 
 

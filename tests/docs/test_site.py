@@ -55,6 +55,7 @@ def test_every_page_is_there(site: Path) -> None:
     source = site / "source" / "nanopaged" / "block_manager.py.html"
     assert "append_slots" in source.read_text(encoding="utf-8")
     assert ("a", "../index.html") in build.Page(site / "play" / "tour.html").links
+    assert "../reference/glossary.html#" in (site / "play" / "tour.html").read_text(encoding="utf-8")
     for old, to in (
         ("03-blocks.html", "book/03-blocks.html"),
         ("rebuild/1.html", "../build/1.html"),
