@@ -70,9 +70,10 @@ def blocks_of(page: Path) -> list[Block]:
 
 def copy_repository(folder: Path) -> Path:
     """A copy of the project. The hub id of the README's example is a folder there: the tiny model."""
-    ignore = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "pyodide")
+    unneeded = shutil.ignore_patterns(".*", "*.egg-info", "dist", "pyodide")
+    built = {str(ROOT): {"build"}}  # docs/build is a part of the book
     copy = folder / "copy"
-    shutil.copytree(ROOT, copy, ignore=ignore)
+    shutil.copytree(ROOT, copy, ignore=lambda here, names: unneeded(here, names) | built.get(here, set()))
     shutil.copytree(copy / "nanopaged" / "tiny", copy / "Qwen" / "Qwen3-0.6B")
     return copy
 

@@ -2,7 +2,7 @@
 
     python docs/build/rebuild.py                      the stages, and how far you are
     python docs/build/rebuild.py start 3 FOLDER       a copy of the package without the functions of stage 3
-    python docs/build/rebuild.py check 3 FOLDER       run the stage's tests on it; exits with 0 when it is done
+    python docs/build/rebuild.py check 3 FOLDER       run the stage's tests on it; exits with 0 when done
     python docs/build/rebuild.py hint 3 FOLDER        the next hint
     python docs/build/rebuild.py diff 3 FOLDER        your functions and the source's
     python docs/build/rebuild.py peek NAME            the source's own body, e.g. of BlockManager.take
@@ -162,7 +162,11 @@ def note(folder: Path, number: int, **facts: Any) -> None:
 
 def list_stages(folder: Path | None) -> None:
     notes = notes_of(folder) if folder is not None and folder.is_dir() else {}
-    print(f"in {folder}" if folder is not None else "nothing is begun: python docs/build/rebuild.py start 1 FOLDER")
+    print(
+        f"in {folder}"
+        if folder is not None
+        else "nothing is begun: python docs/build/rebuild.py start 1 FOLDER"
+    )
     for number, stage in STAGES.items():
         state = notes.get(str(number), {}).get("state", "not begun")
         print(f"{number}  {state:10} {stage.title}  (docs/book/{stage.chapter}, docs/build/{number}.md)")

@@ -16,6 +16,7 @@ FIGURES = {
     "splitkv",
     "chat_turns",
     "copy_on_write",
+    "write_a_token",
     "swap",
     "gpu_memory",
     "chunks",
@@ -139,6 +140,27 @@ LABELS = {
     "block table of A.{}": "A.{} 的块表",
     "references": "引用",
     "A.{}'s": "A.{} 的",
+    # write_a_token
+    "Two samples write their tokens: a shared block is copied before a write": (
+        "两个样本写入各自的 token：共享的块先复制，再写入"
+    ),
+    "block table": "块表",
+    "of A.{}": "A.{}",
+    "{} references": "{} 个引用",
+    "{} reference": "{} 个引用",
+    "A.{} and A.{} continue one prompt. Both tables name its blocks.": (
+        "A.{} 和 A.{} 接着同一个 prompt 生成，两张块表都指着它的块。"
+    ),
+    "A.{} is to write into block {}. But A.{} reads that block, too.": (
+        "A.{} 要写入块 {}，可是 A.{} 也在读这个块。"
+    ),
+    "So block {} is copied to block {}, and the table of A.{} names the copy.": (
+        "于是块 {} 复制到块 {}，A.{} 的块表改指副本。"
+    ),
+    "A.{} writes into block {}, which no other table names.": "A.{} 写入块 {}，没有别的块表指着它。",
+    "The last block of A.{} is full, so its table gets a free one: block {}.": (
+        "A.{} 的最后一块满了，块表添上一个空闲块：块 {}。"
+    ),
     # gpu_memory
     "A GPU's memory: weights, K/V, and the rest": "GPU 的显存：权重、K/V 和其余部分",
     "weights {} GB": "权重 {} GB",
@@ -202,6 +224,7 @@ SAME = {
 SAME |= {"max", "pow{}", "oracle", "paging", "prefill", "decode", "m, l, acc", "acc", "acc / l"}
 SAME |= {"Σ exp(s − m)", "Σ exp(s − m) · v", "w = exp(lse − LSE)", "LSE = ln Σ exp(lse) = {}"}
 SAME |= {"out {}", "lse {}", "out = {}·{} + {}·{} + {}·{}", "our", "sc", "ore", "and", "se", "ven"}
+SAME |= {"Four", "score", "seven", "years", "ago", "fathers", "brought", "forth", "friends", "met", "here"}
 
 LABEL = re.compile(r"(?<=>)[^<>\n]+(?=</(?:text|title)>)")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
