@@ -249,7 +249,10 @@ def finish(html: Path) -> None:
     # The buttons of a code block are no landmark, and the empty corner of a table is no heading.
     change(script, 'C("nav",{class:"md-code__nav"})', 'C("div",{class:"md-code__nav"})')
     for page in html.rglob("*.html"):
-        write(page, re.sub(r"<th([^>]*)>\s*</th>", r"<td\1></td>", page.read_text(encoding="utf-8")))
+        text = re.sub(r"<th([^>]*)>\s*</th>", r"<td\1></td>", page.read_text(encoding="utf-8"))
+        if "source" in page.relative_to(html).parts:  # keys scroll the one block of its page
+            text = re.sub(r"(<pre>(?:<span></span>)?<code)>", r'\1 tabindex="0">', text)
+        write(page, text)
     change_search(html, script)
 
 
