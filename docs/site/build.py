@@ -249,10 +249,9 @@ def finish(html: Path) -> None:
     # The buttons of a code block are no landmark, and the empty corner of a table is no heading.
     change(script, 'C("nav",{class:"md-code__nav"})', 'C("div",{class:"md-code__nav"})')
     for page in html.rglob("*.html"):
-        text = re.sub(r"<th([^>]*)>\s*</th>", r"<td\1></td>", page.read_text(encoding="utf-8"))
-        if "source" in page.relative_to(html).parts:  # keys scroll the one block of its page
-            text = re.sub(r"(<pre>(?:<span></span>)?<code)>", r'\1 tabindex="0">', text)
-        write(page, text)
+        write(page, re.sub(r"<th([^>]*)>\s*</th>", r"<td\1></td>", page.read_text(encoding="utf-8")))
+    # A wide block of code is scrolled with keys, also where nothing hovers.
+    change(script, 'h&&n?e.setAttribute("tabindex"', 'h?e.setAttribute("tabindex"')
     change_search(html, script)
 
 
