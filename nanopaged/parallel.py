@@ -12,7 +12,7 @@ everywhere, and K/V is never sent (PagedAttention, §4.6).
 
 A rank that fails or is lost ends the engine. Ranks that are started here meet by a file, and open ports on
 127.0.0.1 alone (except NCCL's, on GPUs). Under torchrun ports are open to the network, and a message is a
-pickle, which can run code (docs/ranks.md).
+pickle, which can run code (docs/reference/ranks.md).
 """
 
 from __future__ import annotations

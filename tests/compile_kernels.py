@@ -1,6 +1,6 @@
 """Compile every Triton kernel for GPUs that need not be there, and read what they use from the binaries.
 
-    python tests/compile_kernels.py                   a line for each, and the table of docs/gpu-status.md
+    python tests/compile_kernels.py                   a line for each, and the table of gpu-status.md
     python tests/compile_kernels.py --table           the table alone
     python tests/compile_kernels.py --json            the same, for programs
     python tests/compile_kernels.py --cache FOLDER    keep the binaries: compile only what has changed
@@ -162,7 +162,7 @@ def measure(arch: int) -> Iterator[dict[str, object]]:
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    """The table of docs/gpu-status.md, in Markdown: registers · shared memory · programs of an SM."""
+    """The table of docs/records/gpu-status.md, in Markdown: registers · shared memory · programs of an SM."""
     lines = [
         f"| Triton {triton.__version__} | {' | '.join(TABLE)} | spilled |",
         "|---" * (len(TABLE) + 2) + "|",

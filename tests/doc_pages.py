@@ -35,7 +35,7 @@ KINDS = {"python", "output", "console", "sh", "diff", "text"}
 MEASUREMENTS = ["bench.py"] + [
     f"docs/experiments/{file.name}"
     for file in sorted((ROOT / "docs" / "experiments").glob("*.py"))
-    if "def main()" in file.read_text(encoding="utf-8") and file.stem != "train_tiny"
+    if "def main()" in file.read_text(encoding="utf-8") and file.stem not in ("train_tiny", "tutorials")
 ]
 # Commands that need what a test does not have, and what runs them instead.
 ELSEWHERE = {

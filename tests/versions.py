@@ -1,6 +1,6 @@
 """Which versions work: for each pair a new environment, the tests that depend on versions, a row of a table.
 
-    python tests/versions.py                  all pairs: the table of docs/using.md
+    python tests/versions.py                  all pairs: the table of docs/reference/using.md
     python tests/versions.py 3.14 oldest      the pairs with one of these words
     python tests/versions.py --list           the pairs, and what is installed for each
 

@@ -4,8 +4,8 @@
 
 Requests arrive at random moments (a Poisson process) and go through the real scheduler and block manager,
 without a model. Time is simulated: a step takes --step milliseconds, and --token more for each token in it.
-The defaults are near a 100M model on two cores (docs/benchmarks.md, "Steps against the roofline"). So the
-figures do not depend on the machine.
+The defaults are near a 100M model on two cores (docs/records/benchmarks.md, "Steps against the roofline"). So
+the figures do not depend on the machine.
 
 "wait" is the time from the arrival to the first token, "each" the time for each further token (the median).
 A request is good if both are within their limits, and goodput is good requests a second. The row "all at

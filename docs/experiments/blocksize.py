@@ -1,6 +1,6 @@
 """What the block size costs and gains: wasted slots, prefixes found, speed of decoding (paper, §7.2).
 
-    python docs/experiments/blocksize.py --plot docs/figures/blocksize.svg
+    python docs/experiments/blocksize.py --plot docs/book/figures/blocksize.svg
 
 Large blocks waste the slots behind the end of each sequence, and only whole blocks of a prefix are found
 again. Small blocks make longer tables and shorter contiguous reads. The requests are ShareGPT-like, ten to a

@@ -1,6 +1,6 @@
 """How long running requests wait for their next token when a long prompt arrives: in chunks, and whole.
 
-    python docs/experiments/chunked.py --plot docs/figures/chunked.svg
+    python docs/experiments/chunked.py --plot docs/book/figures/chunked.svg
 
 A prompt that is computed in one step delays every running request by the time of that step. In chunks that
 fit into the token budget together with the decodes, the prompt takes more steps, and each delays the others

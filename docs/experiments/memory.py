@@ -1,6 +1,6 @@
 """K/V memory that holds real tokens, how the rest is wasted, and requests at once: contiguous against pages.
 
-    python docs/experiments/memory.py --plot docs/figures/memory.svg
+    python docs/experiments/memory.py --plot docs/book/figures/memory.svg
 
 Requests queue for a pool of K/V slots (15,700 in the paper: OPT-13B on an A100). Contiguous allocation
 reserves one range of slots for a whole request when it is admitted, first come, first served, first fit:

@@ -1,6 +1,6 @@
 """Microseconds per token to swap K/V out and in again, and to compute it again (paper, §7.3, Fig. 19).
 
-    python docs/experiments/preemption.py --plot docs/figures/preemption.svg
+    python docs/experiments/preemption.py --plot docs/book/figures/preemption.svg
 
 The paper's engine had a K/V tensor for each layer, so swapping a block took 2 · num_layers small copies, and
 small blocks swapped badly. Here all layers of a block are contiguous (block-major), and swapping it is one

@@ -1,6 +1,6 @@
 """Throughput and time to first token when all prompts share a prefix, with the prefix cache and without it.
 
-    python docs/experiments/prefix.py --plot docs/figures/prefix.svg
+    python docs/experiments/prefix.py --plot docs/book/figures/prefix.svg
 
 The two engines, one with the cache and one without, take turns. Each round has a new prefix, so that nothing
 is found of the rounds before; the first round of both is a warm-up and is not counted. The rows are medians.

@@ -6,7 +6,7 @@ A line of the prompt files is JSON with a "prompt" and, when sampling, a "seed" 
 the prompt itself. A result is a JSON line with all fields of the prompt's line and the "output". Results are
 in no particular order. Ray uses the cluster that RAY_ADDRESS names, or one that runs on this machine, or
 starts one here. On several machines, nanopaged must be installed on each, and both folders must be in storage
-that all of them see (a network file system, s3://…). What happens on failures: docs/ray.md.
+that all of them see (a network file system, s3://…). What happens on failures: docs/reference/ray.md.
 """
 
 from __future__ import annotations

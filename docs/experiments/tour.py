@@ -2,12 +2,14 @@
 
     python docs/experiments/tour.py
 
-writes docs/tour.html (see docs/trace.md). The pool and the host pool are so small, and the requests come at
-such times, that the run has prefix hits, chunked prefill, four samples and their copies on write, a beam
-search, preemption by swapping and, once the host pool is full, by recomputation, and evictions. Captions say
-why, at the steps in which the events of `STOPS` are found. The picture in the README is one of its steps:
+writes docs/play/tour.html (see docs/reference/trace.md). The pool and the host pool are so small, and the
+requests come at such times, that the run has prefix hits, chunked prefill, four samples and their copies on
+write, a beam search, preemption by swapping and, once the host pool is full, by recomputation, and evictions.
+Captions say why, at the steps in which the events of `STOPS` are found. The picture in the README is one of
+its steps:
 
-    chromium --headless --window-size=1200,1010 --screenshot=docs/tour.png "file://$PWD/docs/tour.html#9-scheduled"
+    cd docs/play
+    chromium --headless --window-size=1200,1010 --screenshot=tour.png "file://$PWD/tour.html#9-scheduled"
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from urllib.parse import quote
 from nanopaged.terminal import run_program
 
 SPEECH = "HERALD:\nThe king comes here to-night; and all the court\nAttend upon his pleasure in the hall.\n\n"
-GLOSSARY = Path(__file__).parents[1] / "glossary.md"
+GLOSSARY = Path(__file__).parents[1] / "reference" / "glossary.md"
 
 
 class Stop(NamedTuple):
@@ -160,7 +162,7 @@ def main() -> None:
     from common import make_parser
 
     parser = make_parser(__doc__)
-    parser.add_argument("--page", type=Path, default=Path("docs/tour.html"), help="the file to write")
+    parser.add_argument("--page", type=Path, default=Path("docs/play/tour.html"), help="the file to write")
     args = parser.parse_args()
     write_tour(args.page, args.seed)
     add_captions(args.page)
@@ -302,7 +304,10 @@ def read_glossary() -> dict[str, tuple[str, str]]:
     for word, meaning in rows:
         meaning = meaning.replace("`", "")
         begin = quote(" ".join(meaning.split()[:5]).rstrip(".,;:"), safe="")
-        words[word] = f"glossary.html#:~:text={begin}", meaning  # the browser scrolls to this text
+        words[word] = (
+            f"../reference/glossary.html#:~:text={begin}",
+            meaning,
+        )  # the browser scrolls to this text
     return words
 
 

@@ -6,7 +6,7 @@
 
 The pages are copied to a temporary folder, where links to source files lead to pages made of them. Zensical
 makes HTML of the copy. A link to a page, a heading or a picture that is not there fails the build.
-The playground needs Pyodide, which docs/playground/fetch.py gets with npm; --no-playground leaves both out.
+The playground needs Pyodide, which docs/play/fetch.py gets with npm; --no-playground leaves both out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PLAYGROUND = DOCS / "playground"
+PLAYGROUND = DOCS / "play"
 SITE = ROOT / "build" / "site"
 
 # A fenced block, or the target of [text](path#anchor) where it is no address in the web.
@@ -34,8 +34,18 @@ LINK = re.compile(r"^ *```.*?^ *```$|(?<=\]\()(?P<path>[^)#\s:]+)", re.MULTILINE
 # A paragraph that is one link to a preset of the playground.
 PRESET = re.compile(
     r"(?<=\n\n)\[(?P<text>[^\]]+)\]"
-    r"\((?P<address>[./]*playground/index\.html#preset=[\w-]+)\)(?=\n\n|\n?\Z)"
+    r"\((?P<address>[./]*play/index\.html#preset=[\w-]+)\)(?=\n\n|\n?\Z)"
 )
+# Where pages were before they had these folders: old addresses lead on.
+MOVED = {"book/": "", "reference/": "", "records/": "", "build/": "rebuild/"}
+MOVED |= {"play/tour.html": "tour.html", "play/index.html": "playground/index.html"}
+MOVED_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>nanopaged: this page has moved</title>
+<script>location.replace("{to}" + location.hash)</script>
+<noscript><meta http-equiv="refresh" content="0; url={to}"></noscript>
+<p>This page has moved: <a href="{to}">{to}</a></p>
+</html>
+"""
 
 
 def main() -> None:
@@ -59,6 +69,7 @@ def main() -> None:
         finish(html)
         if not args.no_playground:
             copy_playground(html)
+        lead_on(html)
         faults = list(find_faults(html))
         if faults:
             sys.exit("\n".join(faults))
@@ -68,7 +79,7 @@ def main() -> None:
 
 
 def fetch_pyodide() -> None:
-    """Have docs/playground/pyodide, unless it is there."""
+    """Have docs/play/pyodide, unless it is there."""
     done = subprocess.run([sys.executable, PLAYGROUND / "fetch.py"], stdout=subprocess.DEVNULL)
     if done.returncode:
         sys.exit("the playground needs Pyodide; --no-playground builds the site without the playground")
@@ -87,7 +98,7 @@ def copy_pages(folder: Path, playground: bool) -> None:
     pages = folder / "pages"
     sources: set[str] = set()
     for file in [ROOT / "README.md", *DOCS.rglob("*.md")]:
-        if PLAYGROUND in file.parents and not playground:
+        if file.parent == PLAYGROUND and not playground:
             continue
         page = file.relative_to(ROOT).as_posix()
         text = rewrite(file.read_text(encoding="utf-8"), page, playground, sources)
@@ -98,7 +109,8 @@ def copy_pages(folder: Path, playground: bool) -> None:
         write(pages / place(path), listing(path))
     for file in [*DOCS.rglob("*.svg"), *DOCS.rglob("*.png")]:
         write(pages / file.relative_to(DOCS), file.read_bytes())
-    write(pages / "tour.html", with_way_back((DOCS / "tour.html").read_text(encoding="utf-8"), "index.html"))
+    tour = (PLAYGROUND / "tour.html").read_text(encoding="utf-8")
+    write(pages / "play" / "tour.html", with_way_back(tour, "../index.html"))
     write(pages / "extra.css", (DOCS / "site" / "extra.css").read_text(encoding="utf-8"))
 
 
@@ -110,11 +122,11 @@ def write(file: Path, contents: str | bytes) -> None:
 def place(path: str) -> str:
     """Where a file of the project stands in the site: its own place below docs, or a page in source/.
 
-    docs/03-blocks.md → 03-blocks.md; nanopaged/engine.py → source/nanopaged/engine.py.md
+    docs/book/03-blocks.md → book/03-blocks.md; nanopaged/engine.py → source/nanopaged/engine.py.md
     """
     if path == "README.md":
         return "project.md"
-    if path == "docs/playground/README.md":  # in its folder, index.html is the playground
+    if path == "docs/play/README.md":  # in its folder, index.html is the playground
         return "playground.md"
     if path.startswith("docs/") and path.endswith((".md", ".svg", ".png", ".html")):
         return path.removeprefix("docs/")
@@ -127,7 +139,7 @@ def rewrite(text: str, page: str, playground: bool, sources: set[str]) -> str:
     Files and folders that become pages by being linked to are added to `sources`.
     """
     if not playground:
-        text = re.sub(r"\[([^\]]+)\]\([\w./]*playground/[^)]*\)", r"\1", PRESET.sub("", text))
+        text = re.sub(r"\[([^\]]+)\]\([\w./]*play/(?!tour)[^)]*\)", r"\1", PRESET.sub("", text))
 
     def lead(found: re.Match[str]) -> str:
         if found["path"] is None:  # a fenced block
@@ -201,8 +213,8 @@ def copy_playground(html: Path) -> None:
     for file in [*(ROOT / "nanopaged").rglob("*.py"), ROOT / "nanopaged" / "page.html"]:
         write(html / file.relative_to(ROOT), file.read_bytes())
     left_out = shutil.ignore_patterns("__pycache__", "fetch.py", "*.md")
-    shutil.copytree(PLAYGROUND, html / "playground", ignore=left_out, dirs_exist_ok=True)
-    index = html / "playground" / "index.html"
+    shutil.copytree(PLAYGROUND, html / "play", ignore=left_out, dirs_exist_ok=True)
+    index = html / "play" / "index.html"
     text = with_way_back(index.read_text(encoding="utf-8"), "../index.html")
     # Where nanopaged/ and the chapters are, seen from the playground: in a checkout → in the site.
     for name, old, new in (("source", "../../", "../"), ("chapters", "../*.md", "../*.html")):
@@ -210,6 +222,16 @@ def copy_playground(html: Path) -> None:
         assert meta.format(old) in text
         text = text.replace(meta.format(old), meta.format(new))
     write(index, text)
+
+
+def lead_on(html: Path) -> None:
+    """Write a page at each address that a page had before it moved. It leads to the new one."""
+    for file in list(html.rglob("*.html")):
+        new = file.relative_to(html).as_posix()
+        for folder, old in MOVED.items():
+            if new.startswith(folder) and not (html / (before := old + new.removeprefix(folder))).exists():
+                to = posixpath.relpath(new, posixpath.dirname(before))
+                write(html / before, MOVED_PAGE.format(to=to))
 
 
 class Page(HTMLParser):
@@ -234,7 +256,7 @@ def find_faults(html: Path) -> Iterator[str]:
     """Links to nothing, and what a page would load from another server."""
     pages = {file: Page(file) for file in html.rglob("*.html") if "pyodide" not in file.parts}
     # The tour and the playground read what follows # themselves.
-    steered = [file for file in pages if file.name == "tour.html" or file.parent.name == "playground"]
+    steered = [file for file in pages if file.parent.name == "play"]
     for file, page in pages.items():
         where = file.relative_to(html).as_posix()
         for tag, link in page.links:

@@ -20,7 +20,7 @@ from nanopaged.attention.torch_backend import TorchAttention
 from nanopaged.kernels import cpp
 
 RUN_KEYS = 512  # keys in a run: several runs of a long context are for several threads
-MIN_SAVED_KEYS = 64  # whose reading must be saved for a run of their own (docs/cpu.md)
+MIN_SAVED_KEYS = 64  # whose reading must be saved for a run of their own (docs/reference/cpu.md)
 
 
 class CppAttention(TorchAttention):

@@ -25,7 +25,7 @@ from nanopaged.parallel import Ranks
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """x / √(mean(x²) + ε) · w over the last dimension of x, computed in float32 (arXiv 1910.07467).
 
-    On a CPU, `F.rms_norm` makes eight temporaries; here it is one, changed in place (docs/benchmarks.md).
+    On a CPU, `F.rms_norm` makes eight temporaries; here it is one, changed in place (records/benchmarks.md).
     """
     if x.is_cuda:  # one kernel
         return F.rms_norm(x, x.shape[-1:], weight, eps)
@@ -109,8 +109,8 @@ class Linear(nn.Module):
     def reorder_weight(self) -> str | None:
         """On a CPU, keep W in the layout that oneDNN reads. Returns why that cannot be done, None if it is.
 
-        `F.linear` reorders W at every call, or uses a slower kernel (docs/benchmarks.md). These operators are
-        private to PyTorch: if they are missing or fail, `F.linear` is used.
+        `F.linear` reorders W at every call, or uses a slower kernel (records/benchmarks.md). These operators
+        are private to PyTorch: if they are missing or fail, `F.linear` is used.
         """
         if self.weight is None or self.weight.device.type != "cpu":
             return None

@@ -18,11 +18,13 @@ PART = re.compile(
     FENCE.pattern + r"|^(?P<heading>#+) |!\[[^\]]*\]\((?P<figure>[^)\s]+)\)|^(?P<table>\|(?:[^\n]+\n\|)+)",
     re.MULTILINE | re.DOTALL,
 )
-chinese = load_file(DOCS / "figures" / "chinese.py")
+chinese = load_file(DOCS / "book" / "figures" / "chinese.py")
 
 
 def english(page: Path) -> Path:
-    return DOCS / page.relative_to(CHINESE)
+    """docs/zh/03-blocks.md → docs/book/03-blocks.md, docs/zh/evening.md → docs/evening.md"""
+    (found,) = [*DOCS.glob(f"[!z]*/{page.name}"), *DOCS.glob(page.name)]
+    return found
 
 
 def parts_of(page: Path) -> list[tuple[object, ...]]:
@@ -56,9 +58,10 @@ def test_a_page_has_the_parts_of_the_english_one(page: Path) -> None:
 
 @each_page
 def test_the_two_pages_link_to_each_other(page: Path) -> None:
-    name = page.relative_to(CHINESE).as_posix()
+    name = english(page).relative_to(DOCS).as_posix()
     assert page.read_text(encoding="utf-8").splitlines()[2] == f"[English](../{name})"
-    assert english(page).read_text(encoding="utf-8").splitlines()[2] == f"[中文](zh/{name})"
+    way = "zh" if english(page).parent == DOCS else "../zh"
+    assert english(page).read_text(encoding="utf-8").splitlines()[2] == f"[中文]({way}/{page.name})"
 
 
 @each_page
@@ -66,23 +69,28 @@ def test_links_lead_to_chinese_pages_and_figures(page: Path) -> None:
     """Where there is a Chinese one. The link to the English page itself stands in the third line."""
     text = "".join(page.read_text(encoding="utf-8").splitlines(keepends=True)[3:])
     for target in re.findall(r"\]\(\.\./([^)\s#]+)", text):
-        if (CHINESE / target).suffix in (".md", ".svg"):
-            assert not (CHINESE / target).exists(), f"{page.name} links to ../{target}, not to {target}"
+        if Path(target).name in {other.name for other in PAGES}:
+            raise AssertionError(f"{page.name} links to ../{target}")
+        if Path(target).suffix == ".svg":
+            assert not (CHINESE / "figures" / Path(target).name).exists(), f"{page.name} shows ../{target}"
 
 
-def test_the_readme_has_the_code_and_the_evening_of_the_english_pages() -> None:
-    """Comments of the code are translated. The evening is a page of its own in English."""
+def test_the_evening_names_the_same_functions() -> None:
+    minutes, theirs = (
+        re.findall(r"^\| \**(\d+)|`(\w+)`", page.read_text(encoding="utf-8"), re.MULTILINE)
+        for page in (CHINESE / "evening.md", DOCS / "evening.md")
+    )
+    assert minutes == theirs
+
+
+def test_the_readme_has_the_code_of_the_english_page() -> None:
+    """Comments of the code are translated."""
     readme = CHINESE / "README.md"
     code, shown = (
         [(block.kind, re.sub(" +#.*", "", block.text)) for block in blocks_of(page)]
         for page in (ROOT / "README.md", readme)
     )
     assert shown == code
-    minutes, planned = (
-        re.findall(r"^\| \**(\d+)\**", page.read_text(encoding="utf-8"), re.MULTILINE)
-        for page in (DOCS / "evening.md", readme)
-    )
-    assert planned == minutes
     links = re.findall(r"^\| \[[^\]]+\]\(([\w-]+\.md)\)", readme.read_text(encoding="utf-8"), re.MULTILINE)
     assert {page.name for page in PAGES} <= set(links), "the table has every Chinese page"
 
@@ -90,14 +98,14 @@ def test_the_readme_has_the_code_and_the_evening_of_the_english_pages() -> None:
 @pytest.mark.parametrize("name", sorted(chinese.FIGURES))
 def test_a_figure_is_the_english_one_with_chinese_labels(name: str) -> None:
     """Other tests compare the English one with what its script draws, and find figures that are not shown."""
-    drawn = chinese.in_chinese((DOCS / "figures" / f"{name}.svg").read_text(encoding="utf-8"))
+    drawn = chinese.in_chinese((DOCS / "book" / "figures" / f"{name}.svg").read_text(encoding="utf-8"))
     assert drawn == (CHINESE / "figures" / f"{name}.svg").read_text(encoding="utf-8"), (
-        f"run python docs/figures/{name}.py again"
+        f"run python docs/book/figures/{name}.py again"
     )
 
 
 def test_every_translated_label_is_in_a_figure() -> None:
-    files = [DOCS / "figures" / f"{name}.svg" for name in chinese.FIGURES]
+    files = [DOCS / "book" / "figures" / f"{name}.svg" for name in chinese.FIGURES]
     assert {file.name for file in files} == {file.name for file in (CHINESE / "figures").iterdir()}
     labels = [
         chinese.unescape(label)

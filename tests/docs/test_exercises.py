@@ -13,7 +13,7 @@ import pytest
 from doc_pages import ROOT
 from programs import environment, load_file, run_program
 
-EXERCISES = {file.stem: file for file in sorted((ROOT / "docs" / "exercises").glob("[0-9]*.py"))}
+EXERCISES = {file.stem: file for file in sorted((ROOT / "docs" / "book" / "exercises").glob("[0-9]*.py"))}
 WRONG: dict[str, list[tuple[str, str, str]]] = {}  # exercise → (what is wrong, a piece, its replacement)
 for file in sorted((Path(__file__).parent / "wrong").glob("ch*.py")):
     lists = vars(import_module(f"wrong.{file.stem}")).items()
@@ -21,7 +21,7 @@ for file in sorted((Path(__file__).parent / "wrong").glob("ch*.py")):
 
 
 def page_of(exercise: str) -> Path:
-    (page,) = (ROOT / "docs").glob(f"{exercise[:2]}-*.md")
+    (page,) = (ROOT / "docs" / "book").glob(f"{exercise[:2]}-*.md")
     return page
 
 
@@ -46,7 +46,7 @@ def check(exercise: str, solution: str) -> None:
 @pytest.mark.parametrize("exercise", EXERCISES)
 def test_the_solution_in_the_page_is_right(exercise: str) -> None:
     page = page_of(exercise).read_text(encoding="utf-8")
-    assert f"python -m pytest docs/exercises/{exercise}.py" in page
+    assert f"python -m pytest docs/book/exercises/{exercise}.py" in page
     check(exercise, solution_of(exercise))
 
 
@@ -68,7 +68,7 @@ def test_a_wrong_solution_is_told_why(exercise: str, wrong: tuple[str, str, str]
 
 
 def test_each_exercise_has_wrong_solutions() -> None:
-    for page in sorted((ROOT / "docs").glob("[0-9]*.md")):
+    for page in sorted((ROOT / "docs" / "book").glob("[0-9]*.md")):
         for number in re.findall(r"^### Exercise (\d+):", page.read_text(encoding="utf-8"), re.MULTILINE):
             assert f"{page.name[:2]}_{number}" in EXERCISES
     assert all(len(WRONG[exercise]) >= 3 for exercise in EXERCISES)
@@ -76,7 +76,9 @@ def test_each_exercise_has_wrong_solutions() -> None:
 
 def test_a_failure_is_one_sentence() -> None:
     """As a reader runs it: a starter file says that it is not written yet, without a traceback."""
-    done = run_program(["-m", "pytest", "docs/exercises/01_1.py"], ROOT, environment(PYTHONPATH=str(ROOT)))
+    done = run_program(
+        ["-m", "pytest", "docs/book/exercises/01_1.py"], ROOT, environment(PYTHONPATH=str(ROOT))
+    )
     assert done.returncode == 1
     assert "Not written yet." in done.stdout
     assert "Traceback" not in done.stdout

@@ -361,7 +361,7 @@ def test_the_notebook(first_light: ModuleType, tmp_path: Path, monkeypatch: pyte
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"input": lambda _: str(folder)}
-    shown = run_notebook(ROOT / "docs" / "first_light.ipynb", names, env)
+    shown = run_notebook(ROOT / "docs" / "experiments" / "first_light.ipynb", names, env)
 
     assert (tmp_path / "pip.txt").read_text(encoding="utf-8") == "install --quiet -e .\n"
     report, page = (each.data for each in shown)

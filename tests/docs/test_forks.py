@@ -55,8 +55,8 @@ def test_the_pages_have_the_sizes() -> None:
     assert rows == sorted(rows, key=lambda row: int(row[1]))
     assert sorted(fork for fork, _ in rows) == [fork.name for fork in FORKS]
     rows += re.findall(r"^\| (\w+) \| (\d+) \| [\w, ]+ \| \[", page, flags=re.MULTILINE)
-    chapter = (ROOT / "docs" / "13-forks.md").read_text(encoding="utf-8")
-    in_chapter = re.findall(r"\[(\w+)\]\(forks/\w+/README\.md\) (\d+)", chapter)
+    chapter = (ROOT / "docs" / "book" / "13-forks.md").read_text(encoding="utf-8")
+    in_chapter = re.findall(r"\[(\w+)\]\(\.\./forks/\w+/README\.md\) (\d+)", chapter)
     assert len(rows) > len(FORKS)
     assert len(in_chapter) > 10
     assert rows + in_chapter == [(fork, str(size_of(fork))) for fork, _ in rows + in_chapter]

@@ -22,7 +22,7 @@ from traces import find_events, name_of, read_trace, states_of
 from nanopaged.block_manager import blocks_needed
 
 ROOT = Path(__file__).parents[2]
-HERE = ROOT / "docs" / "playground"
+HERE = ROOT / "docs" / "play"
 PRESETS = {
     preset["name"]: preset
     for preset in json.loads((HERE / "presets.json").read_text(encoding="utf-8"))["presets"]
@@ -130,7 +130,7 @@ def test_every_preset_shows_what_it_says(name: str) -> None:
         assert eval(claim, names), claim
     for label, knob in preset["knob"]:
         assert changed(**knob).num_steps, label
-    assert (ROOT / "docs" / f"{preset['chapter']}.md").is_file()
+    assert (ROOT / "docs" / "book" / f"{preset['chapter']}.md").is_file()
     assert first_step(preset) <= names["left"].num_steps
 
 
@@ -303,7 +303,7 @@ class Playground(Browser):
         """Load the page anew."""
         self.driver.get("about:blank")
         self.num_runs = 0
-        self.driver.get(f"{self.site.root}docs/playground/{address}")
+        self.driver.get(f"{self.site.root}docs/play/{address}")
         if runs:
             self.wait()
 
@@ -382,7 +382,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def opened(browser: Browser, site: Site) -> Iterator[Playground]:
     """No test leaves a message in the console, and no request leaves the machine."""
-    browser.driver.get(f"{site.root}docs/playground/presets.json")
+    browser.driver.get(f"{site.root}docs/play/presets.json")
     browser.run("localStorage.clear()")
     browser.logs()
     yield Playground(browser.driver, site)
@@ -566,8 +566,8 @@ def test_the_page_says_why_it_cannot_run(browser: Browser, tmp_path: Path) -> No
     browser.driver.get("about:blank")
     browser.driver.get((HERE / "index.html").as_uri())
     assert "python -m http.server" in browser.text("problem")
-    shutil.copytree(HERE, tmp_path / "docs" / "playground", ignore=shutil.ignore_patterns("pyodide"))
+    shutil.copytree(HERE, tmp_path / "docs" / "play", ignore=shutil.ignore_patterns("pyodide"))
     page = Playground(browser.driver, Site(tmp_path))
     page.open()
-    assert page.text("problem") == "Pyodide is missing. Run: python docs/playground/fetch.py"
+    assert page.text("problem") == "Pyodide is missing. Run: python docs/play/fetch.py"
     browser.logs()

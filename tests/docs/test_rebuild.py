@@ -1,4 +1,4 @@
-"""docs/rebuild.py: the blanks are the source's functions, and right solutions pass."""
+"""docs/build/rebuild.py: the blanks are the source's functions, and right solutions pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from doc_pages import ROOT
 from programs import environment, run_program
 
-sys.path.append(str(ROOT / "docs"))
+sys.path.append(str(ROOT / "docs" / "build"))
 import rebuild  # noqa: E402
 
 NAIVE = Path(__file__).parent / "naive"
@@ -20,7 +20,7 @@ each_stage = pytest.mark.parametrize("number", STAGES)
 
 def run(*arguments: object, status: int = 0, folder: Path) -> str:
     """What the script prints, started in this folder."""
-    script = str(ROOT / "docs" / "rebuild.py")
+    script = str(ROOT / "docs" / "build" / "rebuild.py")
     done = run_program([script, *map(str, arguments)], folder, environment(PYTHONPATH=str(ROOT)))
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -47,12 +47,12 @@ def test_a_stage_blanks_functions_of_the_source(number: int, tmp_path: Path) -> 
 @each_stage
 def test_a_stage_has_a_page_and_hints(number: int) -> None:
     stage = STAGES[number]
-    page = (ROOT / "docs" / "rebuild" / f"{number}.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "build" / f"{number}.md").read_text(encoding="utf-8")
     assert len(page.splitlines()) <= 50, "a page is one screen"
-    assert f"](../{stage.chapter}" in page
+    assert f"](../book/{stage.chapter}" in page
     assert all(name.split(".")[-1] in page for _, name in stage.functions)
     assert len(stage.hints) >= 3
-    assert (ROOT / "docs" / stage.chapter).exists()
+    assert (ROOT / "docs" / "book" / stage.chapter).exists()
 
 
 def test_from_blank_to_done(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_help_answers_before_the_heavy_imports(script: str) -> None:
 
 def test_the_tour_shows_everything(tmp_path: Path) -> None:
     """In about 60 steps. The page in the repository has today's viewer; tour.py writes it again."""
-    page, in_docs = tmp_path / "tour.html", ROOT / "docs" / "tour.html"
+    page, in_docs = tmp_path / "tour.html", ROOT / "docs" / "play" / "tour.html"
     printed = experiment("tour", "--page", str(page))
     events = {kind: int(num) for num, kind in re.findall(r"^ +(\d+)  (\w+)$", printed, flags=re.MULTILINE)}
     assert {"copy", "fork", "beams", "chunk", "hit", "evict", "preempt", "swap", "finish"} <= events.keys()
@@ -177,7 +177,7 @@ def test_the_tour_shows_everything(tmp_path: Path) -> None:
 def check_captions(captions: list[dict[str, Any]], steps: list[dict[str, Any]]) -> None:
     """The event of which a caption speaks has happened in its step, by its part; its terms are explained."""
     assert 8 <= len(captions) <= 10
-    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").replace("`", "")
+    glossary = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8").replace("`", "")
     events = find_events(steps)
     for caption in captions:
         part = events[caption["step"] - 1].get(caption["event"])
@@ -187,7 +187,7 @@ def check_captions(captions: list[dict[str, Any]], steps: list[dict[str, Any]]) 
         for term, address, meaning in caption["terms"]:
             assert term.lower() in caption["text"].lower()
             assert re.search(rf"^\| \*\*{term}\*\*.*\| {re.escape(meaning)} \|", glossary, flags=re.MULTILINE)
-            assert address.startswith("glossary.html#")
+            assert address.startswith("../reference/glossary.html#")
             assert unquote(address.partition("text=")[2]) in meaning
 
 
@@ -415,6 +415,25 @@ def test_an_experiment_prints_its_rows(name: str, tmp_path: Path) -> None:
     printed = experiment(name, *options.split(), *plot)
     assert len(re.findall(row, printed, flags=re.MULTILINE)) == times, printed
     assert not plot or "<svg" in picture.read_text(encoding="utf-8")
+
+
+def test_the_tutorials_right_results() -> None:
+    """As the page on wrong claims has them; the pages of a decode are found through the table only."""
+    printed = experiment("tutorials")
+    for result in (
+        *("100 tokens   7 blocks", "A has  20 tokens   98 blocks", "D has 200 tokens   75 blocks"),
+        *("17.0% are empty", "512 tokens found   table [0, 1, 3]   references [2, 2, 1]"),
+        *(
+            "20 tokens are stored, pages used: 3",
+            "exp(LSE_b - LSE): 3.233",
+            "is 5.684",
+            "is 2.672",
+            "not 1.000",
+        ),
+        *("through the table: the largest difference to dense attention is 0.00", "1.32"),
+    ):
+        assert result in printed
+    assert experiment("tutorials", "3", "1").startswith("3. Sequences of 23")
 
 
 def test_throughput_at_equal_memory() -> None:

@@ -49,10 +49,14 @@ def test_every_page_is_there(site: Path) -> None:
         text = (site / html).read_text(encoding="utf-8")
         assert f'<html lang="{"zh" if page.startswith("zh/") else "en"}"' in text, page
         assert re.search(r'href="[./]*tour\.html"', text), f"{page}: no tour in the navigation"
-    assert ("a", "source/nanopaged/block_manager.py.html") in build.Page(site / "03-blocks.html").links
+    assert ("a", "../source/nanopaged/block_manager.py.html") in build.Page(
+        site / "book" / "03-blocks.html"
+    ).links
     source = site / "source" / "nanopaged" / "block_manager.py.html"
     assert "append_slots" in source.read_text(encoding="utf-8")
-    assert ("a", "index.html") in build.Page(site / "tour.html").links
+    assert ("a", "../index.html") in build.Page(site / "play" / "tour.html").links
+    for old, to in (("03-blocks.html", "book/03-blocks.html"), ("rebuild/1.html", "../build/1.html")):
+        assert f'location.replace("{to}" + location.hash)' in (site / old).read_text(encoding="utf-8")
     for style in site.rglob("*.css"):
         assert not re.search(r"url\([\"']?(https?:)?//|@import", style.read_text(encoding="utf-8")), style
 
@@ -61,13 +65,13 @@ def test_every_page_is_there(site: Path) -> None:
 def test_a_dead_link_fails_the_build(tmp_path: Path) -> None:
     copy = copy_repository(tmp_path)
     page = copy / "docs" / "zh" / "glossary.md"
-    links = "[nothing](nowhere.py) [no heading](../07-sharing.md#no-such)"
+    links = "[nothing](nowhere.py) [no heading](../book/07-sharing.md#no-such)"
     page.write_text(f"{page.read_text(encoding='utf-8')}\n{links}\n", encoding="utf-8")
     done = build_site(copy, tmp_path / "site")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "zh/glossary.html links to nowhere.py, which does not exist",
-        "zh/glossary.html links to ../07-sharing.html#no-such, which has no such anchor",
+        "zh/glossary.html links to ../book/07-sharing.html#no-such, which has no such anchor",
     ]
     assert not (tmp_path / "site").exists()
 
@@ -85,7 +89,7 @@ def test_a_folder_with_other_files_is_kept(tmp_path: Path) -> None:
     [
         ('<a href="b.html#there">', None),
         ('<a href="#here" id="here">', None),
-        ('<a href="tour.html#19">', None),  # the tour's own script reads the number
+        ('<a href="play/tour.html#19">', None),  # the tour's own script reads the number
         ('<a href="https://arxiv.org/abs/2309.06180">', None),
         ('<img src="data:,">', None),
         ('<a href="b.html#nowhere">', "a.html links to b.html#nowhere, which has no such anchor"),
@@ -97,7 +101,8 @@ def test_a_folder_with_other_files_is_kept(tmp_path: Path) -> None:
 def test_what_is_found(tmp_path: Path, html: str, fault: str | None) -> None:
     (tmp_path / "a.html").write_text(html, encoding="utf-8")
     (tmp_path / "b.html").write_text('<h2 id="there">', encoding="utf-8")
-    (tmp_path / "tour.html").write_text("", encoding="utf-8")
+    (tmp_path / "play").mkdir()
+    (tmp_path / "play" / "tour.html").write_text("", encoding="utf-8")
     assert list(build.find_faults(tmp_path)) == ([fault] if fault else [])
 
 
@@ -107,11 +112,11 @@ def test_what_is_found(tmp_path: Path, html: str, fault: str | None) -> None:
 @pytest.mark.parametrize(
     ("page", "link", "led"),
     [
-        ("docs/03-blocks.md", "../nanopaged/swap.py", "source/nanopaged/swap.py.md"),
+        ("docs/book/03-blocks.md", "../../nanopaged/swap.py", "../source/nanopaged/swap.py.md"),
         ("docs/zh/03-blocks.md", "../../nanopaged/swap.py", "../source/nanopaged/swap.py.md"),
-        ("docs/README.md", "exercises", "source/docs/exercises/README.md"),
+        ("docs/README.md", "book/exercises", "source/docs/book/exercises/README.md"),
         ("README.md", "docs/zh/README.md", "zh/README.md"),
-        ("docs/zh/03-blocks.md", "../tour.html#19", "../tour.html#19"),
+        ("docs/zh/03-blocks.md", "../play/tour.html#19", "../play/tour.html#19"),
         ("docs/zh/03-blocks.md", "nowhere.py", "nowhere.py"),
         ("docs/zh/03-blocks.md", "https://arxiv.org/a.py", "https://arxiv.org/a.py"),
     ],
@@ -125,32 +130,32 @@ def test_where_links_lead(page: str, link: str, led: str) -> None:
 
 # ── the playground ────────────────────────────────────────────────────────────────────────────────
 
-PRESET = "playground/index.html#preset=prefix-hit"
+PRESET = "../play/index.html#preset=prefix-hit"
 
 
 def test_a_line_that_is_a_preset_becomes_the_playground() -> None:
     text = f"Before.\n\n[Play it: how\nmany?]({PRESET})\n\nSee [the same]({PRESET}).\n"
-    page = build.rewrite(text, "docs/06-prefix-cache.md", True, set())
+    page = build.rewrite(text, "docs/book/06-prefix-cache.md", True, set())
     assert f'<iframe loading="lazy" title="Play it: how many?" src="{PRESET}&amp;embed"></iframe>' in page
     assert f'<a href="{PRESET}">Open it on a page of its own</a>' in page
     assert page.endswith(f"\n\nSee [the same]({PRESET}).\n")
     # Without a playground, nothing leads to it.
-    without = build.rewrite(text, "docs/06-prefix-cache.md", False, set())
+    without = build.rewrite(text, "docs/book/06-prefix-cache.md", False, set())
     assert " ".join(without.split()) == "Before. See the same."
 
 
 def test_the_playground_finds_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metas = '<meta name="source" content="{}">\n<meta name="chapters" content="{}">\n<body>\n'
-    playground, site = tmp_path / "playground", tmp_path / "site"
+    playground, site = tmp_path / "docs" / "play", tmp_path / "site"
     (playground / "pyodide").mkdir(parents=True)
     (playground / "pyodide" / "python.wasm").touch()
     (playground / "index.html").write_text(metas.format("../../", "../*.md"), encoding="utf-8")
     monkeypatch.setattr(build, "PLAYGROUND", playground)
     build.copy_playground(site)
-    text = (site / "playground" / "index.html").read_text(encoding="utf-8")
+    text = (site / "play" / "index.html").read_text(encoding="utf-8")
     assert text.startswith(metas.format("../", "../*.html"))
     assert '<a href="../index.html">' in text
-    for file in ("playground/pyodide/python.wasm", "nanopaged/engine.py", "nanopaged/page.html"):
+    for file in ("play/pyodide/python.wasm", "nanopaged/engine.py", "nanopaged/page.html"):
         assert (site / file).is_file(), file
 
 
@@ -172,7 +177,7 @@ def test_the_workflow_runs_what_is_there() -> None:
 @pytest.mark.slow
 def test_pages_in_a_browser(site: Path) -> None:
     """No message, no request to another server, nothing wider than the screen; as dark as the system."""
-    names = ["index.html", "03-blocks.html#the-kv-cache-tensor", "zh/glossary.html", "tour.html#19"]
+    names = ["index.html", "book/03-blocks.html#the-kv-cache-tensor", "zh/glossary.html", "play/tour.html#19"]
     names += ["source/nanopaged/block_manager.py.html"]
     handler = partial(SimpleHTTPRequestHandler, directory=str(site))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, open_browser() as browser:
@@ -190,6 +195,6 @@ def test_pages_in_a_browser(site: Path) -> None:
             assert browser.run("document.documentElement.scrollWidth") <= width
             colour = browser.run("getComputedStyle(document.body).backgroundColor")
             assert (sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 128) is dark
-        browser.driver.get(address + "tour.html#19")
+        browser.driver.get(address + "tour.html#19")  # its old address leads on
         assert "Step 19" in browser.run("document.getElementById('where').textContent")
         server.shutdown()

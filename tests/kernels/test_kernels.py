@@ -299,7 +299,7 @@ def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
             if row["arch"] >= 80:  # K and V of the next tile are loaded while this one is computed
                 assert row["buffers"] >= 2, row
                 assert row["in flight"] == 2, row
-    text = (ROOT / "docs" / "gpu-status.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "records" / "gpu-status.md").read_text(encoding="utf-8")
     if f"| Triton {summary['triton']} |" in text:  # other versions have other numbers
         assert summary["table"] in text
 

@@ -42,7 +42,7 @@ print(nanopaged.__file__, nanopaged.__version__, len(output.outputs[0].token_ids
 
 def test_the_changelog_begins_with_this_version() -> None:
     """Its versions and their dates fall."""
-    page = (ROOT / "docs" / "CHANGELOG.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "records" / "CHANGELOG.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## (.*)$", page, flags=re.MULTILINE)
     found = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+) \((\d{4}-\d\d-\d\d)\)", heading) for heading in headings]
     versions = [(tuple(map(int, each.groups()[:3])), each[4]) for each in found]

@@ -21,7 +21,7 @@ PROGRAMS = {  # how they are called → what they print first
     "-m nanopaged --max-tokens 2": "",
     "-m nanopaged.kernels.build": "the C++ kernels are ready",
     "docs/one_file.py": " 108 tokens",
-    "docs/rebuild.py": "nothing is begun",
+    "docs/build/rebuild.py": "nothing is begun",
     "docs/experiments/arrivals.py --requests 2": "",
 }
 SCRIPT = """
@@ -105,7 +105,7 @@ def test_one_line() -> None:
 def test_every_program_is_run_so() -> None:
     """Except where nanopaged is not installed, in figures, and in the file that stands alone."""
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    others = ("tests/", "docs/figures/", "docs/site/", "docs/playground/", "docs/experiments/peers.py")
+    others = ("tests/", "docs/book/figures/", "docs/site/", "docs/play/", "docs/experiments/peers.py")
     others += ("docs/one_file.py",)
     for name in listed.stdout.split():
         text = (ROOT / name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""versions.py and its table in docs/using.md."""
+"""versions.py and its table in docs/reference/using.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TABLE = re.compile(rf"^\| {FIRST} \| {REST[0]} .*\n\|[-|]+\n((?:\|.*\n)+)", re.M
 
 def rows_of_the_page() -> list[dict[str, str]]:
     """The rows of the table: column → what stands there."""
-    table = TABLE.search((ROOT / "docs" / "using.md").read_text(encoding="utf-8"))
+    table = TABLE.search((ROOT / "docs" / "reference" / "using.md").read_text(encoding="utf-8"))
     header, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[0].splitlines()]
     assert header == [*COLUMNS, *versions.COUNTS, "date"]
     return [dict(zip(header, row, strict=True)) for row in rows]

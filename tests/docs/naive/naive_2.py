@@ -1,4 +1,4 @@
-"""Stage 2 of docs/rebuild.py, written again: one sequence, no prefix cache, and no bookkeeping ahead."""
+"""Stage 2 of docs/build/rebuild.py, written again: one sequence, no prefix cache, no bookkeeping ahead."""
 # ruff: noqa: F821
 
 

@@ -1,4 +1,4 @@
-"""Stage 3 of docs/rebuild.py, written once more: sums and lists are made again wherever they are needed."""
+"""Stage 3 of docs/build/rebuild.py, written again: sums and lists are made again where they are needed."""
 # ruff: noqa: F821
 
 

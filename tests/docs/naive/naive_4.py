@@ -1,4 +1,4 @@
-"""Stage 4 of docs/rebuild.py, written again: sets of keys, and a search where the source keeps an order."""
+"""Stage 4 of docs/build/rebuild.py, written again: sets of keys, and a search in place of an order."""
 # ruff: noqa: F821
 
 

@@ -1,4 +1,4 @@
-"""Stage 5 of docs/rebuild.py, written again: a block is copied if a later sibling has it, too."""
+"""Stage 5 of docs/build/rebuild.py, written again: a block is copied if a later sibling has it, too."""
 # ruff: noqa: F821
 
 

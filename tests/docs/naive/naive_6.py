@@ -1,4 +1,4 @@
-"""Stage 6 of docs/rebuild.py, written once more: loops over lists, and every count made again."""
+"""Stage 6 of docs/build/rebuild.py, written once more: loops over lists, and every count made again."""
 # ruff: noqa: F821
 
 

@@ -1,4 +1,4 @@
-"""Stage 9 of docs/rebuild.py, written once more: token by token, and with one kind of exchange alone."""
+"""Stage 9 of docs/build/rebuild.py, written once more: token by token, one kind of exchange alone."""
 # ruff: noqa: F821
 
 

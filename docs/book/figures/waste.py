@@ -1,0 +1,130 @@
+"""The slots of one small pool in the same step of a run, under each allocation of experiments/memory.py.
+
+python docs/book/figures/waste.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from string import ascii_uppercase
+
+from svg import GREY, INK, PAPER, Drawing
+
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
+import memory
+from no_model import NoModel, make_request, make_scheduler
+
+from nanopaged import SamplingParams
+
+NUM_SLOTS, BLOCK_SIZE, STEP = 320, 8, 24
+RULES = memory.reserve_rules(64)
+NAMES = [*ascii_uppercase, *map(str, range(1, 27))]  # of the requests
+LENGTHS = memory.draw_lengths((10, 22), len(NAMES), seed=53, longest=64)
+
+Piece = tuple[int, int, str]  # (first slot, number of slots, kind)
+Range = tuple[int, int, str, int]  # (first slot, number of slots, its request, slots with a token)
+WIDTH, LEFT, TOP, HEIGHT = 2.2, 74, 46, 30
+
+
+def contiguous(policy: str) -> tuple[list[Piece], list[Range], int]:
+    """The pool after `STEP` steps, and the number of requests served."""
+    holes, running, waiting = [(0, NUM_SLOTS)], [], list(zip(NAMES, LENGTHS, strict=True))
+    for _ in range(STEP):
+        for ended in [each for each in running if each["tokens"] == each["final"]]:
+            memory.give_back(holes, ended["start"], ended["size"])
+            running.remove(ended)
+        while True:
+            name, (num_input, num_output) = waiting[0]
+            size = RULES[policy](num_input, num_output)
+            start = memory.take(holes, size)
+            if start is None:
+                break
+            final = num_input + num_output
+            running.append({"name": name, "start": start, "size": size, "tokens": num_input, "final": final})
+            del waiting[0]
+        for each in running:
+            each["tokens"] += 1
+    kind = "external" if sum(length for _, length in holes) >= size else "too few"
+    pieces, ranges = [(start, length, kind) for start, length in holes], []
+    for each in running:
+        start, tokens, final = each["start"], each["tokens"], each["final"]
+        pieces += [
+            (start, tokens, "real"),
+            (start + tokens, final - tokens, "reserved"),
+            (start + final, each["size"] - final, "internal"),
+        ]
+        ranges.append((start, each["size"], each["name"], tokens))
+    return pieces, ranges, len(LENGTHS) - len(waiting) - len(running)
+
+
+def paging() -> tuple[list[Piece], list[Range], int]:
+    """The same with the real scheduler and block manager."""
+    scheduler = make_scheduler(NUM_SLOTS // BLOCK_SIZE, BLOCK_SIZE, enable_prefix_caching=False)
+    for name, (num_input, num_output) in zip(NAMES, LENGTHS, strict=True):
+        scheduler.add(make_request(name, [0] * num_input, SamplingParams(max_tokens=num_output)))
+    runner, served = NoModel(), 0
+    for step in range(STEP):
+        batch = scheduler.schedule()
+        if step < STEP - 1:
+            served += sum(each.finished for each in scheduler.update(batch, runner.execute(batch)))
+    pieces, ranges = [], []
+    for seq in scheduler.running_sequences:
+        tokens = seq.num_computed_tokens + seq.num_scheduled_tokens
+        final = seq.request.num_prompt_tokens + seq.request.params.max_tokens - 1
+        for i, block_id in enumerate(seq.block_table):
+            start, first = block_id * BLOCK_SIZE, i * BLOCK_SIZE
+            filled = min(BLOCK_SIZE, tokens - first)
+            in_the_end = min(BLOCK_SIZE, final - first)
+            pieces += [
+                (start, filled, "real"),
+                (start + filled, in_the_end - filled, "reserved"),
+                (start + in_the_end, BLOCK_SIZE - in_the_end, "internal"),
+            ]
+            ranges.append((start, BLOCK_SIZE, seq.request.request_id, filled))
+    assert scheduler.waiting, "all requests fit"
+    free = set(scheduler.block_manager.free_ids)
+    return (
+        pieces + [(block_id * BLOCK_SIZE, BLOCK_SIZE, "too few") for block_id in sorted(free)],
+        ranges,
+        served,
+    )
+
+
+def main() -> None:
+    drawing = Drawing(LEFT + round(NUM_SLOTS * WIDTH) + 16, 388, "A pool under four ways to allocate it")
+    shown: set[str] = set()
+    for row, policy in enumerate([*RULES, "paging"]):
+        pieces, ranges, served = paging() if policy == "paging" else contiguous(policy)
+        totals = dict.fromkeys(memory.KINDS, 0)
+        y = TOP + 84 * row + 12
+        for start, length, kind in sorted(pieces, key=lambda piece: piece[2] == "real"):
+            totals[kind] += length
+            if length > 0:
+                color = memory.KINDS[kind]
+                # One token of eight would be hidden by the border that is drawn over it.
+                width = max(WIDTH * length, 5.0) if kind == "real" else WIDTH * length
+                drawing.box(LEFT + WIDTH * start, y, width, HEIGHT, fill=color, line=color)
+        assert sum(totals.values()) == NUM_SLOTS
+        shown |= {kind for kind, num_slots in totals.items() if num_slots > 0}
+        for start, length, name, filled in ranges:
+            x = LEFT + WIDTH * start
+            drawing.box(x, y, WIDTH * length, HEIGHT, fill="none", line=INK)
+            # The name stands in the larger part of the first block: what is filled, or what is not.
+            first, end, color = filled, BLOCK_SIZE, INK
+            if filled > 3:
+                first, end, color = 0, min(filled, BLOCK_SIZE), PAPER
+            drawing.text(x + WIDTH * (first + end) / 2, y + HEIGHT / 2, name, size=11, color=color, bold=True)
+        drawing.text(LEFT - 10, y + HEIGHT / 2, policy, anchor="end", bold=True)
+        shares = ", ".join(f"{kind} {100 * n / NUM_SLOTS:.0f} %" for kind, n in totals.items() if n > 0)
+        at_once = len({name for _, _, name, _ in ranges})
+        text = f"{at_once} requests at once, {served} served before.  {shares}"
+        drawing.text(LEFT, y + HEIGHT + 15, text, size=12, anchor="start", color=GREY)
+    for i, (kind, color) in enumerate(each for each in memory.KINDS.items() if each[0] in shown):
+        drawing.box(LEFT + 105 * i, 16, 14, 14, fill=color, line=color)
+        drawing.text(LEFT + 105 * i + 20, 23, kind, anchor="start")
+    drawing.save()
+
+
+if __name__ == "__main__":
+    main()

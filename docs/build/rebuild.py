@@ -1,0 +1,331 @@
+"""Rebuild the engine: write its functions yourself, stage by stage, and let its tests judge them.
+
+    python docs/build/rebuild.py                      the stages, and how far you are
+    python docs/build/rebuild.py start 3 FOLDER       a copy of the package without the functions of stage 3
+    python docs/build/rebuild.py check 3 FOLDER       run the stage's tests on it; exits with 0 when it is done
+    python docs/build/rebuild.py hint 3 FOLDER        the next hint
+    python docs/build/rebuild.py diff 3 FOLDER        your functions and the source's
+    python docs/build/rebuild.py peek NAME            the source's own body, e.g. of BlockManager.take
+
+`start` writes FOLDER/nanopaged. A later stage can be started in the same folder: it keeps what you have
+written. docs/build has a page for each stage. FOLDER may be left out after `start`: it is the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "docs" / "build"
+sys.path.insert(0, str(HERE))
+from stages import Stage, load  # noqa: E402
+
+from nanopaged.terminal import run_program  # noqa: E402
+
+STAGES = load()
+LAST = Path(".rebuild.json")  # the folder of the last `start`, noted where the command was given
+NOTES = "rebuild.json"  # in a folder: what is known of each stage
+LIMIT = 120  # seconds for the tests of a stage, on a slow machine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", nargs="?", default="list", choices=COMMANDS)
+    parser.add_argument("stage", nargs="?", help="1 to 9; for `peek` the name of a function")
+    parser.add_argument("folder", nargs="?", type=Path)
+    args = parser.parse_args()
+    try:
+        if args.command == "list":
+            list_stages(Path(args.stage) if args.stage else last_folder())
+        elif args.command == "peek":
+            peek(args.stage or "")
+        else:
+            number = stage_number(args.stage)
+            folder = args.folder or (None if args.command == "start" else last_folder())
+            if folder is None:
+                raise ValueError(f"which folder? python docs/build/rebuild.py {args.command} {number} FOLDER")
+            sys.exit(COMMANDS[args.command](number, folder))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def stage_number(text: str | None) -> int:
+    if text is None or not text.isdigit() or int(text) not in STAGES:
+        raise ValueError(f"which stage? One of {', '.join(map(str, STAGES))}, got {text}")
+    return int(text)
+
+
+def last_folder() -> Path | None:
+    return Path(read_note(LAST, str)) if LAST.exists() else None
+
+
+# ── the source, by name ───────────────────────────────────────────────────────────────────────────
+
+
+def find_function(source: str, name: str) -> ast.FunctionDef:
+    """The definition of `Class.method` or `function`.
+
+    Raises:
+        ValueError: there is no such function, or the source is not Python.
+    """
+    try:
+        body: list[ast.stmt] = ast.parse(source).body
+    except SyntaxError as error:
+        raise ValueError(
+            f"the file of {name} cannot be read: {type(error).__name__} in line {error.lineno}: {error.msg}"
+        ) from None
+    for part in name.split("."):
+        found = [node for node in body if getattr(node, "name", None) == part]
+        if not found:
+            raise ValueError(f"there is no function {name}")
+        node, body = found[0], getattr(found[0], "body", [])
+    assert isinstance(node, ast.FunctionDef)
+    return node
+
+
+def body_lines(node: ast.FunctionDef) -> tuple[int, int]:
+    """The lines of a function's body, without its docstring: [first, end), counted from 0."""
+    first = node.body[0]
+    if ast.get_docstring(node) is None:
+        return first.lineno - 1, node.end_lineno
+    return first.end_lineno, node.end_lineno
+
+
+def body_of(source: str, name: str) -> str:
+    first, end = body_lines(find_function(source, name))
+    return "".join(source.splitlines(keepends=True)[first:end])
+
+
+def blank_body(source: str, name: str, number: int) -> str:
+    """What stands in the place of a function's body."""
+    node = find_function(source, name)
+    indent = " " * (node.col_offset + 4)
+    return f'{indent}raise NotImplementedError("stage {number}: {name}")\n'
+
+
+def is_blank(source: str, name: str) -> bool:
+    return 'raise NotImplementedError("stage ' in body_of(source, name)
+
+
+def read(folder: Path, file: str) -> str:
+    return (folder / file).read_text(encoding="utf-8")
+
+
+def write_body(folder: Path, file: str, name: str, body: str) -> None:
+    """Replace the body of a function in a file of the folder; it is indented as in the source."""
+    source = read(folder, file)
+    first, end = body_lines(find_function(source, name))
+    lines = source.splitlines(keepends=True)
+    (folder / file).write_text("".join([*lines[:first], body, *lines[end:]]), encoding="utf-8")
+
+
+# ── the commands ──────────────────────────────────────────────────────────────────────────────────
+
+
+def notes_of(folder: Path) -> dict[str, Any]:
+    """What `check` and `hint` have noted in a folder: stage → its state, and its hints so far."""
+    return read_note(folder / NOTES, dict) if (folder / NOTES).exists() else {}
+
+
+def read_note(file: Path, kind: type) -> Any:
+    """What `start` has written to a file.
+
+    Raises:
+        ValueError: the file has been changed since.
+    """
+    with suppress(ValueError):
+        if isinstance(content := json.loads(file.read_text(encoding="utf-8")), kind):
+            return content
+    raise ValueError(f"{file} is broken: delete it, and start the stage again (what you wrote is kept)")
+
+
+def note(folder: Path, number: int, **facts: Any) -> None:
+    notes = notes_of(folder)
+    notes[str(number)] = notes.get(str(number), {}) | facts
+    (folder / NOTES).write_text(json.dumps(notes, indent=1), encoding="utf-8")
+
+
+def list_stages(folder: Path | None) -> None:
+    notes = notes_of(folder) if folder is not None and folder.is_dir() else {}
+    print(f"in {folder}" if folder is not None else "nothing is begun: python docs/build/rebuild.py start 1 FOLDER")
+    for number, stage in STAGES.items():
+        state = notes.get(str(number), {}).get("state", "not begun")
+        print(f"{number}  {state:10} {stage.title}  (docs/book/{stage.chapter}, docs/build/{number}.md)")
+        for line in textwrap.wrap(", ".join(name for _, name in stage.functions), 96):
+            print(f"   {'':10} {line}")
+
+
+def start(number: int, folder: Path) -> int:
+    """Copy the package, and blank the functions of the stage that the reader has not written yet."""
+    stage = STAGES[number]
+    if folder.resolve() == ROOT or ROOT / "nanopaged" in (folder.resolve(), *folder.resolve().parents):
+        raise ValueError(f"{folder} is the engine itself: give another folder")
+    if not (folder / "nanopaged").exists():
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "nanopaged", folder / "nanopaged", ignore=ignore)
+    notes = notes_of(folder)
+    begun = {name for each in notes for _, name in STAGES[int(each)].functions}
+    print(f"stage {number}: {stage.title}. Its page is docs/build/{number}.md. Write:")
+    for file, name in stage.functions:
+        source = read(folder, file)
+        if name in begun and not is_blank(source, name):
+            more = "kept" if str(number) in notes else "kept: this stage asks more of it"
+            print(f"  {folder / file}: {name} (yours, {more})")
+            continue
+        write_body(folder, file, name, blank_body(source, name, number))
+        print(f"  {folder / file}:{find_function(source, name).lineno}: {name}")
+    LAST.write_text(json.dumps(str(folder.resolve())), encoding="utf-8")
+    if str(number) not in notes:
+        note(folder, number, state="begun")
+    print(f"then: python docs/build/rebuild.py check {number} {folder}")
+    return 0
+
+
+def check(number: int, folder: Path) -> int:
+    """Run the stage's tests on the package in the folder. Returns 0 if all pass."""
+    if not (folder / "nanopaged").is_dir():
+        raise ValueError(
+            f"there is no {folder / 'nanopaged'}: python docs/build/rebuild.py start {number} {folder}"
+        )
+    if str(number) not in notes_of(folder):
+        raise ValueError(f"stage {number} is not begun: python docs/build/rebuild.py start {number} {folder}")
+    stage = STAGES[number]
+    blank = [name for file, name in stage.functions if is_blank(read(folder, file), name)]
+    if blank:
+        print(f"not written yet: {', '.join(blank)}")
+        return 1
+    with tempfile.TemporaryDirectory() as name:
+        copy = complete_copy(folder, Path(name))
+        began = time.monotonic()
+        wrong = judge(number, stage, copy)
+        took = time.monotonic() - began
+        if not wrong:
+            texts = {"yours": text_of(copy), "the engine's": text_of(ROOT)}
+            for whose, text in texts.items():
+                print(f"{whose}:\n{textwrap.indent(text, '    ')}")
+            if len(set(texts.values())) > 1:
+                wrong = [
+                    "The tests pass, but the two texts above differ: something else of your copy has changed."
+                ]
+    note(folder, number, state="failing" if wrong else "done")
+    for sentence in wrong:
+        print(f"- {sentence}")
+    if not wrong:
+        print(f"stage {number} is done, after {took:.0f} s of tests.")
+    return 1 if wrong else 0
+
+
+def complete_copy(folder: Path, copy: Path) -> Path:
+    """A copy of the reader's package in which blanks of other stages have the source's bodies."""
+    shutil.copytree(folder / "nanopaged", copy / "nanopaged", ignore=shutil.ignore_patterns("__pycache__"))
+    for file, name in {function for stage in STAGES.values() for function in stage.functions}:
+        if is_blank(read(copy, file), name):
+            write_body(copy, file, name, body_of(read(ROOT, file), name))
+    return copy
+
+
+def judge(number: int, stage: Stage, copy: Path) -> list[str]:
+    """What is wrong, a sentence each: of the stage's own tests and, if these pass, of the suite's."""
+    for tests in ([str(HERE / f"judge_{number}.py")], list(stage.suite)):
+        if not tests:
+            continue
+        report = copy / "report.json"
+        options = ["-p", "no:cacheprovider", "-p", "one_sentence", f"--report={report}", f"--rootdir={ROOT}"]
+        tests = [str(ROOT / each) if each.startswith("tests/") else each for each in tests]
+        command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), *tests, *options]
+        try:
+            done = run_python(command, copy, LIMIT)
+        except subprocess.TimeoutExpired:
+            return [f"The tests did not end within {LIMIT} seconds: is there a loop that never ends?"]
+        if done.returncode != 0:
+            if report.exists() and (sentences := json.loads(report.read_text(encoding="utf-8"))):
+                return sentences
+            lines = (done.stdout + done.stderr).strip().splitlines()
+            skipped = [line for line in lines if line.startswith("SKIPPED")]
+            return [f"The tests cannot run: {(skipped or lines)[-1]}"]
+    return []
+
+
+def run_python(command: list[str], folder: Path, limit: float | None = None) -> subprocess.CompletedProcess:
+    """Run a command with the package of the folder, and the helpers of the tests."""
+    paths = [folder.resolve(), HERE, ROOT / "tests"]
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONUTF8": "1",
+        "TRITON_INTERPRET": "1",
+    }
+    # In the folder, because Python looks for `nanopaged` first where it was started.
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=limit)
+
+
+TEXT = """
+from nanopaged import LLM, SamplingParams
+llm = LLM(dtype="float32", block_size=4, num_blocks=40)
+prompts = ["ROMEO:\\n", "JULIET:\\n", "ROMEO:\\n"]
+params = SamplingParams(temperature=0, max_tokens=12)
+print(llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].text)
+"""
+
+
+def text_of(folder: Path) -> str:
+    """What the tiny model says with the package of the folder, or why it says nothing."""
+    done = run_python([sys.executable, "-c", TEXT], folder)
+    return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+
+
+def hint(number: int, folder: Path) -> int:
+    """Print the hints so far and the next one."""
+    hints = STAGES[number].hints
+    given = min(notes_of(folder).get(str(number), {}).get("hints", 0) + 1, len(hints))
+    note(folder, number, hints=given)
+    for i, text in enumerate(hints[:given], start=1):
+        print(f"{i}. {text}")
+    if given == len(hints):
+        print("There are no more. `peek NAME` shows the source's own body.")
+    return 0
+
+
+def peek(name: str) -> None:
+    """Print the source's own function."""
+    for stage in STAGES.values():
+        for file, each in stage.functions:
+            if name in (each, each.split(".")[-1]):
+                node = find_function(read(ROOT, file), each)
+                lines = read(ROOT, file).splitlines()
+                print(f"# {file}\n" + textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])))
+                return
+    names = [each for stage in STAGES.values() for _, each in stage.functions]
+    raise ValueError(f"which function? One of {', '.join(dict.fromkeys(names))}, got {name!r}")
+
+
+def diff(number: int, folder: Path) -> int:
+    """Print how the reader's functions differ from the source's."""
+    for file, name in STAGES[number].functions:
+        ours, theirs = body_of(read(ROOT, file), name), body_of(read(folder, file), name)
+        lines = difflib.unified_diff(
+            ours.splitlines(), theirs.splitlines(), f"the engine's {name}", f"yours in {folder}", lineterm=""
+        )
+        print("\n".join(lines) or f"{name}: the same")
+    return 0
+
+
+COMMANDS = {"list": None, "start": start, "check": check, "hint": hint, "diff": diff, "peek": None}
+
+if __name__ == "__main__":
+    run_program(main)
