@@ -13,18 +13,15 @@ import grammar
 import jsonschema
 import pytest
 import regex
-import test_random_runs
 import torch
 from conftest import Oracle, memory_that_was_never_written, qwen3
 from faults import FailAtLine
 from grammar import LLM, NO_SPACES, GrammarEngine, GrammarParams, GrammarRunner, GrammarSequence
 from llguidance import LLMatcher
-from random_workloads import Asked, Workload, forked, tiny
 from serving import serve, tokens_of
-from test_random_runs import Run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
+from nanopaged import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.model.checkpoint import TINY_MODEL
 from nanopaged.outputs import CompletionOutput
 from nanopaged.sequence import NoTokenAllowed
@@ -185,52 +182,18 @@ def test_greedy_is_what_transformers_says_with_a_mask(preemption: str, budget: i
     assert reasons == {"stop", "length"}
 
 
-class GrammarRun(Run):
-    """Also checks each text against its grammar."""
-
-    def check_completion(self, asked: Asked, got: CompletionOutput, whole: CompletionOutput) -> None:
-        super().check_completion(asked, got, whole)
-        if isinstance(asked.params, GrammarParams) and got.finish_reason:
-            check_text(asked.params, got)
-            self.happened["complete"] += got.finish_reason == "stop"
-            self.happened["forked"] += asked.params.n > 1
-
-
-def with_grammars(workload: Workload) -> Workload:
-    """The same requests with the tiny model, in a pool as small as can be; most samples follow a grammar."""
-    rng, requests = random.Random(workload.seed), []
-    for asked in workload.requests:
-        params: Any = asked.params
-        if isinstance(params, SamplingParams):
-            options = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
-            options |= {"seed": rng.randint(0, 2)} | (draw_grammar(rng) if rng.random() < 0.8 else {})
-            if options.get("regex"):
-                options["regex"] += rng.choice(["", "[a-z]{9,40}"])  # long enough to be preempted
-            if params.stop_token_ids:  # one that must not be drawn yet may be all that is allowed
-                options["min_tokens"] = 0
-            params = GrammarParams(**options)
-        requests.append(replace(asked, params=params, prompt=[3 + each % 1021 for each in asked.prompt]))
-    num_blocks = max(asked.most_blocks(workload.block_size) for asked in requests)
-    return replace(workload, model="tiny", num_blocks=num_blocks, requests=requests)
-
-
-def test_random_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request says the same alone, batched, forked, swapped, recomputed, after faults."""
-
-    def make_engine(model: str, config: EngineConfig) -> LLMEngine:
-        return GrammarEngine(replace(config, dtype="float32"))
-
-    monkeypatch.setattr(test_random_runs, "make_engine", make_engine)
-    monkeypatch.setattr(test_random_runs, "large_engine", cache(test_random_runs.large_engine.__wrapped__))
-    monkeypatch.setattr(GrammarRun, "is_close_call", lambda self, asked, got, whole: False)
-    happened: Counter[str] = Counter()
-    for seed in range(10):
-        for make_workload in (tiny, forked):
-            run = GrammarRun(with_grammars(make_workload(seed)))
-            run.serve()
-            happened += run.happened
-    events = ("swap", "recompute", "copy on write", "complete", "forked", "fault: update", "fault: schedule")
-    assert all(happened[event] for event in events), happened
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_samples_that_are_preempted_say_what_they_say_alone(llm: LLM, preemption: str) -> None:
+    """Several outputs of each request, seeded; a plain request among them."""
+    params = [replace(HOT, n=3, seed=i, max_tokens=60, regex="[a-f ]{30,90}") for i in range(3)]
+    params += [replace(params[0], n=1, regex=None), replace(params[0], n=2, regex=None, json_schema=PERSON)]
+    options = {"block_size": 4, "num_blocks": 54, "preemption": preemption, "max_num_batched_tokens": 16}
+    small, prompts = LLM(dtype="float32", **options), [PROMPTS[i % 3] for i in range(5)]
+    for prompt, its_params, output in zip(prompts, params, serve(small, prompts, params), strict=True):
+        assert tokens_of([output]) == tokens_of(serve(llm, [prompt], its_params))
+        for got in output.outputs:
+            check_text(its_params, got)
+    assert getattr(small.engine.stats(), f"num_preemptions_{preemption}") > 1
 
 
 def test_a_step_that_fails_while_a_grammar_follows_a_token(llm: LLM) -> None:
@@ -373,7 +336,9 @@ def test_if_the_library_gives_up_the_request_is_named(llm: LLM) -> None:
     for request_id in ("good", "bad"):
         llm.engine.add_request(request_id, PROMPTS[0], replace(HOT, regex="[0-9]{20}"))
     llm.engine.step()
-    assert not llm.engine.requests["bad"].live[0].follow().consume_tokens(TOKENIZER.encode("x"))
+    seq = llm.engine.requests["bad"].live[0]
+    assert not seq.follow().consume_tokens(TOKENIZER.encode("x"))
+    assert not seq.check_stop()  # it is no complete text
     dead_end = replace(HOT, regex="7+", stop_token_ids=[seven], min_tokens=2)  # of the caller's own making
     for bad in ("bad", "dead end"):
         with pytest.raises(NoTokenAllowed, match=f"no token is allowed for request '{bad}'"):
