@@ -102,6 +102,8 @@ def fetch_pyodide() -> None:
 def copy_pages(folder: Path, playground: bool) -> None:
     """Write what the generator reads: its settings, the pages, and the sources that they link to."""
     settings = (DOCS / "site" / "zensical.toml").read_text(encoding="utf-8")
+    forks = [f'    "{file.relative_to(DOCS).as_posix()}",' for file in sorted(DOCS.glob("forks/*/README.md"))]
+    settings = settings.replace("    # one for each fork", "\n".join(forks))
     for name, its in (("zensical.toml", settings), ("zh.toml", in_chinese(settings))):
         write(folder / name, its if playground else re.sub(r".*(playground|play/index).*\n", "", its))
 
