@@ -57,9 +57,12 @@ def test_chats_come_back_and_outlive_the_engine(qwen3: Oracle, where: str | None
     folder, file = qwen3.folder, tmp_path / "tier" if where else None
     if file is not None:
         file.touch()  # an empty file is a new one
+        say(qwen3, first := make(folder, file), CHATS[:1])
+        first.close_tier()  # which stores what the pool has
     llm = make(folder, file)
-    assert [say(qwen3, llm, CHATS) for _ in range(3)] == [0, 3 * 28, 3 * 28]
-    assert llm.engine.stats().prefix_cache_hits == 6 * 28
+    before = 28 if where else 0
+    assert [say(qwen3, llm, CHATS) for _ in range(3)] == [before, 3 * 28, 3 * 28]
+    assert llm.engine.stats().prefix_cache_hits == before + 6 * 28
     scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
     assert serve(llm, CHATS[2:], scored)[0].metrics.num_cached_tokens == 0
     llm.close_tier()
