@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from one_sentence import wall_limit
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ from nanopaged.model.decoder import Linear, Model, allocate
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.parallel import Ranks
 
-SECONDS = 5  # that a rank waits for the other
+SECONDS = wall_limit(4)  # that a rank waits for the other, which must load PyTorch
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(
     vocab_size=11,
@@ -210,7 +211,9 @@ def test_a_linear_layer(ranks: Alone | None, bias: bool, reordered: bool) -> Non
     else:
         case += "and with ranks must return the sum over all ranks of x Wᵀ (+ b), here twice that of this one"
         expected, before = 2 * expected, ranks.num_calls
-    got = linear(x.clone())
+    given = x.clone()
+    got = linear(given)
+    assert torch.equal(given, x), f"{case}; and x must stay as it is: the layer before it may read it again."
     assert got.shape == expected.shape, f"{case}, {list(expected.shape)}, but returns {list(got.shape)}."
     off = (got - expected).abs().max().item()
     assert off < 1e-4, f"{case}; numbers differ by up to {off:.3f}."
@@ -243,9 +246,14 @@ def test_each_rank_has_some_embeddings(vocab_size: int, size: int) -> None:
         model = make_model(config, ranks)
         first, end = rank * num_rows, (rank + 1) * num_rows
         model.embed_tokens.weight.data.copy_(table[first:end])
-        part = model._embed_share(ids.clone(), ranks)
+        given = ids.clone()
+        part = model._embed_share(given, ranks)
         case = (
             f"Rank {rank} of {size} has the rows {first} to {end - 1} of an embedding of {vocab_size} tokens."
+        )
+        assert torch.equal(given, ids), (
+            f"{case} `_embed_share` has changed the token ids that it was given from {ids.tolist()} to "
+            f"{given.tolist()}."
         )
         assert ranks.num_calls == 1, (
             f"{case} `_embed_share` must call `all_reduce` once, not {ranks.num_calls} times."
@@ -472,7 +480,7 @@ def two_processes() -> tuple[dict[str, Any], dict[str, Any]]:
     ranks.processes.append(worker)  # they are killed when `ranks` ends
     worker.start()
     ours = do_all(ranks, folder)
-    worker.join(4 * SECONDS)
+    worker.join(SECONDS)
     theirs = {"error": "it ended without a result"}
     if worker.is_alive():
         theirs = {"error": "it waits for rank 0, which has finished", "waited": True}
