@@ -284,16 +284,9 @@ def others_at_fault(folder: Path, number: int, ours: str, scratch: Path) -> str:
 
 def judge(number: int, copy: Path) -> list[str]:
     """What is wrong, a sentence each: of the stage's own tests and, if these pass, of the suite's."""
-    done = run_python([sys.executable, "-m", "pytest", *judge_arguments(number, copy)], copy)
+    run = f"import one_sentence; one_sentence.judge({number}, {str(copy / 'report.json')!r})"
+    done = run_python([sys.executable, "-c", run], copy)
     return verdict(copy, done.returncode, done.stdout + done.stderr)
-
-
-def judge_arguments(number: int, copy: Path) -> list[str]:
-    """Of pytest. The plugin leaves out the suite's tests if the judge has found a mistake."""
-    tests = [str(HERE / f"judge_{number}.py"), *STAGES[number].suite]
-    tests = [str(ROOT / each) if each.startswith("tests/") else each for each in tests]
-    options = ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={ROOT}", "-p", "no:cacheprovider"]
-    return [*tests, *options, "-p", "one_sentence", f"--report={copy / 'report.json'}", f"--stage={number}"]
 
 
 def verdict(copy: Path, status: int, printed: str) -> list[str]:

@@ -93,10 +93,14 @@ def run_judge(stage: int, folder: Path, printed: Path) -> None:
     os.dup2(file, 1), os.dup2(file, 2)
     sys.path[:0] = [str(folder), str(rebuild.HERE), str(ROOT / "tests")]
     import one_sentence
-    import pytest
 
     one_sentence.BEGAN -= SECONDS[0]  # time limits follow from what the imports take
-    os._exit(pytest.main(rebuild.judge_arguments(stage, folder)))
+    try:
+        one_sentence.judge(stage, str(folder / "report.json"))
+    except SystemExit as end:
+        os._exit(end.code or 0)
+    finally:
+        os._exit(3)
 
 
 def read_solutions(file: Path) -> Iterator[Solution]:
