@@ -28,6 +28,7 @@ import tempfile
 import textwrap
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,9 @@ def last_folder() -> Path | None:
 # ── the source, by name ───────────────────────────────────────────────────────────────────────────
 
 
+parse = cache(ast.parse)
+
+
 def find_function(source: str, name: str) -> ast.FunctionDef:
     """The definition of `Class.method` or `function`.
 
@@ -89,7 +93,7 @@ def find_function(source: str, name: str) -> ast.FunctionDef:
         ValueError: there is no such function, or the source is not Python.
     """
     try:
-        body: list[ast.stmt] = ast.parse(source).body
+        body: list[ast.stmt] = parse(source).body
     except SyntaxError as error:
         raise ValueError(
             f"the file of {name} cannot be read: {type(error).__name__} in line {error.lineno}: {error.msg}"
@@ -133,10 +137,17 @@ def read(folder: Path, file: str) -> str:
 
 def write_body(folder: Path, file: str, name: str, body: str) -> None:
     """Replace the body of a function in a file of the folder; it is indented as in the source."""
+    write_bodies(folder, file, {name: body})
+
+
+def write_bodies(folder: Path, file: str, bodies: dict[str, str]) -> None:
+    """The same for several functions of a file."""
     source = read(folder, file)
-    first, end = body_lines(find_function(source, name))
     lines = source.splitlines(keepends=True)
-    (folder / file).write_text("".join([*lines[:first], body, *lines[end:]]), encoding="utf-8")
+    places = {body_lines(find_function(source, name)): body for name, body in bodies.items()}
+    for (first, end), body in sorted(places.items(), reverse=True):  # the last first: line numbers stay
+        lines[first:end] = [body]
+    (folder / file).write_text("".join(lines), encoding="utf-8")
 
 
 # ── the commands ──────────────────────────────────────────────────────────────────────────────────
@@ -249,9 +260,12 @@ def complete_copy(folder: Path, copy: Path, numbers: set[int]) -> None:
     """
     shutil.copytree(folder / "nanopaged", copy / "nanopaged", ignore=shutil.ignore_patterns("__pycache__"))
     kept = {function for number in numbers for function in STAGES[number].functions}
-    for file, name in {function for stage in STAGES.values() for function in stage.functions}:
-        if (file, name) not in kept or is_blank(read(copy, file), name):
-            write_body(copy, file, name, body_of(read(ROOT, file), name))
+    functions = {function for stage in STAGES.values() for function in stage.functions}
+    for file in {file for file, _ in functions}:
+        source, ours = read(copy, file), read(ROOT, file)
+        names = [name for each, name in functions if each == file and source != ours]
+        names = [name for name in names if (file, name) not in kept or is_blank(source, name)]
+        write_bodies(copy, file, {name: body_of(ours, name) for name in names})
 
 
 def changes_elsewhere(folder: Path) -> str:

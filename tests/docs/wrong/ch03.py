@@ -114,5 +114,10 @@ WRONG_3 = [
     ("the first slot of each block", "positions % size]", "positions % 1]"),
     ("all slots of the table", ALL_COMPUTED, "torch.arange(len(seq.block_table) * size)"),
     ("all known tokens", ALL_COMPUTED, "torch.arange(seq.num_tokens)"),
+    (
+        "zeros for generated tokens",
+        "positions % size]",
+        "positions % size] * (positions < 30)[:, None, None]",
+    ),
     ("tokens in reverse", ALL_COMPUTED, f"{ALL_COMPUTED}.flip(0)"),
 ]

@@ -55,6 +55,7 @@ WRONG_2 = [
     ("-inf - -inf", "top.masked_fill(top == -math.inf, 0)", "top"),
     ("0 / 0", TOTAL, "total"),
     ("the last split is left out", "(w[..., None] * outs).sum(0)", "(w[..., None] * outs)[:-1].sum(0)"),
+    ("the outputs are overwritten", "outs.masked_fill((", "outs.masked_fill_(("),
     ("one sum for all heads", "w.sum(0)", "w.sum() + 0 * w.sum(0)"),
 ]
 WRONG_3 = [

@@ -12,6 +12,7 @@ COUNTS_OUTLIVE_A_RESET = """
         self.num_evicted = getattr(self, "num_evicted", 0)
         self.num_computed_again = getattr(self, "num_computed_again", 0)
 """
+CACHED = "cached = self.blocks[block_id].ref_count == 0\n        "
 ZEROS = "        self.num_evicted = self.num_computed_again = 0\n"
 AGAIN = "again = self.evicted & self.index.keys()"
 
@@ -34,6 +35,11 @@ WRONG_2 = [
     ("the most recently used of several", "min(self.cached,", "min(reversed(self.cached),"),
     ("moved to the wrong end", "last=False", "last=True"),
     ("hits of the block's former contents", "        self.num_hits[block_id] = 0\n", ""),
+    (
+        "hits in use",
+        "super().share(block_id)\n",
+        f"{CACHED}super().share(block_id)\n        if not cached:\n            return\n",
+    ),
     ("every hit counts as one", "+= 1", "= 1"),
     ("the present references, not all hits", "+= 1", "= self.blocks[block_id].ref_count"),
     ("evicts while blocks are free", "        block_id = super().take()\n", EVICT_CACHED_FIRST),
