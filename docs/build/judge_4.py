@@ -458,13 +458,16 @@ def test_siblings_that_do_not_fit_change_nothing() -> None:
     assert tables == [[], [], []], f"`allocate` gave False, but the tables are {tables}, not empty."
 
 
-def test_a_sibling_does_not_evict_what_another_has_found() -> None:
+@pytest.mark.parametrize("more_cached", [[], [7, 8]])
+def test_a_sibling_does_not_evict_what_another_has_found(more_cached: list[int]) -> None:
     manager = BlockManager(5, 1)
-    manager.free(admitted(manager, 1, 2, 3))
+    sequences = [admitted(manager, 1, 2, 3), *(admitted(manager, token_id) for token_id in more_cached)]
+    for seq in sequences:  # `1`, `2` and `3` would be evicted first
+        manager.free(seq)
     siblings = family([1, 8], [1, 2, 3, 9])
     done = allocate(manager, *siblings)
     assert done is True, (
-        f"three blocks are cached and found, two are free: `allocate` gives {done}, not True."
+        f"three blocks are cached and found, two are free or cached, too: `allocate` gives {done}, not True."
     )
     a, b = (seq.block_table for seq in siblings)
     assert len({*a, *b}) == 5, (

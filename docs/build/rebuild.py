@@ -42,7 +42,7 @@ from nanopaged.terminal import run_program  # noqa: E402
 STAGES = load()
 LAST = Path(".rebuild.json")  # the folder of the last `start`, noted where the command was given
 NOTES = "rebuild.json"  # in a folder: what is known of each stage
-RACE = ["--requests", "6", "--max-input", "64", "--max-output", "64", "--repeat", "3", "--threads", "1"]
+RACE = ["--shape", "28m", "--requests", "8", "--max-input", "64", "--max-output", "64", "--repeat", "3"]
 
 
 def main() -> None:

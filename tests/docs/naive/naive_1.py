@@ -1,6 +1,8 @@
 """Stage 1, written naively: one token, or one query, after another; each block is read twice."""
 # ruff: noqa: ANN001, ANN002, ANN201, F821
 
+# right: written naively
+
 
 def gather_context(cache, block_tables, num_keys):
     block_size = cache.shape[2]
