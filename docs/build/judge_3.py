@@ -427,7 +427,8 @@ def test_several_are_preempted_for_one() -> None:
     group, *others = make_request("group", 5, n=3), *(make_request(name, 3) for name in "BCD")
     group.live = [Sequence(group, [0] * 5, index=i, num_computed_tokens=4) for i in range(3)]
     group.sequences = list(group.live)
-    for request in (group, *others):
+    for rank, request in enumerate((group, *others)):
+        request.rank = rank
         for seq in request.live:
             seq.block_table.append(scheduler.block_manager.free_blocks.pop())
             seq.num_computed_tokens = seq.num_tokens - 1
