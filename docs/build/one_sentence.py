@@ -97,7 +97,8 @@ def pytest_runtest_makereport(
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
-        SENTENCES.append(f"The tests cannot be imported: {str(report.longrepr).strip().splitlines()[-1]}")
+        last = str(report.longrepr).strip().splitlines()[-1].removeprefix("E").strip()
+        SENTENCES.append(f"The package or its tests cannot be imported: {last}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -121,31 +122,30 @@ def sentence(item: pytest.Item, error: BaseException) -> str:
     said = str(error).split("\nassert ")[0].splitlines() or [""]
     if isinstance(error, AssertionError | pytest.fail.Exception) and is_judge(item):
         return " ".join(said)
-    what = where(item, error)
-    rule = f"Tested is the rule: {rule_of(item)}" + ("." if is_judge(item) else f" ({item.path.name}).")
+    what, rule = where(item, error), f"Tested is the rule: {rule_of(item)}"
+    rule += "." if is_judge(item) else f" ({item.path.name})."
     if isinstance(error, TooLong):
         return f"{what} does not end within {cpu_limit():.0f} s: is there a loop that misses its end? {rule}"
-    if isinstance(error, AssertionError) and not what.startswith("`"):
-        found = said[0].removeprefix("assert ").removeprefix("AssertionError: ")
-        return (
-            f"Each function passes its own tests, but not the engine with all of them. {rule} Found: {found}"
-        )
+    if isinstance(error, AssertionError) and not is_of_package(traceback.extract_tb(error.__traceback__)[-1]):
+        found = said[0].removeprefix("assert ")
+        return f"Alone each function is right, but the engine with them is not. {rule} Found: {found}"
     return f"{what} raises {type(error).__name__}: {said[0]}".rstrip(": ") + f". {rule}"
+
+
+def is_of_package(frame: traceback.FrameSummary) -> bool:
+    return "nanopaged" in Path(frame.filename).parts and "site-packages" not in frame.filename
 
 
 def where(item: pytest.Item, error: BaseException) -> str:
     """The function in which an error arose: "`take` (block_manager.py:98), called by your `allocate`,"."""
     stage = load()[item.config.option.stage]
     own = {(Path(file).name, name.split(".")[-1]) for file, name in stage.functions}
-    frames = [
-        (Path(frame.filename).name, frame.name, frame.lineno)
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "nanopaged" in Path(frame.filename).parts and "site-packages" not in frame.filename
-    ]
+    found = filter(is_of_package, traceback.extract_tb(error.__traceback__))
+    frames = [(Path(frame.filename).name, frame.name, frame.lineno) for frame in found]
     if not frames:
         return "A test"
     file, name, line = frames[-1]
     if (file, name) in own:
-        return f"`{name}` ({file}:{line})"
+        return f"Your `{name}` ({file}:{line})"
     callers = [caller for its_file, caller, _ in frames if (its_file, caller) in own]
     return f"`{name}` ({file}:{line})" + (f", called by your `{callers[-1]}`," if callers else "")

@@ -313,7 +313,7 @@ def verdict(copy: Path, status: int, printed: str) -> list[str]:
         said["sentences"].append(what_ended(status, said["at"]))
     lines = printed.strip().splitlines()
     lines = [line for line in lines if line.startswith("SKIPPED")] or lines or [f"status {status}"]
-    return said["sentences"] or [f"The tests cannot run: {lines[-1]}"]
+    return said["sentences"] or [f"The tests cannot run: {lines[-1].removeprefix('E').strip()}"]
 
 
 def what_ended(status: int, at: str) -> str:
