@@ -126,22 +126,26 @@ def sentence(item: pytest.Item, error: BaseException) -> str:
     rule += "." if is_judge(item) else f" ({item.path.name})."
     if isinstance(error, TooLong):
         return f"{what} does not end within {cpu_limit():.0f} s: is there a loop that misses its end? {rule}"
-    if isinstance(error, AssertionError) and not is_of_package(traceback.extract_tb(error.__traceback__)[-1]):
+    if isinstance(error, AssertionError) and not of_package(
+        item, traceback.extract_tb(error.__traceback__)[-1:]
+    ):
         found = said[0].removeprefix("assert ")
         return f"Alone each function is right, but the engine with them is not. {rule} Found: {found}"
     return f"{what} raises {type(error).__name__}: {said[0]}".rstrip(": ") + f". {rule}"
 
 
-def is_of_package(frame: traceback.FrameSummary) -> bool:
-    return "nanopaged" in Path(frame.filename).parts and "site-packages" not in frame.filename
+def of_package(item: pytest.Item, frames: list[traceback.FrameSummary]) -> list[tuple[str, str, int | None]]:
+    """(file, function, line) of the frames that are in the copy of the package, beside the report."""
+    package = item.config.option.report.parent.resolve() / "nanopaged"
+    paths = [(Path(frame.filename).resolve(), frame) for frame in frames]
+    return [(path.name, at.name, at.lineno) for path, at in paths if path.is_relative_to(package)]
 
 
 def where(item: pytest.Item, error: BaseException) -> str:
     """The function in which an error arose: "`take` (block_manager.py:98), called by your `allocate`,"."""
     stage = load()[item.config.option.stage]
     own = {(Path(file).name, name.split(".")[-1]) for file, name in stage.functions}
-    found = filter(is_of_package, traceback.extract_tb(error.__traceback__))
-    frames = [(Path(frame.filename).name, frame.name, frame.lineno) for frame in found]
+    frames = of_package(item, traceback.extract_tb(error.__traceback__))
     if not frames:
         return "A test"
     file, name, line = frames[-1]
