@@ -156,10 +156,8 @@ def test_a_shared_block_is_copied_before_it_is_written(width: int) -> None:
     draw(siblings)
     copies = append_slots(manager, siblings)
     tables = tables_of(siblings)
-    call = (
-        f"`append_slots` for {width} siblings {[full, shared]} with 7 tokens in blocks of 4 slots, of which "
-    )
-    call += f"{width - 1} {'is' if width == 2 else 'are'} free,"
+    free = "1 block is free" if width == 2 else f"{width - 1} blocks are free"
+    call = f"`append_slots` for {width} siblings {[full, shared]} with 7 tokens (blocks of 4 slots, {free})"
     assert copies is not None, (
         f"{call} gives None: {width - 1} copies are needed, the last writer needs none."
     )
@@ -226,10 +224,8 @@ def test_without_blocks_for_all_nothing_changes(num_tokens: int) -> None:
     draw(siblings)
     tables, before = tables_of(siblings), (counts(manager), sorted(manager.free_ids))
     copies = append_slots(manager, siblings)
-    call = (
-        f"`append_slots` for three siblings {tables[0]} with {num_tokens + 1} tokens in blocks of 4 slots, "
-    )
-    call += "of which one is free,"
+    call = f"`append_slots` for three siblings {tables[0]} with {num_tokens + 1} tokens (blocks of 4 slots, 1 "
+    call += "block is free)"
     assert copies is None, f"{call} gives {copies}, not None."
     assert tables_of(siblings) == tables, f"{call} gives None, but the tables are {tables_of(siblings)}."
     after = counts(manager), sorted(manager.free_ids)

@@ -216,7 +216,7 @@ def test_a_linear_layer(ranks: Alone | None, bias: bool, reordered: bool) -> Non
     assert torch.equal(given, x), f"{case}; and x must stay as it is: the layer before it may read it again."
     assert got.shape == expected.shape, f"{case}, {list(expected.shape)}, but returns {list(got.shape)}."
     off = (got - expected).abs().max().item()
-    assert off < 1e-4, f"{case}; numbers differ by up to {off:.3f}."
+    assert off < 1e-4, f"{case}; numbers differ by up to {off:.2g}."
     if ranks is not None:
         num_calls = ranks.num_calls - before
         assert num_calls == 1, f"{case}; `all_reduce` must be called once, not {num_calls} times."
@@ -305,7 +305,7 @@ def test_logits_are_gathered() -> None:
     )
     assert torch.allclose(got, expected, atol=1e-5), (
         f"{case} Rank 0 returns its own logits, then those of rank 1, but they differ by up to "
-        f"{(got - expected).abs().max():.3f}."
+        f"{(got - expected).abs().max():.2g}."
     )
 
 
