@@ -224,8 +224,8 @@ def test_without_blocks_for_all_nothing_changes(num_tokens: int) -> None:
     draw(siblings)
     tables, before = tables_of(siblings), (counts(manager), sorted(manager.free_ids))
     copies = append_slots(manager, siblings)
-    call = f"`append_slots` for three siblings {tables[0]} with {num_tokens + 1} tokens (blocks of 4 slots, 1 "
-    call += "block is free)"
+    call = f"`append_slots` for three siblings {tables[0]} with {num_tokens + 1} tokens (blocks of 4 slots, "
+    call += "1 block is free)"
     assert copies is None, f"{call} gives {copies}, not None."
     assert tables_of(siblings) == tables, f"{call} gives None, but the tables are {tables_of(siblings)}."
     after = counts(manager), sorted(manager.free_ids)
