@@ -113,7 +113,7 @@ def test_a_stage_does_not_depend_on_others(tmp_path: Path) -> None:
     assert yours == engines
     assert "5  done" in run(folder=tmp_path)
     assert "copied on write" in run("look", 5, folder=tmp_path)
-    assert "Trace" in (tmp_path / "look_5.html").read_text(encoding="utf-8")
+    assert "nanopaged: trace" in (tmp_path / "look_5.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
