@@ -20,6 +20,7 @@ import ast
 import difflib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -229,7 +230,7 @@ def check(number: int, folder: Path) -> int:
     with tempfile.TemporaryDirectory() as name:
         began, copy, whole = time.monotonic(), Path(name, "stage"), Path(name, "whole")
         complete_copy(folder, copy, {number})
-        wrong, note_on_others = judge(number, copy), ""
+        wrong, note_on_others = [own_lines(each, copy, folder) for each in judge(number, copy)], ""
         if not wrong:
             complete_copy(folder, whole, set(STAGES))
             ours, yours, all_of_yours = texts_of(ROOT, copy, whole)
@@ -266,6 +267,33 @@ def complete_copy(folder: Path, copy: Path, numbers: set[int]) -> None:
         names = [name for each, name in functions if each == file and source != ours]
         names = [name for name in names if (file, name) not in kept or is_blank(source, name)]
         write_bodies(copy, file, {name: body_of(ours, name) for name in names})
+
+
+def own_lines(sentence: str, copy: Path, folder: Path) -> str:
+    """A place such as (scheduler.py:98) of the copy, as a line of the reader's file."""
+
+    def own(found: re.Match[str]) -> str:
+        for file in (copy / "nanopaged").rglob(found[1]):
+            path = str(file.relative_to(copy))
+            ours, theirs = functions_of(read(copy, path)), functions_of(read(folder, path))
+            for name, node in ours.items():
+                if name in theirs and node.lineno <= int(found[2]) <= node.end_lineno:
+                    return f"({found[1]}:{int(found[2]) - node.lineno + theirs[name].lineno})"
+        return found[0]
+
+    return re.sub(r"\((\w+\.py):(\d+)\)", own, sentence)
+
+
+def functions_of(source: str) -> dict[str, ast.FunctionDef]:
+    """Functions by name, and methods as Class.method."""
+    found = {}
+    for node in parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.ClassDef):
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            found |= {f"{node.name}.{each.name}": each for each in methods}
+    return found
 
 
 def changes_elsewhere(folder: Path) -> str:
