@@ -12,7 +12,6 @@ STAGE = Stage(
     # The small ones, because the interpreter takes a millisecond for a tile.
     suite=(
         f"{KERNELS}_nan_in_a_context_is_not_hidden",
-        f"{KERNELS}_offsets_beyond_32_bits",
         f"{BACKENDS}_interpreted_kernels_equal_dense_attention[7-decodes]",
     ),
     hints=(

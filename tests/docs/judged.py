@@ -1,6 +1,6 @@
 """Judge many solutions of docs/build: python tests/docs/judged.py FILES [--jobs 2] [--only WORD]
 
-A file is named stage_N….py, after its stage. It has sections, each a solution that differs from the source's
+The first number in a file's name is its stage, as in stage_3.py. It has sections, each a solution that differs from the source's
 in a few functions. A section begins with a line that says whether it is right, and how it is different:
 
     # wrong: `take` forgets the reference
@@ -104,7 +104,7 @@ def run_judge(stage: int, folder: Path, printed: Path) -> None:
 
 
 def read_solutions(file: Path) -> Iterator[Solution]:
-    stage = int(re.match(r"stage_(\d+)", file.stem)[1])
+    stage = int(re.search(r"\d+", file.stem)[0])
     pieces = re.split(r"^# (wrong|right): (.*)\n", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
     for verdict, title, code in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
         yield Solution(stage, verdict == "right", title, code)
