@@ -1,7 +1,7 @@
 """Judge many solutions of docs/build: python tests/docs/judged.py FILES [--jobs 2] [--only WORD]
 
-The first number in a file's name is its stage, as in stage_3.py. It has sections, each a solution that differs
-from the source's in a few functions. A section begins with a line that says whether it is right:
+The first number in a file's name is its stage, as in stage_3.py. It has sections, each a solution that
+differs from the source's in a few functions. A section begins with a line that says whether it is right:
 
     # wrong: `take` forgets the reference
     class BlockManager:
