@@ -92,6 +92,8 @@ def run_judge(stage: int, folder: Path, printed: Path) -> None:
     file = os.open(printed, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1), os.dup2(file, 2)
     sys.path[:0] = [str(folder), str(rebuild.HERE), str(ROOT / "tests")]
+    sys.modules["__main__"].__file__ = None  # or a spawned rank would import this file, and ROOT's package
+
     import one_sentence
 
     one_sentence.BEGAN -= SECONDS[0]  # time limits follow from what the imports take

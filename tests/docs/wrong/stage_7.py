@@ -5,10 +5,12 @@
 replace("filtered_probs", "logits = logits / metadata.temperature", "logits /= metadata.temperature")
 # wrong: the metadata is changed
 replace("filtered_probs", "logits / metadata.temperature", "logits / metadata.temperature.mul_(1.5)")
+
+
 # wrong: the sums are float32
-replace("draw_tokens", "inside.double()", "inside")
-replace("draw_tokens", "dim=1).double()", "dim=1)")
-replace("draw_tokens", "1.0 - 2.0**-53", "1.0")
+def draw_tokens(probs, u):
+    found = torch.searchsorted(probs.cumsum(-1), u * probs.sum(-1, keepdim=True), right=True)
+    return found[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 # right: a search in float64, and filters over all tokens
