@@ -1,5 +1,5 @@
 """Solutions of stage 1 of docs/build: see tests/docs/judged.py."""
-# ruff: noqa: ANN001, ANN201, ANN202, E501, F821
+# ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
 # wrong: the sums are in q's dtype
 replace("reference_paged_attention", "torch.zeros_like(m)", "torch.zeros_like(m, dtype=q.dtype)")

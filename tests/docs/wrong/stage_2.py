@@ -1,5 +1,5 @@
 """Solutions of stage 2 of docs/build: see tests/docs/judged.py."""
-# ruff: noqa: ANN001, ANN201, ANN202, E501, F821
+# ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
 # wrong: append_slots compares with the length of free_ids
 replace("BlockManager.append_slots", "> self.num_free_blocks", "> len(self.free_ids)")

@@ -1,5 +1,5 @@
 """Solutions of stage 3 of docs/build: see tests/docs/judged.py."""
-# ruff: noqa: ANN001, ANN201, ANN202, E501, F821
+# ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
 # right: decodes and prefills in the reverse order
 replace("Scheduler._schedule_tokens", ".insert(batch.num_decodes, seq)", ".insert(0, seq)")

@@ -1,5 +1,5 @@
 """Solutions of stage 4 of docs/build: see tests/docs/judged.py."""
-# ruff: noqa: ANN001, ANN201, ANN202, E501, F821
+# ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
 # wrong: siblings share only with the first
 replace("BlockManager.allocate", "if key in taken:", "if taken.get(key) in sequences[0].block_table:")

@@ -1,5 +1,5 @@
 """Solutions of stage 5 of docs/build: see tests/docs/judged.py."""
-# ruff: noqa: ANN001, ANN201, ANN202, E501, F821
+# ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
 # wrong: append_slots empties its argument
 replace("BlockManager.append_slots", "return copies", "sequences.clear()\n        return copies")

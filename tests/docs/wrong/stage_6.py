@@ -1,5 +1,5 @@
 """Solutions of stage 6 of docs/build: see tests/docs/judged.py."""
-# ruff: noqa: ANN001, ANN201, ANN202, E501, F821
+# ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
 # wrong: data is replaced
 replace("KVCache.move_blocks", "self.data.index_copy_(0", "self.data = self.data.index_copy(0")

@@ -1,5 +1,5 @@
 """Solutions of stage 7 of docs/build: see tests/docs/judged.py."""
-# ruff: noqa: ANN001, ANN201, ANN202, E501, F821
+# ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
 # wrong: the logits are changed
 replace("filtered_probs", "logits = logits / metadata.temperature", "logits /= metadata.temperature")

@@ -1,5 +1,5 @@
 """Solutions of stage 8 of docs/build: see tests/docs/judged.py."""
-# ruff: noqa: ANN001, ANN201, ANN202, E501, F821
+# ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
 # wrong: block ids of 32 bits
 replace("decode_kernel", "row = block * cache_block", "row = block.to(tl.int32) * cache_block")

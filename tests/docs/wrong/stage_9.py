@@ -1,5 +1,5 @@
 """Solutions of stage 9 of docs/build: see tests/docs/judged.py."""
-# ruff: noqa: ANN001, ANN201, ANN202, E501, F821
+# ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
 # wrong: the token ids are changed
 replace("Model._embed_share", "input_ids - ranks.rank * num_rows", "input_ids.sub_(ranks.rank * num_rows)")
