@@ -260,7 +260,14 @@ def test_the_example_of_the_chapter() -> None:
         (k_cache, _), (v_cache, _) = (
             scatter(x[:, :context_len], 2, random.Random(0), [2, 0, 1]) for x in (k, v)
         )
-        got = reference_paged_attention(q, k_cache, v_cache, [2, 0, 1], context_len, 0.5)
+        table, before = [2, 0, 1], q.clone()
+        got = reference_paged_attention(q, k_cache, v_cache, table, context_len, 0.5)
+        assert table == [2, 0, 1], (
+            f"reference_paged_attention has changed its block table [2, 0, 1] to {table}, the sequence's own."
+        )
+        assert torch.equal(q, before), (
+            f"reference_paged_attention has changed its q from {shown(before)} to {shown(q)}: it only reads."
+        )
         assert got.shape == (1, 4), (
             f"reference_paged_attention of q [1, 4] has the shape {list(got.shape)} instead of [1, 4]."
         )
