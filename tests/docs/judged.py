@@ -92,7 +92,7 @@ def run_judge(stage: int, folder: Path, printed: Path) -> None:
     file = os.open(printed, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1), os.dup2(file, 2)
     sys.path[:0] = [str(folder), str(rebuild.HERE), str(ROOT / "tests")]
-    sys.modules["__main__"].__file__ = None  # or a spawned rank would import this file, and ROOT's package
+    sys.modules["__main__"].__file__ = str(rebuild.HERE / "stages.py")  # a spawned rank imports it
 
     import one_sentence
 
