@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 BLOCK_SIZE = 16  # tokens in a block
-BUDGET = 256  # tokens computed in one step: of prompts, in chunks if they are longer, and of decodes
+BUDGET = 256  # tokens computed in one step: of prompts, in pieces if they are longer, and of running texts
 TINY = Path(__file__).parents[1] / "nanopaged" / "tiny"  # a small Qwen3, trained on Shakespeare
 
 
@@ -115,8 +115,8 @@ class Request:
 
 class Scheduler:
     """Chooses the requests of each step, and how many tokens of each are computed: all that it knows and has
-    not computed, as far as the budget goes. That one rule serves new prompts, later chunks of them, prefixes
-    that were found, and decodes, which have one token left."""
+    not computed, as far as the budget goes. That one rule serves new prompts, later pieces of them, prompts
+    whose beginning was found, and running texts, which have one token left."""
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = Pool(num_blocks)

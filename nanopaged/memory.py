@@ -121,14 +121,13 @@ def largest_step(config: ResolvedConfig, model: Model, shape: KVShape) -> None:
     # The reference backend would take hours, and needs less memory.
     backend = "auto" if config.attention_backend == "reference" else config.attention_backend
     attention = make_attention(backend, cache, 1.0)
-    context_lens, tables = np.full(num_seqs, max_model_len), [list(range(num_blocks))] * num_seqs
-    slots, ids = positions, list(range(num_seqs))  # the blocks are 0, 1, 2, ..., so a slot is a position
-    attention.begin_step(AttentionMetadata(query_lens, context_lens, tables, slots, 0, ids))
+    # The blocks are 0, 1, 2, ..., so a slot is a position.
+    ends, tables = np.full(num_seqs, max_model_len), [list(range(num_blocks))] * num_seqs
+    attention.begin_step(AttentionMetadata(query_lens, ends, tables, positions, 0, [*range(num_seqs)]))
     tokens = to_device(positions, device)
     hidden = model(tokens * 0, tokens, lambda layer, q, k, v: attention(0, q, k, v))
     # Top-p sorts all probabilities; penalties and bans copy the logits, and so do forks (`clone`).
-    top_k = SamplingParams(top_k=10, presence_penalty=1)
-    filters = top_k, SamplingParams(top_p=0.9, min_p=0.1, presence_penalty=1)
+    filters = SamplingParams(top_k=10), SamplingParams(top_p=0.9, min_p=0.1)
     num_rows = max(config.max_num_seqs, LOGITS_TILE)
     draws = [Draw(filters[i % 2], 0, i, 0, [0], {0: 1}) for i in range(num_rows)]
     logits = model.logits(hidden[:1].expand(num_rows, -1))

@@ -36,7 +36,9 @@ class ModelRunner:
 
     make_model: Any = staticmethod(load_model)  # a fork has others
     make_shape: Any = KVShape
+    make_cache: Any = KVCache
     make_attention: Any = staticmethod(make_attention)
+    sample: Any = staticmethod(sample_next_tokens)
 
     def __init__(
         self,
@@ -58,7 +60,8 @@ class ModelRunner:
         operations = choose_operations(backend, self.device, config.enforce_eager)
         self.model = self.make_model(config, model_config, folder, self.dtype, self.device, ranks, operations)
         self.num_blocks, self.num_host_blocks = count_blocks(config, self.model, shape, ranks)
-        self.kv_cache = KVCache(shape, self.num_blocks, config.block_size, self.device, self.num_host_blocks)
+        pool = self.num_blocks, config.block_size, self.device, self.num_host_blocks
+        self.kv_cache = self.make_cache(shape, *pool)
         self.attention = self.make_attention(backend, self.kv_cache, model_config.attention_scale)
         self.graphs = None
         if self.device.type == "cuda" and self.attention.supports_cuda_graphs and not config.enforce_eager:
@@ -74,13 +77,12 @@ class ModelRunner:
         reads the sampled tokens.
         """
         inputs, tiles = prepare(batch, self.block_size)
-        ready, logits = inputs.logit_rows[0], None
+        ready = inputs.logit_rows[0]
         try:
             if self.ranks is not None:
                 self.ranks.send(inputs)
             hidden = self.forward(inputs)
-            if ready:
-                logits = self.model.logits(take_rows(hidden, ready))
+            logits = self.model.logits(take_rows(hidden, ready)) if ready else None
             prompt_logprobs = self.score_prompts(tiles, hidden) if tiles else {}
             if self.ranks is not None and self.device.type == "cuda":
                 self.ranks.check()
@@ -88,7 +90,7 @@ class ModelRunner:
             if self.ranks is not None:
                 self.ranks.end(error)
             raise
-        samples = sample_next_tokens(batch, logits) if logits is not None else [[]] * len(batch.sequences)
+        samples = self.sample(batch, logits) if logits is not None else [[]] * len(batch.sequences)
         return StepResult(samples, prompt_logprobs)
 
     def forward(self, inputs: StepInputs) -> Tensor:

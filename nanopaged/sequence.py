@@ -220,7 +220,7 @@ class Request:
         times = self.arrival_time, self.first_token_time, self.finish_time
         metrics = RequestMetrics(*times, self.num_cached_tokens or 0, self.num_preemptions)
         prompt = self.prompt, self.prompt_token_ids, self.prompt_logprobs and list(self.prompt_logprobs)
-        outputs = list(map(Sequence.output, self.sequences))
+        outputs = [seq.output() for seq in self.sequences]
         return RequestOutput(self.request_id, *prompt, outputs, not self.live, metrics)
 
 

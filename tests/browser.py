@@ -19,6 +19,38 @@ OPTIONS += [
 ]
 
 
+# The contrast is that of WCAG 2. Behind a text is the nearest background, or the colours of its gradient.
+# They are painted, so that all notations are read.
+CONTRASTS = """(() => {
+  const canvas = Object.assign(document.createElement("canvas"), { width: 1, height: 1 });
+  const context = canvas.getContext("2d", { willReadFrequently: true });
+  const luminance = (colour) => {
+    context.fillStyle = colour;
+    context.fillRect(0, 0, 1, 1);
+    const linear = [...context.getImageData(0, 0, 1, 1).data].map((value) => value / 255)
+      .map((value) => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  };
+  const behind = (element) => {
+    const { backgroundColor, backgroundImage } = getComputedStyle(element);
+    const colours = backgroundImage.match(/(oklch|rgb)\\([^)]*\\)/g) || [backgroundColor];
+    return colours[0] === "rgba(0, 0, 0, 0)" ? behind(element.parentElement) : colours;
+  };
+  const least = {};
+  for (const element of document.body.querySelectorAll("*")) {
+    const hasText = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+    if (!hasText || element.disabled || !element.checkVisibility({ visibilityProperty: true })) continue;
+    const text = luminance(getComputedStyle(element).color), name = `${element.tagName}.${element.className}`;
+    if (getComputedStyle(element).color.endsWith(", 0)")) continue;  // it is not to be seen
+    for (const back of behind(element).map(luminance)) {
+      const contrast = (Math.max(text, back) + 0.05) / (Math.min(text, back) + 0.05);
+      least[name] = Math.min(contrast, least[name] ?? 21);
+    }
+  }
+  return least;
+})()"""
+
+
 class Browser:
     """What the tests need of selenium's driver."""
 
@@ -57,6 +89,10 @@ class Browser:
         self.command("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.command("Emulation.setEmulatedMedia", features=[scheme])
+
+    def contrasts(self) -> dict[str, float]:
+        """Tag and class of each text that is shown → its least contrast with what is behind it."""
+        return self.run(CONTRASTS)
 
     def logs(self) -> tuple[list[str], list[str]]:
         """Messages of the console, and addresses that were asked for, since the last call."""

@@ -35,7 +35,7 @@ KINDS = {"python", "output", "console", "sh", "diff", "text"}
 MEASUREMENTS = ["bench.py"] + [
     f"docs/experiments/{file.name}"
     for file in sorted((ROOT / "docs" / "experiments").glob("*.py"))
-    if "def main()" in file.read_text(encoding="utf-8") and file.stem != "train_tiny"
+    if "def main()" in file.read_text(encoding="utf-8") and file.stem not in ("train_tiny", "tutorials")
 ]
 # Commands that need what a test does not have, and what runs them instead.
 ELSEWHERE = {
@@ -70,9 +70,10 @@ def blocks_of(page: Path) -> list[Block]:
 
 def copy_repository(folder: Path) -> Path:
     """A copy of the project. The hub id of the README's example is a folder there: the tiny model."""
-    ignore = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "pyodide")
+    unneeded = shutil.ignore_patterns(".*", "*.egg-info", "dist", "pyodide")
+    built = {str(ROOT): {"build"}}  # docs/build is a part of the book
     copy = folder / "copy"
-    shutil.copytree(ROOT, copy, ignore=ignore)
+    shutil.copytree(ROOT, copy, ignore=lambda here, names: unneeded(here, names) | built.get(here, set()))
     shutil.copytree(copy / "nanopaged" / "tiny", copy / "Qwen" / "Qwen3-0.6B")
     return copy
 

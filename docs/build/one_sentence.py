@@ -1,4 +1,4 @@
-"""A pytest plugin for docs/build/rebuild.py: for each failed test a sentence, in a file."""
+"""A pytest plugin for docs/build/rebuild.py: what is wrong, a sentence for each failed test, to a file."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python docs/build/rebuild.py                      the stages, and how far you are
     python docs/build/rebuild.py start 3 FOLDER       a copy of the package without the functions of stage 3
-    python docs/build/rebuild.py check 3 FOLDER       run the stage's tests on it; exits with 0 if it is done
+    python docs/build/rebuild.py check 3 FOLDER       run the stage's tests on it; exits with 0 when done
     python docs/build/rebuild.py hint 3 FOLDER        the next hint
     python docs/build/rebuild.py diff 3 FOLDER        your functions and the source's
     python docs/build/rebuild.py peek NAME            the source's own body, e.g. of BlockManager.take

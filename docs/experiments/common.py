@@ -1,4 +1,4 @@
-"""Shared code of the experiments: the command line, models of known shapes, timing, figures.
+"""What experiments share beside the parts of bench.py: models of known shapes, timing, figures.
 
 torch, transformers and matplotlib take seconds to load. They are imported in the functions that need them, so
 that `--help` and a mistake in the arguments answer at once.
@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import shutil
 import statistics
-import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
-from importlib.metadata import version
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,69 +23,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from nanopaged import LLM
-    from nanopaged.model.model_config import ModelConfig
 
 ROOT = Path(__file__).parents[2]  # of the checkout
-SHAPES: dict[str, dict[str, Any]] = {}  # name → config.json
-
-
-def _shape(
-    name: str, family: str, layers: int, hidden: int, inner: int, heads: tuple[int, int, int], vocab: int
-) -> None:
-    """heads: (query heads, KV heads, head_dim)"""
-    SHAPES[name] = {
-        "model_type": family,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "head_dim": heads[2],
-        "vocab_size": vocab,
-        "tie_word_embeddings": hidden <= 2560,  # the larger ones have an output projection of their own
-        "max_position_embeddings": 4096,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "eos_token_id": None,
-    }
-
-
-_shape("test", "qwen3", 2, 64, 96, (4, 2, 16), 12000)
-_shape("28m", "qwen3", 6, 384, 1024, (6, 2, 64), 32000)
-_shape("100m", "qwen3", 12, 768, 2048, (12, 4, 64), 32000)
-_shape("qwen3-0.6b", "qwen3", 28, 1024, 3072, (16, 8, 128), 151936)
-_shape("qwen3-4b", "qwen3", 36, 2560, 9728, (32, 8, 128), 151936)
-_shape("qwen3-8b", "qwen3", 36, 4096, 12288, (32, 8, 128), 151936)
-_shape("llama-3.2-1b", "llama", 16, 2048, 8192, (32, 8, 64), 128256)
-_shape("llama-3-8b", "llama", 32, 4096, 14336, (32, 8, 128), 128256)
-
-DTYPES = ["float32", "bfloat16", "float16"]
-
+sys.path.append(str(ROOT))
+from bench import (  # noqa: E402, F401 (the experiments take them from here)
+    DTYPES,
+    SHAPES,
+    at_least,
+    commit_of,
+    copy_bandwidth,
+    decode_bytes,
+    device_name,
+    layer_weights,
+    machine,
+    make_parser,
+    pick_device,
+)
 
 # ── the command line ──────────────────────────────────────────────────────────────────────────────
-
-
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return super()._get_help_string(action) if action.default not in (None, []) else action.help
-
-
-def make_parser(docstring: str) -> argparse.ArgumentParser:
-    """A parser with --seed. Its --help shows the docstring as it is, and all defaults."""
-    parser = argparse.ArgumentParser(description=docstring, formatter_class=_HelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="of everything random")
-    return parser
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """A type for argparse: whole numbers from `least` on."""
-
-    def number(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
-        return int(text)
-
-    return number
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, shape: str = "100m") -> None:
@@ -135,64 +86,6 @@ def model_name(args: argparse.Namespace) -> str:
     return f"{args.model or f'shape {args.shape}'}, {args.dtype}"
 
 
-def pick_device() -> torch.device:
-    """CUDA if there is any, else the CPU."""
-    import torch
-
-    return torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu").device
-
-
-def machine() -> str:
-    """The versions and the device, for a headline."""
-    import torch
-
-    named = [f"{name} {number}" for name, number in versions().items()]
-    return ", ".join([*named, device_name(), f"{torch.get_num_threads()} threads"])
-
-
-def versions() -> dict[str, str]:
-    """Of what the figures depend on most. (torch's own number names the build, such as +cpu.)"""
-    import torch
-
-    python = platform.python_version()
-    return {"torch": str(torch.__version__), "transformers": version("transformers"), "Python": python}
-
-
-def device_name() -> str:
-    """The name of the GPU, or of the CPU as far as the system tells it."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    with suppress(OSError):  # Linux has this file; on a processor that is not x86 it may have no such line
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def origin() -> dict[str, Any]:
-    """What a figure belongs to, for a record."""
-    import torch
-
-    return {
-        "commit": commit_of(ROOT),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": device_name(),
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
-    }
-
-
-def commit_of(checkout: Path) -> str | None:
-    """The commit of a checkout, with "-dirty" if a file has changed since; None outside git."""
-    if not (checkout / ".git").exists() or shutil.which("git") is None:
-        return None
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
-    return done.stdout.strip() or None
-
-
 # ── timing ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -222,36 +115,6 @@ def time_call(
         call()
         seconds.append(time.perf_counter() - began)
     return min(seconds) if best else statistics.median(seconds)
-
-
-def layer_weights(config: ModelConfig) -> int:
-    """Numbers in the matrices of all layers, without embedding and output projection."""
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim  # q and o, k and v
-    return config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
-
-
-def decode_bytes(llm: LLM, steps: int, keys: float) -> float:
-    """Bytes that decoding has to read: all matrices in every step, and the K/V of `keys` tokens in total."""
-    config, itemsize = llm.engine.runner.model.config, llm.engine.runner.dtype.itemsize
-    matrices = layer_weights(config) + config.vocab_size * config.hidden_size
-    return itemsize * (
-        steps * matrices + keys * 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    )
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of a copy much larger than any cache; the best.
-
-    Of a GPU's memory it takes at most a quarter of what other programs leave free.
-    """
-    import torch
-
-    size = 128 << 20
-    if device.type == "cuda":
-        size = min(2 << 30, torch.cuda.mem_get_info(device)[0] // 8)
-    src = torch.ones(size, dtype=torch.uint8, device=device)
-    dst = torch.empty_like(src)
-    return 2 * size / time_call(lambda: dst.copy_(src), device, best=True)
 
 
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,7 @@ Captions say why, at the steps in which the events of `STOPS` are found. The pic
 its steps:
 
     cd docs/play
-    chromium --headless --window-size=1200,1010 --screenshot=tour.png "file://$PWD/tour.html#9-scheduled"
+    chromium --headless --window-size=1200,730 --screenshot=tour.png "file://$PWD/tour.html#2-copied"
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Stop(NamedTuple):
     Fields:
         kind: of the event, see `events_of`.
         part: of the step, in which the caption is shown.
-        text: why it happens.
+        text: why it happens, in at most 30 words.
         terms: words of the text that the glossary explains.
         lacks: a kind of event that the step must not have.
         last: the last such event of the run, not the first.
@@ -57,72 +57,60 @@ class Stop(NamedTuple):
 
 STOPS = [
     Stop(
-        "Why blocks",
+        "A block table",
         "admit",
-        "scheduled",
-        "This prompt gets as many blocks of four slots as its tokens need. One range of memory for prompt "
-        "and answer would have to be as long as the longest answer. A block is taken when a token needs it, "
-        "it may lie anywhere, and the block table says where. So at most the end of the last block is "
-        "empty: internal fragmentation.",
-        ("Block", "Slot", "Block table", "Internal fragmentation"),
+        "computed",
+        "A slot holds the K/V of one token. A block is four slots, anywhere in memory; the block table names "
+        "the blocks in order. Only the last has empty slots.",
+        ("Slot", "Block", "Block table"),
     ),
     Stop(
         "Why share",
         "fork",
         "updated",
-        "Parallel sampling: the four samples begin with the same prompt, so the K/V of the prompt is the "
-        "same. A fork copies a block table and no K/V: each block now has four references. Its reference "
-        "count says when it is unused.",
-        ("Fork", "Reference count", "Parallel sampling"),
+        "Four samples begin with this prompt, so its K/V is the same. A fork copies the block table, no K/V: "
+        "each block now has a reference count of four.",
+        ("Fork", "Reference count"),
     ),
     Stop(
         "Why copy on write",
         "copy",
         "copied",
-        "Each sample is about to write a token of its own into the last block of the prompt, and another "
-        "token would be in the same slot. So it is copied, but only now, and not for the last of them, "
-        "which keeps the original. This is copy-on-write. A full block is never written again, so it is "
-        "shared as long as it lives.",
-        ("Copy-on-write", "Full block"),
+        "Each sample is about to write its own token into the same slot of a shared block. So three copy the "
+        "block first: copy-on-write. The last keeps the original.",
+        ("Copy-on-write",),
     ),
     Stop(
-        "Why the newest token has no K/V",
+        "The newest token has no K/V",
         "decode",
         "updated",
-        "The forward pass computes the K/V of its input. The token that it samples is the input of the next "
-        "step, a decode, and has no K/V until then. So a table shows one token more than it has filled "
-        "slots; press ← to see the part in which all known tokens had theirs.",
+        "The forward pass computes the K/V of its input. The token that it samples, framed, is input of the "
+        "next step, a decode, and has no K/V until then.",
         ("Decode",),
     ),
     Stop(
-        "Why a prefix hit is possible",
+        "Why a prefix can be found",
         "hit",
         "scheduled",
-        "The K/V of a token depends on the tokens before it and on nothing else. This prompt begins like an "
-        "earlier one, so full blocks are found by their block key, which stands for all tokens up to there. "
-        "The request takes them from the prefix cache, and shares them if another one uses them. So most of "
-        "its prefill is not needed.",
-        ("Block key", "Prefix cache", "Prefill"),
+        "A token's K/V depends on the token, its position and the tokens before it. This prompt begins like "
+        "an earlier one: block keys find those blocks in the prefix cache.",
+        ("Block key", "Prefix cache"),
     ),
     Stop(
-        "Why preempt, and why the last one",
+        "Why preempt, and why the last",
         "preempt",
         "scheduled",
-        "Every running sequence needs a slot for its next token, and no block is left. A preemption makes "
-        "room. It is the last request that came: the earlier ones finish, and give their blocks back, so "
-        "none waits for ever. A preemption is all-or-nothing, because a sequence reads all of its K/V in "
-        "each step.",
+        "No block is free for the next tokens. A preemption takes every block of the request that came last: "
+        "all-or-nothing, as a step reads all its K/V. Earlier requests finish.",
         ("Preemption", "All-or-nothing"),
     ),
     Stop(
         "Swap or recompute",
         "preempt",
         "scheduled",
-        "K/V of a preempted request can be moved to host memory, a swap, or be computed again, which is one "
-        "prefill for all its tokens. Which is faster depends on the machine. This engine swaps; but here "
-        "the host pool has too few free blocks, so the request will recompute. Some of its blocks may still "
-        "be cached then.",
-        ("Swap", "Recompute"),
+        "A swap moves the K/V of a preempted request to host memory. Here the host pool is too full, so this "
+        "request will recompute: one prefill for all its tokens.",
+        ("Swap", "Recompute", "Prefill"),
         lacks="swap",
     ),
     Stop(
@@ -130,9 +118,7 @@ STOPS = [
         "evict",
         "scheduled",
         "A cached block has no user, only contents that a later prompt may find. When no block is free, an "
-        "eviction gives its memory away. What was used lately is likely to be used again, so the block "
-        "unused for longest goes first (LRU), and of one prefix its end, because the end cannot be found "
-        "without the beginning.",
+        "eviction takes the one unused for longest (LRU).",
         ("Cached block", "Eviction", "LRU"),
         lacks="preempt",
     ),
@@ -140,18 +126,16 @@ STOPS = [
         "Beams",
         "beams",
         "updated",
-        "In a beam search each beam proposes candidates, and the best of all become the next beams. One "
-        "beam may have several children and another none. The children share the blocks of their parent, so "
-        "nothing is copied until they write. The names change here: in the parts before, the same name was "
-        "another text.",
+        "In a beam search the best candidates become the next beams. One beam may have several children, "
+        "which share its blocks until they write; another has none.",
         ("Beam search", "Candidate"),
     ),
     Stop(
         "What is left",
         "finish",
         "updated",
-        "All requests are finished, and no block is in use: every reference was given back. Partial blocks "
-        "are free. Full ones stay in the prefix cache, until their memory is needed.",
+        "All requests are finished: every reference is given back, no block is in use. Partial blocks are "
+        "free; full ones stay in the prefix cache until their memory is needed.",
         ("Partial block", "Prefix cache"),
         last=True,
     ),
@@ -296,7 +280,7 @@ def add_captions(page: Path) -> None:
 
 
 def read_glossary() -> dict[str, tuple[str, str]]:
-    """Word → its address, from a page that lies beside glossary.html, and its meaning."""
+    """Word → its address in a checkout, from the tour, and its meaning. The site has .html for .md."""
     rows = re.findall(
         r"^\| \*\*(.+?)\*\*[^|]*\| (.+?) \|", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -304,10 +288,7 @@ def read_glossary() -> dict[str, tuple[str, str]]:
     for word, meaning in rows:
         meaning = meaning.replace("`", "")
         begin = quote(" ".join(meaning.split()[:5]).rstrip(".,;:"), safe="")
-        words[word] = (
-            f"../reference/glossary.html#:~:text={begin}",
-            meaning,
-        )  # the browser scrolls to this text
+        words[word] = f"../reference/glossary.md#:~:text={begin}", meaning  # the browser scrolls to this text
     return words
 
 

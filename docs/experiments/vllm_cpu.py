@@ -10,22 +10,22 @@ threads. (The packages' own progress bars and messages go to the standard error.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
-import peers
 from common import DTYPES, ROOT, SHAPES, at_least, machine, make_parser
 
+import bench
 from nanopaged.terminal import run_program
 
-sys.path.append(str(ROOT))
-import bench  # noqa: E402
-
-Sides = dict[str, Callable[[peers.Requests], peers.Times]]
+Sides = dict[str, Callable[[bench.Requests], bench.Times]]
 
 
 def kind(requests: int, own: range, output: range, shared: int = 0) -> argparse.Namespace:
@@ -55,14 +55,16 @@ ROWS = {
 def main() -> None:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--peer-python", type=peers.program, required=True, help="of an environment with vLLM")
+    add("--peer-python", required=True, help="of an environment with vLLM")
     add("--shape", choices=SHAPES, default="100m", help="sizes of the model with random weights")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and K/V")
     add("--threads", type=at_least(1), default=1, help="of each side")
     add("--rounds", type=at_least(1), default=3, help="of each row")
     add("--backends", nargs="+", default=["torch", "cpp"], help="of nanopaged: attention_backend")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="kinds of requests")
-    parser.set_defaults(budget=2048, max_num_seqs=256, block_size=16, backend="auto", eager=False)
+    parser.set_defaults(
+        baseline="vllm", budget=2048, max_num_seqs=256, block_size=16, backend="auto", eager=False
+    )
     args = parser.parse_args()
 
     import torch
@@ -72,18 +74,54 @@ def main() -> None:
         os.sched_setaffinity(0, {0})  # vLLM binds its thread to core 0: all sides have the same core
     with tempfile.TemporaryDirectory() as model, ExitStack() as stack:
         bench.save_random_weights(args, model)
-        jobs = {}
-        for name in args.backends:
-            options = bench.engine_options(args) | {"attention_backend": name}
-            jobs[name] = sys.executable, {"package": "nanopaged", "model": model, "options": options}, {}
-        jobs["vLLM"] = args.peer_python, *peers.vllm_job(model, args, args.threads)
-        sides = {
-            name: stack.enter_context(peers.started(name, *job, args.threads)) for name, job in jobs.items()
+        options = bench.engine_options(args)
+        ours = {"package": "nanopaged", "python": sys.executable, "model": model, "folder": str(ROOT)}
+        jobs = {
+            name: ours | {"options": options | {"attention_backend": name}, "environment": {}}
+            for name in args.backends
         }
+        jobs["vLLM"] = bench.peer_job(model, args)
+        sides = {name: stack.enter_context(started(name, job)) for name, job in jobs.items()}
         print(f"shape {args.shape}, {args.dtype}; {machine()}")
         print(f"{'':20} {''.join(f'{name:>22}' for name in sides)}    over vLLM, wall/CPU")
         for row in args.rows:
             compare(row, sides, args)
+
+
+@contextmanager
+def started(name: str, job: bench.Job) -> Iterator[Callable[[bench.Requests], bench.Times]]:
+    """A process that has loaded the engine, as a function that runs requests in it.
+
+    Between two runs it is stopped, where the system can do that: an idle vLLM takes 1 to 2 % of a core.
+    """
+    import torch
+
+    process = subprocess.Popen(
+        [job["python"], bench.__file__, bench.SERVE],
+        env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())} | job["environment"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for this process, which kills the other
+    )
+
+    def run(requests: bench.Requests) -> bench.Times:
+        if os.name == "posix":
+            process.send_signal(signal.SIGCONT)
+        print(json.dumps(requests), file=process.stdin, flush=True)
+        for line in process.stdout:
+            if line.startswith("Times "):
+                if os.name == "posix":
+                    process.send_signal(signal.SIGSTOP)
+                return json.loads(line.removeprefix("Times "))
+        raise SystemExit(f"{name} failed in {job['python']}: is it installed there? Its output is above.")
+
+    try:
+        print(json.dumps(job), file=process.stdin, flush=True)
+        yield run
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def compare(row: str, sides: Sides, args: argparse.Namespace) -> None:

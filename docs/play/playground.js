@@ -1,8 +1,8 @@
 // The playground's page: the forms, the editor and the pictures. worker.js runs the engine.
 "use strict";
 
-const LIMIT = 10;  // seconds until a run is ended: a change of the source may have made a loop endless
-const COLOURS = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"];  // the viewer's
+const LIMIT = 10, MOST_REQUESTS = 100;  // seconds until a run is ended: a changed source may have an endless loop
+const HUES = [250, 50, 95, 0, 200, 160, 125, 305];  // the viewer's
 const FIELDS = {  // setting → label
   num_blocks: "blocks of the pool", block_size: "slots in a block", num_host_blocks: "host blocks",
   max_num_batched_tokens: "token budget of a step", max_num_seqs: "sequences at once", watermark: "watermark, a share",
@@ -10,6 +10,7 @@ const FIELDS = {  // setting → label
   rank: "rank of a request, smallest first",
 };
 const COLUMNS = { prompt: "prompt", n: "n", beam_width: "beams", max_tokens: "output", arrival: "arrives" };
+const LABELS = { ...FIELDS, ...COLUMNS };
 const FUNCTIONS = {  // file → what of it can be chosen in the editor
   scheduler: ["Scheduler.rank", "Scheduler.schedule", "Scheduler._admit", "Scheduler._preempt"],
   block_manager: ["BlockManager.take", "BlockManager.allocate", "BlockManager.append_slots"],
@@ -32,7 +33,7 @@ const embedded = () => document.body.classList.contains("embed");
 // ── the worker ───────────────────────────────────────────────────────────────────────────────────
 
 let worker = null, ready = null;  // a promise of what the worker says when it has loaded
-let answer = null, told = 0;      // takes the result of the present run; its step
+let answer = null, told = 0, trace = "";  // takes the result of the present run; its step, and the trace up to there
 
 function load() {
   ready ??= new Promise((resolve, reject) => {
@@ -41,15 +42,16 @@ function load() {
     worker.onerror = (event) => reject(new Error(event.message || "worker.js cannot be loaded"));
     worker.onmessage = ({ data }) => {
       if (data.progress) {
-        const mega = (bytes) => (bytes / 1e6).toFixed(1);
-        const done = data.progress >= data.total * 0.9;  // the rest is read while it starts
-        tell(done ? "Python starts …" : `Python is loaded: ${mega(data.progress)} of ${mega(data.total)} MB`, data.progress / data.total);
+        const [done, all] = [data.progress, data.total].map((bytes) => (bytes / 1e6).toFixed(1));
+        tell(done > 0.9 * all ? "Python starts …" : `Python is loaded: ${done} of ${all} MB`, done / all);  // it starts while the rest is read
       } else if (data.ready) resolve(data);
-      else if (data.step) tell(`Step ${told = data.step} …`);
-      else if (data.result) answer?.(data.result);
+      else if (data.step) {
+        trace += data.added;
+        tell(`Step ${told = data.step} …`);
+      } else if (data.result) answer?.(data.result);
       else if (data.broken && answer) {
         end();
-        answer({ failure: { kind: "broken", message: data.broken } });
+        answer({ failure: { kind: "broken", message: data.broken.trim().split("\n").at(-1) } });
       } else if (data.broken) reject(new Error(data.broken));
     };
     worker.postMessage({ here: new URL(".", location.href).href, source: address("source") });
@@ -67,15 +69,14 @@ function end() {  // of the worker, with what it computes; the next one is loade
 async function compute(settings, changes) {
   await load();
   return new Promise((resolve) => {
-    const began = performance.now();
-    const stop = () => {
-      const seconds = ((performance.now() - began) / 1000).toFixed(0);
-      const message = `The run was stopped after ${seconds} seconds, in step ${told}. ${num() ? "A changed loop may have no end." : "Fewer tokens take less time."}`;
+    const stop = (event) => {
+      const message = `The run was stopped${event ? "" : ` after ${LIMIT} seconds`}, in step ${told}. ${num() ? "A changed loop may have no end." : "Fewer tokens take less time."}`;
       end();
-      answer({ failure: { kind: "stopped", message } });
+      answer({ page: told > 1 ? trace : null, failure: { kind: "stopped", message, step: told - 1 } });
     };
     const timer = setTimeout(stop, LIMIT * 1000);
     tell(`Step ${told = 1} …`);
+    trace = "";
     $("stop").hidden = false;
     $("stop").onclick = stop;
     answer = (result) => {
@@ -114,10 +115,8 @@ function choose(name) {
   preset = presets.find((each) => each.name === name) || presets[0];
   for (const button of $("presets").children) button.setAttribute("aria-pressed", button.value === preset.name);
   $("title").textContent = preset.title;
-  $("look").replaceChildren(...marked(preset.look));
-  $("question").replaceChildren(...marked(preset.question));
-  $("answer").lastElementChild.replaceChildren(...marked(preset.answer));
-  $("answer").open = false;
+  for (const part of ["look", "question", "answer"]) $(part).replaceChildren(...marked(preset[part]));
+  $("ask").open = false;
   $("chapter").textContent = `Chapter ${parseInt(preset.chapter, 10)} is about it`;
   $("chapter").href = address("chapters").replace("*", preset.chapter);
   $("whole").href = `#preset=${preset.name}`;
@@ -128,14 +127,10 @@ function choose(name) {
 function inputOf(name, side, values, changed) {
   const value = values[name], label = `${FIELDS[name]}${side === "right" ? ", right picture" : ""}`;
   const attributes = { id: `${name}-${side}`, "aria-label": label, title: name };
-  let input;
-  if (name === "preemption") {
-    input = make("select", attributes, ...["swap", "recompute"].map((way) => make("option", {}, way)));
-  } else {
-    const type = { boolean: "checkbox", string: "text", number: "number" }[typeof defaults[name]];
-    input = make("input", { ...attributes, type, ...(type === "number" ? { min: 0, step: name === "watermark" ? 0.05 : 1 } : {}) });
-    if (name === "rank") input.placeholder = "lambda request: request.arrival_time";
-  }
+  const type = { boolean: "checkbox", string: "text", number: "number" }[typeof defaults[name]];
+  const input = name === "preemption" ? make("select", attributes, ...["swap", "recompute"].map((way) => make("option", {}, way)))
+    : make("input", { ...attributes, type, min: 0, step: name === "watermark" ? 0.05 : 1 });
+  if (name === "rank") input.placeholder = "lambda request: request.arrival_time";
   input[input.type === "checkbox" ? "checked" : "value"] = value;
   input.onchange = () => changed(valueOf(input));
   return input;
@@ -155,8 +150,7 @@ function drawFields() {
 
 // A setting of the right picture that was not changed follows the left one.
 function drawDifferences() {
-  if (mode() !== "two") return;
-  for (const name of Object.keys(FIELDS)) {
+  for (const name of mode() === "two" ? Object.keys(FIELDS) : []) {
     const right = $(`${name}-right`);
     if (!(name in beside)) right[right.type === "checkbox" ? "checked" : "value"] = settings[name];
     right.classList.toggle("differs", differs(name));
@@ -169,7 +163,7 @@ function drawRequests() {
   $("requests").replaceChildren(...rows.map((row, i) => {
     const place = order.indexOf(i), before = place >= 26 ? String.fromCharCode(64 + Math.floor(place / 26)) : "";
     const name = make("span", { class: "name" }, before + String.fromCharCode(65 + (place % 26)));
-    name.style.background = COLOURS[place % COLOURS.length];
+    name.style.background = `oklch(0.82 0.09 ${HUES[place % HUES.length]})`;
     const inputs = Object.entries(COLUMNS).map(([column, words]) => {
       const text = column === "prompt";
       const input = make("input", { name: column, "aria-label": `${words} of request ${i + 1}`, value: row[column],
@@ -183,34 +177,46 @@ function drawRequests() {
   }));
 }
 
-function edited() {  // the settings: they are in the address, and run at once
+function edited() {  // the settings: they are in the address, so that Back takes the change back, and run at once
   drawDifferences();
-  history.replaceState(null, "", link());
+  history.pushState(null, "", link());
+  $("edited").hidden = false;
   run();
 }
 function link() {
   const wanted = { ...settings, ...(mode() === "two" ? { beside } : {}) };
-  return `#settings=${encodeURIComponent(JSON.stringify(wanted))}`;
+  return `#preset=${preset.name}&settings=${encodeURIComponent(JSON.stringify(wanted))}`;
 }
 
-// #preset=NAME, #preset=NAME&embed, #settings=JSON. The rank of a link is code of its author: it waits for the reader.
-function open() {
-  const parts = new URLSearchParams(location.hash.slice(1));
-  document.body.classList.toggle("embed", parts.has("embed"));
-  choose(parts.get("preset"));
-  let waits = embedded();
-  if (parts.has("settings")) {
-    try {
-      const { beside: differences, ...given } = JSON.parse(parts.get("settings"));
-      show(given, differences, differences ? "two" : "one");
-      waits = Boolean(given.rank || differences?.rank);
-    } catch {
-      problem("The link is broken: its settings cannot be read. These are those of the first example.");
-      return;
+// The arguments of `show`. Raises an error for settings that the form cannot hold; the engine checks their values.
+function parse(text) {
+  const { beside: differences, requests: rows = [], ...given } = JSON.parse(text);
+  if (rows.length > MOST_REQUESTS) throw new Error(`it has ${rows.length} requests, and the playground allows ${MOST_REQUESTS}`);
+  for (const [values, known] of [[given, defaults], [differences || {}, defaults], ...rows.map((row) => [row, requestDefaults])]) {
+    for (const [name, value] of Object.entries(values)) {
+      if (typeof value !== typeof known[name]) throw new Error(`it has ${JSON.stringify(value)} for “${name}”`);
     }
   }
-  if (!waits) run();
-  else tell(embedded() ? "Run loads Python for the browser: 13.5 MB, once." : "The link has a rank, which is code. Read it, then press Run.");
+  return [{ ...given, requests: rows }, differences, differences ? "two" : "one"];
+}
+
+// #preset=NAME, with &embed or &settings=JSON. The rank of a link is code of its author: it waits for the reader.
+function open() {
+  const parts = new URLSearchParams(location.hash.slice(1)), given = parts.get("settings");
+  document.body.classList.toggle("embed", parts.has("embed"));
+  choose(parts.get("preset"));
+  problem();
+  $("edited").hidden = !given;
+  try {
+    if (given) show(...parse(given));
+  } catch (error) {
+    const why = error.constructor === Error ? error.message : "its settings cannot be read";
+    draw([]);
+    return problem(`The link cannot be opened: ${why}. The form has the settings of the example.`);
+  }
+  if (!embedded() && !(given && (settings.rank || beside.rank))) return run();
+  draw([]);
+  tell(embedded() ? "Run loads Python for the browser: 13.5 MB, once." : "The link has a rank, which is code. Read it, then press Run.");
 }
 
 // ── the source, and its changes ──────────────────────────────────────────────────────────────────
@@ -221,11 +227,11 @@ let view = null;      // what the editor shows: { path, before, after }, the lin
 
 const PATHS = Object.keys(FUNCTIONS).map((file) => `nanopaged/${file}.py`);
 const num = () => Object.keys(changes).length;
-function keep(path, value) {  // what is kept of a file; with a value, keep that, and null forgets it
+function keep(path, value) {  // what is kept of a file; with a value, keep that, null for no change
   const key = `nanopaged playground: ${path}`;
-  try {
-    if (value) localStorage.setItem(key, JSON.stringify(value)); else if (value === null) localStorage.removeItem(key);
-    return JSON.parse(localStorage.getItem(key));
+  try {  // each tab has its own changes, and begins with the last ones of all tabs
+    if (value !== undefined) for (const storage of [sessionStorage, localStorage]) storage.setItem(key, JSON.stringify(value));
+    return JSON.parse(sessionStorage.getItem(key) ?? localStorage.getItem(key));
   } catch { return null; }  // no storage: a change lasts until the page is closed
 }
 
@@ -234,7 +240,7 @@ async function openSource() {
   ({ sources } = await load());
   for (const path of PATHS) {
     const kept = keep(path);
-    if (kept?.of === sources[path]) changes[path] = kept.text; else keep(path, null);
+    if (kept?.of === sources[path]) changes[path] = kept.text; else if (kept) keep(path, null);
   }
   $("function").replaceChildren(...Object.entries(FUNCTIONS).map(([file, names]) =>
     make("optgroup", { label: `${file}.py` }, ...[...names, `all of ${file}.py`].map((name) => make("option", { value: `${file} ${name}` }, name)))));
@@ -286,11 +292,8 @@ function mark({ file, line }, anywhere) {
   if (file === "rank") for (const side of ["left", "right"]) $(`rank-${side}`)?.setAttribute("aria-invalid", "true");
   if (!(file in changes)) return;
   $("source").open = true;
-  if (anywhere) {
-    const name = file.slice("nanopaged/".length, -".py".length);
-    $("function").value = `${name} all of ${name}.py`;
-    edit();
-  }
+  const [name] = file.match(/\w+(?=\.py)/);
+  if (anywhere) $("function").value = `${name} all of ${name}.py`, edit();
   if (view.path !== file) return;
   drawNumbers(line);
   const high = $("text").scrollHeight / $("text").value.split("\n").length;
@@ -299,26 +302,14 @@ function mark({ file, line }, anywhere) {
 
 $("text").oninput = typed;
 $("text").onscroll = () => { $("numbers").scrollTop = $("text").scrollTop; };
-let leaves = false;  // after Escape, Tab leaves the editor
-$("text").onblur = () => { leaves = false; };
 $("text").onkeydown = (event) => {
-  const area = $("text"), { selectionStart: start, selectionEnd: stop, value } = area;
-  const begin = value.lastIndexOf("\n", start - 1) + 1;
-  const put = (text) => document.execCommand("insertText", false, text);  // unlike setRangeText, it can be undone
-  if (event.key === "Escape") leaves = true;
-  else if (event.key === "Tab" && !leaves) {
-    event.preventDefault();
-    const old = value.slice(begin, stop);
-    if (start === stop && !event.shiftKey) return void put(" ".repeat(4 - ((start - begin) % 4)));
-    area.setSelectionRange(begin, stop);
-    const lines = old.split("\n").map((line) => (event.shiftKey ? line.replace(/^ {1,4}/, "") : line && `    ${line}`));
-    put(lines.join("\n"));
-    if (start !== stop) area.setSelectionRange(begin, begin + lines.join("\n").length);
-  } else if (event.key === "Enter" && !event.ctrlKey && !event.metaKey) {
-    event.preventDefault();
-    const line = value.slice(begin, start);
-    put(`\n${line.match(/^ */)[0]}${/:\s*$/.test(line) ? "    " : ""}`);
-  }
+  const { selectionStart: start, value } = $("text"), line = value.slice(value.lastIndexOf("\n", start - 1) + 1, start);
+  if (event.key === "Escape") $("text").blur();  // then Tab goes on from here
+  const enters = event.key === "Enter" && !event.ctrlKey && !event.metaKey;
+  if (!enters && (event.key !== "Tab" || event.shiftKey)) return;
+  event.preventDefault();
+  const indent = `\n${line.match(/^ */)[0]}${/:\s*$/.test(line) ? "    " : ""}`;
+  document.execCommand("insertText", false, enters ? indent : " ".repeat(4 - (line.length % 4)));  // it can be undone
 };
 
 // ── runs and pictures ────────────────────────────────────────────────────────────────────────────
@@ -326,7 +317,7 @@ $("text").onkeydown = (event) => {
 let running = false, again = false, current = "";  // the step that is shown, and its part: "12-scheduled"
 
 const written = (value) => (value === true ? "on" : value === false ? "off" : value === "" ? "the order of arrival" : `${value}`);
-const listed = (names, values) => names.map((name) => `${name} = ${written(values[name])}`).join(", ");
+const listed = (names, values) => names.map((name) => `${FIELDS[name].split(",")[0]}: ${written(values[name])}`).join(", ");
 
 // The pictures to show: a title, settings and changes for each.
 function wanted() {
@@ -364,7 +355,8 @@ async function run() {
 function sentence(failure) {
   const place = failure.file ? ` (${failure.file}, line ${failure.line})` : "";
   const begin = { source: failure.step ? `Step ${failure.step} failed. ` : "", invariant: `After step ${failure.step} an invariant is broken: ` };
-  const parts = [`${begin[failure.kind] || ""}${failure.message}${place}`];
+  const labelled = failure.message.replace(/\w+_\w+|arrival/g, (name) => (name in LABELS ? `“${LABELS[name]}”` : name));
+  const parts = [`${begin[failure.kind] || ""}${failure.kind === "settings" ? labelled : failure.message}${place}`];
   if (failure.file in changes) {
     const button = make("button", { type: "button" }, "Show the line");
     button.onclick = () => { mark(failure, true); $("text").focus(); };
@@ -384,28 +376,21 @@ function draw(pictures) {
   for (const [, { failure }] of pictures) if (failure?.file) mark(failure);
   $("printed").hidden = !pictures.some(([, { printed }]) => printed);
   $("printed").lastChild.textContent = pictures.map(([, { printed }]) => printed).filter(Boolean).join("\n──\n");
-  if (pictures.every(([, { page }]) => !page)) return;  // those of the last run stay
-  const old = [...document.querySelectorAll("iframe")].map((frame) => frame.src.split("#")[0]);
-  const step = current || preset.step || 1;
-  $("pictures").replaceChildren(...pictures.filter(([, { page }]) => page).map(([title, { page, failure }]) => {
+  const drawn = pictures.filter(([, { page }]) => page);
+  $("old").hidden = drawn.length > 0 || !$("pictures").children.length;
+  if (!drawn.length) return;  // those of the last run stay, and are marked
+  for (const { src } of document.querySelectorAll("iframe")) URL.revokeObjectURL(src.split("#")[0]);
+  $("pictures").replaceChildren(...drawn.map(([title, { page, failure }]) => {
     const url = URL.createObjectURL(new Blob([page], { type: "text/html" }));
-    const frame = make("iframe", { src: `${url}#${failure?.step || step}`, title: title || "What happens, step by step" });
-    frame.onload = () => follow(frame);
-    const caption = make("figcaption", {}, make("code", {}, title), make("a", { href: url, target: "_blank" }, "alone in a window"),
-      make("a", { href: url, download: "run.html" }, "save"));
-    return make("figure", {}, caption, ...(failure?.step ? [make("p", { class: "problem", role: "alert" }, ...sentence(failure))] : []), frame);
+    const frame = make("iframe", { src: `${url}#${failure?.step || current || preset.step || 1}`, title: title || "What happens, step by step" });
+    frame.onload = () => frame.contentWindow.addEventListener("trace-step", ({ detail }) => {  // its reader has moved
+      current = `${detail.step}-${detail.part}`;
+      for (const other of document.querySelectorAll("iframe")) if (other !== frame) other.contentWindow.trace?.go(detail.step, detail.part);
+    });
+    return make("figure", {}, ...(title ? [make("b", {}, title)] : []),
+      ...(failure?.step ? [make("p", { class: "problem", role: "alert" }, ...sentence(failure))] : []), frame,
+      make("figcaption", {}, make("a", { href: url, target: "_blank" }, "alone in a window"), make("a", { href: url, download: "run.html" }, "save")));
   }));
-  old.forEach((url) => URL.revokeObjectURL(url));
-}
-
-// Pictures side by side step together: a page tells when its reader has moved.
-function follow(frame) {
-  frame.contentWindow.addEventListener("trace-step", ({ detail }) => {
-    current = `${detail.step}-${detail.part}`;
-    for (const other of document.querySelectorAll("iframe")) {
-      if (other !== frame) other.contentWindow.trace?.go(detail.step, detail.part);
-    }
-  });
 }
 
 function problem(...parts) {
@@ -416,7 +401,7 @@ function problem(...parts) {
 // ── the controls ─────────────────────────────────────────────────────────────────────────────────
 
 $("mode").onchange = () => {
-  if (mode() === "change") $("source").open = true;
+  $("source").open ||= mode() === "change";
   drawFields();
   edited();
 };
@@ -426,9 +411,9 @@ $("add").onclick = () => {
   $("requests").lastChild.querySelector("input").focus();
   edited();
 };
-$("share").onclick = async () => {
+$("share").onclick = () => {
   history.replaceState(null, "", link());
-  await navigator.clipboard?.writeText(location.href).catch(() => {});
+  navigator.clipboard?.writeText(location.href).catch(() => {});
   $("share").textContent = "The address of this page is the link";
 };
 $("source").ontoggle = () => { if ($("source").open) openSource().catch((error) => problem(error.message)); };
@@ -449,10 +434,8 @@ window.onhashchange = () => { current = ""; open(); };
 
 async function begin() {
   if (location.protocol === "file:") {
-    throw new Error("A browser runs no Python from a file. At the project's root: python -m http.server, then open "
-      + "http://localhost:8000/docs/play/");
+    throw new Error("A browser runs no Python from a file. At the project's root: python -m http.server, then open http://localhost:8000/docs/play/");
   }
-  if (typeof WebAssembly === "undefined") throw new Error("This browser has no WebAssembly, so it cannot run Python.");
   ({ engine: defaults, request: requestDefaults, presets } = await (await fetch("presets.json", { cache: "no-cache" })).json());
   defaults.rank = "";
   $("presets").replaceChildren(...presets.map(({ name, title, chapter }) => {

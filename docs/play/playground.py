@@ -179,13 +179,13 @@ WITHOUT_TENSORS: dict[str, dict[str, Any]] = {  # module that needs torch → wh
 
 
 def run(
-    settings: Settings, changes: dict[str, str], tell: Callable[[int], object] = lambda step: None
+    settings: Settings, changes: dict[str, str], tell: Callable[[int, str], object] = lambda step, text: None
 ) -> dict[str, Any]:
     """Serve the requests to their ends, and check the invariants after each step.
 
     Args:
         changes: file → text, as for `Package`.
-        tell: is called with the number of each step before it begins.
+        tell: is called before each step, with its number and what was added to the trace since the last call.
 
     Returns:
         page: the trace, up to the step that ended the run; None if there was no step.
@@ -199,22 +199,23 @@ def run(
         page = Path(folder) / "run.html"
         try:
             engine, arrivals = prepare(settings, page)
-            while (arrivals or engine.requests) and failure is None:
-                if step == MOST_STEPS:
-                    failure = {"kind": "steps", "message": f"The run ends here, after {step:,} steps."}
-                    break
-                step, clock = step + 1, clock + 1
-                tell(step)
-                if not engine.requests:  # steps in which nothing runs are left out
-                    clock = max(clock, int(arrivals[0][0]))
-                while arrivals and arrivals[0][0] < clock + 1:
-                    arrival, request = arrivals.pop(0)
-                    request.arrival_time = arrival  # in steps, so that a run can be repeated
-                    engine.requests[request.request_id] = request
-                    engine.scheduler.add(request)  # `engine.queue` would take the time
-                engine.step()
-                failure = check(engine, changes)
-        except Exception as error:
+            with page.open(encoding="utf-8") as added:
+                while (arrivals or engine.requests) and failure is None:
+                    if step == MOST_STEPS:
+                        failure = {"kind": "steps", "message": f"The run ends here, after {step:,} steps."}
+                        break
+                    step, clock = step + 1, clock + 1
+                    tell(step, added.read())
+                    if not engine.requests:  # steps in which nothing runs are left out
+                        clock = max(clock, int(arrivals[0][0]))
+                    while arrivals and arrivals[0][0] < clock + 1:
+                        arrival, request = arrivals.pop(0)
+                        request.arrival_time = arrival  # in steps, so that a run can be repeated
+                        engine.requests[request.request_id] = request
+                        engine.scheduler.add(request)  # `engine.queue` would take the time
+                    engine.step()
+                    failure = check(engine, changes)
+        except BaseException as error:  # the reader's source may raise SystemExit
             failure = explain(error, changes, "source" if step else "settings")
         text = page.read_text(encoding="utf-8") if step else None
     return {
@@ -249,6 +250,7 @@ def prepare(settings: Settings, page: Path) -> tuple[Any, list[tuple[float, Any]
         with naming(number):
             row = filled(row, REQUEST)
             at_most("arrival", row["arrival"], MOST_STEPS, least=1)
+            at_most("max_tokens", row["max_tokens"], MOST_STEPS, least=1)
             rules = {"max_tokens": row["max_tokens"], "ignore_eos": True}
             if row["beam_width"] == 0:
                 params = SamplingParams(n=row["n"], **rules)
@@ -320,12 +322,12 @@ def check(engine: Any, changes: dict[str, str]) -> dict[str, Any] | None:
     """The failure if an invariant is broken."""
     try:
         engine.check_invariants()
-    except Exception as error:
+    except BaseException as error:
         return explain(error, changes, "invariant")
     return None
 
 
-def explain(error: Exception, changes: dict[str, str], kind: str) -> dict[str, Any]:
+def explain(error: BaseException, changes: dict[str, str], kind: str) -> dict[str, Any]:
     """The failure for an exception, with the line of the changed source that raised it or called what did."""
     trace = [(frame.filename, frame.lineno or 0) for frame in extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
@@ -337,7 +339,7 @@ def explain(error: Exception, changes: dict[str, str], kind: str) -> dict[str, A
         message = text_of(file, changes).splitlines()[line - 1].strip()
     if kind == "invariant" or (kind == "settings" and not theirs):
         return {"kind": kind, "message": message}
-    message = f"{type(error).__name__}: {message}"
+    message = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if theirs and theirs[-1] != (file, line):
         message += f" (raised in {file}, line {line})"
     file, line = (theirs or trace)[-1]

@@ -57,12 +57,7 @@ def run(text, tell):
 }
 
 function run({ settings, changes }) {
-  let last = 0;
-  const tell = (step) => {
-    const now = performance.now();
-    if (now > last + 100) postMessage({ step });
-    if (now > last + 100) last = now;
-  };
+  const tell = (step, added) => postMessage({ step, added });
   const result = pyodide.globals.get("run")(JSON.stringify([settings, changes]), tell);
   postMessage({ result: JSON.parse(result) });
 }

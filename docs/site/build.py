@@ -12,6 +12,7 @@ The playground needs Pyodide, which docs/play/fetch.py gets with npm; --no-playg
 from __future__ import annotations
 
 import argparse
+import json
 import posixpath
 import re
 import shutil
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,9 +38,16 @@ PRESET = re.compile(
     r"(?<=\n\n)\[(?P<text>[^\]]+)\]"
     r"\((?P<address>[./]*play/index\.html#preset=[\w-]+)\)(?=\n\n|\n?\Z)"
 )
+# The figure that the site shows with a button.
+LIVE = re.compile(r"!\[[^\]]+\]\([\w./]*figures/write_a_token\.svg\)")
 # Where pages were before they had these folders: old addresses lead on.
-MOVED = {"book/": "", "reference/": "", "records/": "", "build/": "rebuild/"}
-MOVED |= {"play/tour.html": "tour.html", "play/index.html": "playground/index.html"}
+MOVED = [("book/", ""), ("reference/", ""), ("records/", ""), ("build/", "rebuild/")]
+MOVED += [("play/tour.html", "tour.html"), ("play/index.html", "playground/index.html")]
+# Chapters that are pages of reference now.
+CHAPTERS = [("reference/wrong-claims.html", "12-wrong-claims.html")]
+CHAPTERS += [("reference/after-2023.html", "14-after-2023.html")]
+MOVED += CHAPTERS + [(page, f"book/{old}") for page, old in CHAPTERS]
+MOVED += [("zh/wrong-claims.html", "zh/12-wrong-claims.html")]
 MOVED_PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>nanopaged: this page has moved</title>
 <script>location.replace("{to}" + location.hash)</script>
@@ -61,11 +70,13 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as temporary:
         copy_pages(Path(temporary), not args.no_playground)
-        command = [sys.executable, "-m", "zensical", "build"]
-        done = subprocess.run(command, cwd=temporary, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(done.stdout + done.stderr)
+        for settings in ("zensical.toml", "zh.toml"):
+            command = [sys.executable, "-m", "zensical", "build", "--config-file", settings]
+            done = subprocess.run(command, cwd=temporary, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(done.stdout + done.stderr)
         html = Path(temporary) / "html"
+        shutil.copytree(Path(temporary) / "html-zh" / "zh", html / "zh", dirs_exist_ok=True)
         finish(html)
         if not args.no_playground:
             copy_playground(html)
@@ -91,9 +102,8 @@ def fetch_pyodide() -> None:
 def copy_pages(folder: Path, playground: bool) -> None:
     """Write what the generator reads: its settings, the pages, and the sources that they link to."""
     settings = (DOCS / "site" / "zensical.toml").read_text(encoding="utf-8")
-    if not playground:
-        settings = re.sub(r".*playground.*\n", "", settings)
-    (folder / "zensical.toml").write_text(settings, encoding="utf-8")
+    for name, its in (("zensical.toml", settings), ("zh.toml", in_chinese(settings))):
+        write(folder / name, its if playground else re.sub(r".*(playground|play/index).*\n", "", its))
 
     pages = folder / "pages"
     sources: set[str] = set()
@@ -109,9 +119,28 @@ def copy_pages(folder: Path, playground: bool) -> None:
         write(pages / place(path), listing(path))
     for file in [*DOCS.rglob("*.svg"), *DOCS.rglob("*.png")]:
         write(pages / file.relative_to(DOCS), file.read_bytes())
-    tour = (PLAYGROUND / "tour.html").read_text(encoding="utf-8")
+    tour = (PLAYGROUND / "tour.html").read_text(encoding="utf-8").replace("glossary.md#", "glossary.html#")
     write(pages / "play" / "tour.html", with_way_back(tour, "../index.html"))
-    write(pages / "extra.css", (DOCS / "site" / "extra.css").read_text(encoding="utf-8"))
+    for name in ("extra.css", "live.js"):
+        write(pages / name, (DOCS / "site" / name).read_bytes())
+
+
+CHINESE = (DOCS / "site" / "zh.toml").read_text(encoding="utf-8")
+
+
+def in_chinese(settings: str) -> str:
+    """The settings for the Chinese pages: their navigation, and the labels of the theme in Chinese."""
+    nav = re.compile(r"^nav = \[.*?^\]", re.MULTILINE | re.DOTALL)
+    settings = translate(nav.sub(lambda _: nav.search(CHINESE)[0], settings))
+    settings = settings.replace('site_dir = "html"', 'site_dir = "html-zh"')
+    return settings.replace("[project.theme]", '[project.theme]\nlanguage = "zh"')
+
+
+def translate(text: str) -> str:
+    """Replace each quoted word that zh.toml has."""
+    for old, new in re.findall(r'^(".+") = (".+")$', CHINESE, re.MULTILINE):
+        text = text.replace(old, new)
+    return text
 
 
 def write(file: Path, contents: str | bytes) -> None:
@@ -151,8 +180,9 @@ def rewrite(text: str, page: str, playground: bool, sources: set[str]) -> str:
             sources.add(path)
         return posixpath.relpath(place(path), posixpath.dirname(place(page)))
 
-    text = LINK.sub(lead, text)
-    return PRESET.sub(lambda found: embed(found, in_chinese=page.startswith("docs/zh/")), text)
+    in_chinese = page.startswith("docs/zh/")
+    text = LIVE.sub(lambda _: live(place(page), in_chinese), LINK.sub(lead, text))
+    return PRESET.sub(lambda found: embed(found, in_chinese), text)
 
 
 def embed(found: re.Match[str], in_chinese: bool) -> str:
@@ -162,6 +192,20 @@ def embed(found: re.Match[str], in_chinese: bool) -> str:
     frame = f'<iframe loading="lazy" title="{text}" src="{address}&amp;embed"></iframe>'
     return (
         f'<details class="play"><summary>{text}</summary>\n{frame}\n<a href="{address}">{whole}</a></details>'
+    )
+
+
+def live(page: str, in_chinese: bool) -> str:
+    """The figure itself, in place of an image of it, with the button that live.js reads."""
+    folder, words = (
+        (DOCS / "zh", "写入一个 token|从头开始") if in_chinese else (DOCS / "book", "Write a token|Again")
+    )
+    svg = (folder / "figures" / "write_a_token.svg").read_text(encoding="utf-8").replace("\n", "")
+    script = posixpath.relpath("live.js", posixpath.dirname(page))
+    return (
+        f'<figure class="live">{svg}<figcaption><button type="button" class="md-button md-button--primary" '
+        f'data-words="{words}" hidden></button> <span role="status"></span></figcaption></figure>'
+        f'<script src="{script}" defer></script>'
     )
 
 
@@ -195,17 +239,57 @@ def finish(html: Path) -> None:
     """Change what the generator has no setting for."""
     for name in ("404.html", "sitemap.xml"):  # they need the site's address
         (html / name).unlink()
+    change(html / "index.html", "<title>nanopaged - nanopaged<", "<title>nanopaged: PagedAttention in small<")
+    (script,) = html.glob("assets/javascripts/bundle.*.js")
+    # The search field says that it wants the focus only once it is there: said earlier, it would be a message
+    # in the console of each address with a #.
+    change(script, "autoFocus:!0,", "ref:field=>field&&setTimeout(()=>field.autofocus=!0),")
+    # The buttons of a code block are no landmark, and the empty corner of a table is no heading.
+    change(script, 'C("nav",{class:"md-code__nav"})', 'C("div",{class:"md-code__nav"})')
+    for page in html.rglob("*.html"):
+        write(page, re.sub(r"<th([^>]*)>\s*</th>", r"<td\1></td>", page.read_text(encoding="utf-8")))
+    change_search(html, script)
+
+
+# With the names of the generator's script: at a click on the search, at its key, on a page that was found.
+WHEN_ASKED = (
+    'R(b(document,"click"),b(document,"keydown")).pipe(G(null),S(e=>fe().searchParams.has("h")||e&&('
+    'e.type==="click"?e.target.closest(".md-search,[for=__search]"):e.key==="k"&&(e.ctrlKey||e.metaKey))),'
+    'de(1),g(e=>(e?.type==="keydown"&&(e.preventDefault(),Po()),Af())),ne(1))'
+)
+
+
+def change_search(html: Path, script: Path) -> None:
+    """Load it when it is asked for, put chapters first, and let that of Chinese pages speak Chinese."""
+    change(script, '=Se(".md-search")?Af():Ze', f'=Se(".md-search")?{WHEN_ASKED}:Ze')
+    write(script.with_name("bundle.zh.js"), translate(script.read_text(encoding="utf-8")))
     for page in (html / "zh").glob("*.html"):
-        # A browser chooses its font by the language, a screen reader its voice.
-        text = page.read_text(encoding="utf-8")
-        assert '<html lang="en"' in text
-        write(page, text.replace('<html lang="en"', '<html lang="zh"', 1))
-    for script in html.glob("assets/javascripts/bundle.*.js"):
-        # The search field says that it wants the focus only once it is there: said earlier, it would be a
-        # message in the console of each address with a #.
-        text = script.read_text(encoding="utf-8")
-        late = "ref:field=>field&&setTimeout(()=>field.autofocus=!0),"
-        write(script, text.replace("autoFocus:!0,", late))
+        change(page, script.name, "bundle.zh.js")
+    # Titles with all words side by side stand in the order of the index, not in that of the words' places.
+    # A title counts by the best of its places: in "Blocks and block tables" that is not the first block.
+    (worker,) = html.glob("assets/javascripts/workers/search.*.js")
+    change(worker, "i!==d?i-d:o[0]!==u[0]?o[0]-u[0]:0", "i!==d?i-d:s.id-a.id")
+    best = "((t,r,e)=>Gt(t,r,f=>f.length<new Set(r.data.map(x=>x.value)).size?void 0:f)||Gt(t,r,e))"
+    change(worker, "l=B(Gt)", f"l=B({best})")
+    index = json.loads((html / "search.json").read_text(encoding="utf-8"))
+    index["items"].sort(key=place_in_search)
+    write(html / "search.json", json.dumps(index, ensure_ascii=False, separators=(",", ":")))
+
+
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{file.name} has {old!r} {text.count(old)} times"
+    write(file, text.replace(old, new))
+
+
+def place_in_search(item: dict[str, Any]) -> tuple[int, int]:
+    """Chapters stand before other pages, and those before the errata, the records and the source.
+
+    Within each, whole pages stand before their sections.
+    """
+    page = item["location"]
+    last = "wrong-claims.html" in page or page.startswith(("records/", "source/"))
+    return (2 if last else 0 if re.match(r"(book|zh)/\d", page) else 1), item["level"]
 
 
 def copy_playground(html: Path) -> None:
@@ -228,7 +312,7 @@ def lead_on(html: Path) -> None:
     """Write a page at each address that a page had before it moved. It leads to the new one."""
     for file in list(html.rglob("*.html")):
         new = file.relative_to(html).as_posix()
-        for folder, old in MOVED.items():
+        for folder, old in MOVED:
             if new.startswith(folder) and not (html / (before := old + new.removeprefix(folder))).exists():
                 to = posixpath.relpath(new, posixpath.dirname(before))
                 write(html / before, MOVED_PAGE.format(to=to))

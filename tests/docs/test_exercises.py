@@ -14,6 +14,7 @@ from doc_pages import ROOT
 from programs import environment, load_file, run_program
 
 EXERCISES = {file.stem: file for file in sorted((ROOT / "docs" / "book" / "exercises").glob("[0-9]*.py"))}
+APPENDIX = ROOT / "docs" / "reference" / "wrong-claims.md"  # it has the exercises 12_1 and 12_2
 WRONG: dict[str, list[tuple[str, str, str]]] = {}  # exercise → (what is wrong, a piece, its replacement)
 for file in sorted((Path(__file__).parent / "wrong").glob("ch*.py")):
     lists = vars(import_module(f"wrong.{file.stem}")).items()
@@ -21,6 +22,8 @@ for file in sorted((Path(__file__).parent / "wrong").glob("ch*.py")):
 
 
 def page_of(exercise: str) -> Path:
+    if exercise.startswith("12"):
+        return APPENDIX
     (page,) = (ROOT / "docs" / "book").glob(f"{exercise[:2]}-*.md")
     return page
 
@@ -68,9 +71,9 @@ def test_a_wrong_solution_is_told_why(exercise: str, wrong: tuple[str, str, str]
 
 
 def test_each_exercise_has_wrong_solutions() -> None:
-    for page in sorted((ROOT / "docs" / "book").glob("[0-9]*.md")):
+    for page in [*sorted((ROOT / "docs" / "book").glob("[0-9]*.md")), APPENDIX]:
         for number in re.findall(r"^### Exercise (\d+):", page.read_text(encoding="utf-8"), re.MULTILINE):
-            assert f"{page.name[:2]}_{number}" in EXERCISES
+            assert f"{'12' if page == APPENDIX else page.name[:2]}_{number}" in EXERCISES
     assert all(len(WRONG[exercise]) >= 3 for exercise in EXERCISES)
 
 

@@ -8,8 +8,19 @@ from pathlib import Path
 import pytest
 from doc_pages import ROOT, copy_repository, run_commands, run_python
 
-FORKS = sorted(readme.parent for readme in (ROOT / "docs" / "forks").glob("*/README.md"))
+FOLDER = ROOT / "docs" / "forks"
+FORKS = sorted(readme.parent for readme in FOLDER.glob("*/README.md"))
 each_fork = pytest.mark.parametrize("fork", FORKS, ids=lambda fork: fork.name)
+
+
+def num_lines(file: Path) -> int:
+    return len(file.read_text(encoding="utf-8").splitlines())
+
+
+def size_of(fork: str) -> int:
+    """Lines of its program: without its test and its measurements."""
+    programs = (FOLDER / fork).glob("*.py")
+    return sum(num_lines(file) for file in programs if not file.name.startswith(("test_", "measure")))
 
 
 @pytest.mark.slow
@@ -24,8 +35,41 @@ def test_a_fork_passes_its_own_test(fork: Path, tmp_path: Path) -> None:
 
 
 @each_fork
-def test_the_tables_have_its_size(fork: Path) -> None:
-    programs = [file for file in fork.glob("*.py") if not file.name.startswith(("test_", "measure"))]
-    num_lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in programs)
-    text = (ROOT / "docs" / "forks" / "README.md").read_text(encoding="utf-8")
-    assert re.search(rf"^\| \[{fork.name}\]\([^|]*\| {num_lines} \|", text, re.MULTILINE)
+def test_a_page_is_short_and_begins_with_the_command_of_its_test(fork: Path) -> None:
+    text = (fork / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 600
+    command = f"\npython -m pytest docs/forks/{fork.name}/test_{fork.name}.py"
+    assert command in text.split("```")[1]
+
+
+def test_the_forks_are_small_together() -> None:
+    files = [file for file in FOLDER.rglob("*") if file.suffix in (".py", ".md")]
+    assert sum(map(num_lines, files)) <= 8500
+
+
+def test_the_pages_have_the_sizes() -> None:
+    """The table of all forks, in order of size; the one beside other engines; the places in chapter 13."""
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\w+)\]\(\w+/README\.md\) \| file \| (\d+) \|", page, flags=re.MULTILINE)
+    assert rows == sorted(rows, key=lambda row: int(row[1]))
+    assert sorted(fork for fork, _ in rows) == [fork.name for fork in FORKS]
+    rows += re.findall(r"^\| (\w+) \| (\d+) \| [\w, ]+ \| \[", page, flags=re.MULTILINE)
+    chapter = (ROOT / "docs" / "book" / "13-forks.md").read_text(encoding="utf-8")
+    in_chapter = re.findall(r"\[(\w+)\]\(\.\./forks/\w+/README\.md\) (\d+)", chapter)
+    assert len(rows) > len(FORKS)
+    assert len(in_chapter) > 10
+    assert rows + in_chapter == [(fork, str(size_of(fork))) for fork, _ in rows + in_chapter]
+
+
+def test_the_page_says_which_fork_uses_which_name() -> None:
+    """A name of the engine that no fork gives another class or function is not needed."""
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(?:LLMEngine|ModelRunner)\.(\w+)` \| ([\w, ]+) \|$", page, flags=re.MULTILINE)
+    engine = "".join((ROOT / "nanopaged" / name).read_text() for name in ("engine.py", "model_runner.py"))
+    assert [name for name, _ in rows] == re.findall(
+        r"^    (make_\w+|sample): Any = ", engine, flags=re.MULTILINE
+    )
+    for name, forks in rows:
+        given = re.compile(rf"^ +((\w+, )*{name}(, \w+)* =|(self\.)?{name} =|def {name}\()", re.MULTILINE)
+        users = [fork.name for fork in FORKS if given.search((fork / f"{fork.name}.py").read_text("utf-8"))]
+        assert users == forks.split(", "), name

@@ -11,13 +11,20 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
 from time import sleep
+from xml.etree import ElementTree
 
 import pytest
 import yaml
-from browser import open_browser
+from browser import Site, open_browser
 from doc_pages import ROOT, copy_repository
 from programs import load_file
 
+from nanopaged import SamplingParams
+from nanopaged.block_manager import BlockManager
+from nanopaged.sequence import Request, Sample
+from nanopaged.text import StopRules
+
+SVG = "{http://www.w3.org/2000/svg}"
 BUILD = ROOT / "docs" / "site" / "build.py"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 build = load_file(BUILD)
@@ -42,21 +49,36 @@ def test_every_page_is_there(site: Path) -> None:
     """What is to be seen of the site without a browser."""
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     pages = {build.place(file.relative_to(ROOT).as_posix()) for file in files} - {"playground.md"}
-    settings = (BUILD.parent / "zensical.toml").read_text(encoding="utf-8")
-    assert {*re.findall(r'"([^"]+\.md)"', settings)} - {"playground.md"} == pages
+    listed = [(BUILD.parent / name).read_text(encoding="utf-8") for name in ("zensical.toml", "zh.toml")]
+    assert {*re.findall(r'"([^"]+\.md)"', "".join(listed))} - {"playground.md"} == pages
     for page in pages:
         html = page.replace("README.md", "index.md").replace(".md", ".html")
         text = (site / html).read_text(encoding="utf-8")
-        assert f'<html lang="{"zh" if page.startswith("zh/") else "en"}"' in text, page
-        assert re.search(r'href="[./]*tour\.html"', text), f"{page}: no tour in the navigation"
+        chinese = page.startswith("zh/")
+        assert f'<html lang="{"zh" if chinese else "en"}"' in text, page
+        labels = [
+            'aria-label="导航栏"' in text,
+            "查阅" in text,
+            'aria-label="Navigation"' in text,
+            "Look up" in text,
+        ]
+        assert labels == [chinese, chinese, not chinese, not chinese], page
+        assert re.search(r'href="[./]*play/tour\.html"', text), f"{page}: no tour in the navigation"
     assert ("a", "../source/nanopaged/block_manager.py.html") in build.Page(
         site / "book" / "03-blocks.html"
     ).links
     source = site / "source" / "nanopaged" / "block_manager.py.html"
     assert "append_slots" in source.read_text(encoding="utf-8")
     assert ("a", "../index.html") in build.Page(site / "play" / "tour.html").links
-    for old, to in (("03-blocks.html", "book/03-blocks.html"), ("rebuild/1.html", "../build/1.html")):
+    assert "../reference/glossary.html#" in (site / "play" / "tour.html").read_text(encoding="utf-8")
+    for old, to in (
+        ("03-blocks.html", "book/03-blocks.html"),
+        ("rebuild/1.html", "../build/1.html"),
+        ("12-wrong-claims.html", "reference/wrong-claims.html"),
+        ("book/14-after-2023.html", "../reference/after-2023.html"),
+    ):
         assert f'location.replace("{to}" + location.hash)' in (site / old).read_text(encoding="utf-8")
+    assert "<title>nanopaged: PagedAttention" in (site / "index.html").read_text(encoding="utf-8")
     for style in site.rglob("*.css"):
         assert not re.search(r"url\([\"']?(https?:)?//|@import", style.read_text(encoding="utf-8")), style
 
@@ -128,6 +150,50 @@ def test_where_links_lead(page: str, link: str, led: str) -> None:
     assert [build.place(source) for source in sources] == ([led.lstrip("./")] if "source/" in led else [])
 
 
+# ── the live figure ───────────────────────────────────────────────────────────────────────────────
+
+FIGURE = ROOT / "docs" / "book" / "figures" / "write_a_token.svg"
+
+
+def test_the_live_figure_shows_what_the_block_manager_does() -> None:
+    """Tables, references and the number of filled slots after each write, of a run that the engine makes."""
+    svg = ElementTree.parse(FIGURE).getroot()
+    ends = list(map(int, svg.findtext(f"{SVG}metadata").split()))
+    groups = [(group, *map(int, group.get("data-frames").split())) for group in svg.iter(f"{SVG}g")]
+    manager = BlockManager(5, 4)
+    rules = StopRules(frozenset(), frozenset(), 0, 99)
+    first = Request("A", None, list(range(7)), SamplingParams(n=2), rules, seed=0).live[0]
+    assert manager.allocate([first])
+    first.num_computed_tokens = 7
+    sequences = [first, manager.fork(first, 1)]
+    for write, frame in enumerate(ends):
+        if write > 0:
+            writer = sequences[(write - 1) % 2]
+            writer.append(Sample(99, 0.0))
+            copies = manager.append_slots(sequences)
+            assert bool(copies) is (frame - ends[write - 1] > 1), "a copy is shown in frames of its own"
+            writer.num_computed_tokens += 1
+        texts: dict[str, list[str]] = {}
+        for group, begin, end in groups:
+            if begin <= frame <= end:
+                assert group.get("data-of") not in texts, "one state of each thing"
+                texts[group.get("data-of")] = [text.text for text in group.iter(f"{SVG}text")]
+        for i, seq in enumerate(sequences):
+            assert texts[f"table {i}"] == list(map(str, seq.block_table))
+        for block in manager.blocks:
+            number, *words, references = texts[f"block {block.block_id}"]
+            assert int(number) == block.block_id
+            assert references == ("free", "1 reference", "2 references")[block.ref_count]
+            filled = [
+                seq.num_computed_tokens - 4 * seq.block_table.index(block.block_id)
+                for seq in sequences
+                if block.block_id in seq.block_table
+            ]
+            assert len(words) == min(4, max(filled, default=0))
+    assert write >= 6
+    assert FIGURE.stat().st_size <= 500_000
+
+
 # ── the playground ────────────────────────────────────────────────────────────────────────────────
 
 PRESET = "../play/index.html#preset=prefix-hit"
@@ -174,6 +240,71 @@ def test_the_workflow_runs_what_is_there() -> None:
 # ── in a browser ──────────────────────────────────────────────────────────────────────────────────
 
 
+CONTRAST = """((selector) => {
+  const context = document.createElement("canvas").getContext("2d");
+  const lightness = (colour) => {
+    context.fillStyle = colour;
+    context.fillRect(0, 0, 1, 1);  // a colour with alpha is laid over the one before
+    const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map((it) =>
+      (it / 255 <= 0.04045 ? it / 255 / 12.92 : ((it / 255 + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const link = document.querySelector(selector);
+  lightness(getComputedStyle(document.body).backgroundColor);
+  const ground = lightness(getComputedStyle(link).backgroundColor);
+  const ink = lightness(getComputedStyle(link.querySelector(".md-ellipsis")).color);
+  return (Math.max(ground, ink) + 0.05) / (Math.min(ground, ink) + 0.05);
+})(...arguments)"""
+
+
+@pytest.mark.slow
+def test_the_search_loads_when_asked_and_finds_chapters_first(site: Path) -> None:
+    field = "[...document.body.children].at(-1).shadowRoot.querySelector('input')"
+    server = Site(site)
+    with open_browser() as browser:
+        for page, words, first in (
+            ("index.html", "block table", "book/03-blocks.html"),
+            ("zh/index.html", "块表", "zh/03-blocks.html"),
+        ):
+            browser.driver.get(server.root + page)
+            sleep(0.5)
+            assert not [url for url in browser.logs()[1] if "search.json" in url]
+            browser.click(".md-search__button")
+            while not browser.run(f"{field}?.checkVisibility()"):
+                sleep(0.05)
+            assert [url for url in browser.logs()[1] if "search.json" in url]
+            label = browser.run(f"{field}.ariaLabel")
+            assert label == ("搜索" if page.startswith("zh/") else "Search")
+            browser.run(f"{field}.focus()")
+            browser.command("Input.insertText", text=words)
+            found = f"[...{field}.getRootNode().querySelectorAll('ol a')].map((link) => link.href)"
+            while not (links := browser.run(found)):
+                sleep(0.05)
+            assert links[0].split("?")[0].split("#")[0] == server.root + first
+
+
+@pytest.mark.slow
+def test_the_button_of_the_front_page_writes_a_token(site: Path) -> None:
+    """The figure shows one frame at a time, up to the last; the copy takes frames of its own."""
+    server = Site(site)
+    frames = len(ElementTree.parse(FIGURE).findall(f".//{SVG}g[@data-of='caption']"))
+    with open_browser() as browser:
+        browser.driver.get(server.root + "index.html")
+        captions = [browser.run("document.querySelector('.live [role=status]').textContent")]
+        while browser.run("document.querySelector('.live button').textContent") == "Write a token":
+            browser.click(".live button")
+            captions.append(browser.run("document.querySelector('.live [role=status]').textContent"))
+            shown = browser.run(
+                "[...document.querySelectorAll('.live g')].filter((g) => g.style.visibility !== 'hidden')"
+                ".map((g) => g.dataset.of)"
+            )
+            assert len({*shown}) == len(shown) >= 5 + 2 + 1, "one state of each thing"
+        assert len(captions) == frames
+        assert "is copied" in captions[2]
+        browser.click(".live button")
+        assert browser.run("document.querySelector('.live [role=status]').textContent") == captions[0]
+
+
 @pytest.mark.slow
 def test_pages_in_a_browser(site: Path) -> None:
     """No message, no request to another server, nothing wider than the screen; as dark as the system."""
@@ -195,6 +326,8 @@ def test_pages_in_a_browser(site: Path) -> None:
             assert browser.run("document.documentElement.scrollWidth") <= width
             colour = browser.run("getComputedStyle(document.body).backgroundColor")
             assert (sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 128) is dark
+            if "play/" not in name and "source/" not in name:
+                assert browser.run(CONTRAST, ".md-nav__link--active") >= 4.5
         browser.driver.get(address + "tour.html#19")  # its old address leads on
         assert "Step 19" in browser.run("document.getElementById('where').textContent")
         server.shutdown()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from browser import Browser, open_browser
 from conftest import tokens
+from programs import load_file
 from random_workloads import forked, mixed
 from test_trace import greedy, make_engine, names_of, record, run_to_end
 from traces import find_events, parts_of, read_trace
@@ -19,7 +20,6 @@ from traces import find_events, parts_of, read_trace
 from nanopaged import BeamSearchParams
 from nanopaged.snapshot import Snapshot, short_key
 
-COLOURS = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"]
 MOST_TABLES, MOST_ROWS, MOST_ARROWS = 16, 24, 100  # that the page shows
 LEFT, RIGHT, HOME, END, ENTER, ESCAPE, SHIFT = "\ue012\ue014\ue011\ue010\ue007\ue00c\ue008"
 
@@ -29,14 +29,15 @@ GO_AND_READ = """(() => {
   const cell = (c) => ({ kind: c.classList[1], shared: c.classList.contains("shared"),
     refs: +c.dataset.refs, colour: c.style.getPropertyValue("--a"),
     filled: c.style.getPropertyValue("--filled") });
-  const row = (r) => [+r.dataset.block, +r.lastChild.textContent];
+  const entry = (e) => [+e.dataset.block, +e.dataset.filled];
   const queue = (id) => all(document.getElementById(id), ".chip").map((c) => c.textContent);
   const state = window.trace.stateAt(arguments[0], arguments[1]);
   return {
     pool: all(document, "#pool .cell").map(cell), host: all(document, "#host .cell").map(cell),
-    tables: all(document, ".table").map((t) => all(t, "tbody tr[data-block]").map(row)),
+    tables: all(document, ".table").map((t) => all(t, ".entry").map(entry)),
+    colours: all(document, ".table").map((t) => t.style.getPropertyValue("--a")),
     queues: ["running", "waiting", "swapped"].map(queue),
-    moves: all(document, "#arrows [data-move]").map((path) => [path.classList[0], path.dataset.move]),
+    moves: all(document, "#arrows [data-move]").map((path) => [path.classList[1], path.dataset.move]),
     marked: all(document, ".cell[data-mark]")
       .map((c) => [c.dataset.mark, c.parentElement.id, +c.dataset.block]),
     parts: window.trace.parts(arguments[0]), cached: state.cached,
@@ -58,15 +59,15 @@ def browser() -> Iterator[Browser]:
 
 def check_page(shown: dict[str, Any], snapshot: Snapshot, names: dict[str, str]) -> None:
     """Everything that the page shows of a part of a step is as in the snapshot."""
-    size, numbers = snapshot.block_size, {request_id: i for i, request_id in enumerate(names)}
-    users: dict[int, list[int]] = {}
+    size = snapshot.block_size
+    users: dict[int, list[int]] = {}  # block → the tables that have it
     host_users: dict[int, list[int]] = {}
     tables, contents = [], {}
     for request in snapshot.requests:
         for seq in request.sequences:
             for table, its_users in ((seq.block_table, users), (seq.host_table, host_users)):
                 for block_id in table:
-                    its_users.setdefault(block_id, []).append(numbers[request.request_id])
+                    its_users.setdefault(block_id, []).append(len(tables))
             table, num = seq.block_table or seq.host_table, seq.num_computed_tokens
             filled = [min(size, max(0, num - i * size)) for i in range(len(table))]
             if table:
@@ -87,8 +88,8 @@ def check_page(shown: dict[str, Any], snapshot: Snapshot, names: dict[str, str])
         assert not block.num_filled or not block.ref_count or its_tokens in contents[block.block_id]
         if block.state != "free":
             assert float(cell["filled"].rstrip("%")) == pytest.approx(100 * block.num_filled / size, 1e-4)
-        if block.ref_count:
-            assert cell["colour"] == COLOURS[min(users[block.block_id]) % len(COLOURS)]
+        if block.ref_count == 1 and users[block.block_id][0] < MOST_TABLES:
+            assert cell["colour"] == shown["colours"][users[block.block_id][0]]
     for block_id, cell in enumerate(shown["host"]):
         assert cell["kind"] == ("used" if block_id in host_users else "free")
         assert cell["refs"] == len(host_users.get(block_id, []))
@@ -190,9 +191,8 @@ def test_what_is_said_of_forks_copies_hits_and_chunks(browser: Browser, tmp_path
     assert said["grow"][0].endswith("blocks 4 to 6 are taken."), "and not those for the copies"
     assert said["decode"][0] == "computed: A1, A2 and A3 compute one token each."
     assert said["finish"][0].startswith("updated: A is finished (length): blocks ")
-    assert len(said["chunk"]) == 1
-    assert "B computes a chunk of 8 tokens" in said["chunk"][0]
-    assert "3 of its 11 tokens are left" in said["chunk"][0]
+    (chunk,) = said["chunk"]
+    assert re.search("B computes a chunk of 8 tokens.* 3 of its 11 tokens are left", chunk)
     assert "computed: B computes 3 tokens, the last of its 11." in said["prefill"]
     (hit,) = said["hit"]
     assert re.match(r"scheduled: C begins like an earlier text: it finds blocks \d+ and \d+ in", hit)
@@ -268,13 +268,6 @@ def test_abort_and_failure(browser: Browser, tmp_path: Path) -> None:
     browser.run("window.trace.go(2)")
     assert browser.run("[...document.querySelectorAll('#waiting .chip')].map((c) => c.title.trim())") == names
     assert browser.run("document.querySelectorAll('.bad').length") == 0
-    engine = make_engine(tmp_path / "many.html", num_blocks=60)
-    for i in range(30):
-        engine.add_request(str(i), tokens(i, 4), greedy(3))
-    run_to_end(engine)
-    said = sentences(browser, tmp_path / "many.html")
-    assert said["decode"][0].endswith("A, B, C, D, E, F, G, H, I, J and 20 more compute one token each.")
-    assert said["arrive"][29] == "scheduled: AD arrives with a prompt of 4 tokens."
 
 
 # ── walking through it ────────────────────────────────────────────────────────────────────────────
@@ -303,23 +296,12 @@ def here(browser: Browser) -> tuple[int, str]:
 
 def words(browser: Browser) -> list[str]:
     """The sentences of the part that is shown."""
-    return browser.run(
-        "[...document.querySelectorAll('.part.now li[data-kinds]')].map((li) => li.textContent)"
-    )
+    return browser.texts("#said li")
 
 
 def rows(browser: Browser, name: str) -> list[int]:
     """The physical blocks in the table of a sequence that is shown."""
-    query = f".table[data-seq='{name}'] tr[data-block]"
-    return browser.run("[...document.querySelectorAll(arguments[0])].map((row) => +row.dataset.block)", query)
-
-
-def text(browser: Browser, id: str) -> str:
-    return browser.run("document.getElementById(arguments[0]).textContent", id)
-
-
-def click(browser: Browser, id: str) -> None:
-    browser.run("document.getElementById(arguments[0]).click()", id)
+    return list(map(int, browser.texts(f".table[data-seq='{name}'] .entry")))
 
 
 def test_keys_and_buttons_walk(browser: Browser, small_page: Path) -> None:
@@ -329,17 +311,17 @@ def test_keys_and_buttons_walk(browser: Browser, small_page: Path) -> None:
     places = [(0, ""), *((i, part) for i, line in enumerate(lines, 1) for part in parts_of(line))]
     walk = [(RIGHT, place) for place in places[1:8]] + [(LEFT, place) for place in places[6::-1]]
     walk += [(LEFT, (0, "")), (SHIFT + RIGHT, (1, "updated")), (RIGHT, (2, "scheduled"))]
-    walk += [(SHIFT + RIGHT, (2, "updated")), (LEFT, (2, "computed")), (SHIFT + LEFT, (1, "updated"))]
+    walk += [(LEFT, (1, "updated")), (RIGHT, (2, "scheduled")), (SHIFT + LEFT, (1, "updated"))]
     walk += [(END, places[-1]), (RIGHT, places[-1]), (HOME, (0, ""))]
     for keys, place in walk:
         browser.press(keys)
         assert here(browser) == place
         if keys.startswith(SHIFT):
             browser.press(SHIFT)  # lets it go
-    walk = [("last", places[-1]), ("back", places[-2]), ("first", (0, "")), ("forward", places[1])]
-    for button, place in [*walk, ("first", (0, ""))]:
-        click(browser, button)
+    for button, place in (("forward", places[1]), ("forward", places[2]), ("back", places[1])):
+        browser.click(f"#{button}")
         assert here(browser) == place
+    browser.press(HOME)
     browser.run("document.getElementById('slider').focus()")
     browser.press(RIGHT)
     assert here(browser) == (1, "updated"), "the slider has the focus, and moves once"
@@ -374,12 +356,9 @@ def test_keys_jump_to_events(browser: Browser, small_page: Path) -> None:
 
 def test_the_place_in_the_address(browser: Browser, small_page: Path) -> None:
     """Also in that of an open page. A part that the step does not have is the one before it."""
-    for name, place, shown in (
-        ("3", (3, "updated"), "#3"),
-        ("2-copied", (2, "copied"), "#2-copied"),
-        ("1-copied", (1, "scheduled"), "#1-scheduled"),
-        ("none", (0, ""), "#0"),
-    ):
+    addresses = {"3": "#3", "2-copied": "#2-copied", "1-copied": "#1-scheduled", "none": "#0"}
+    places = [(3, "updated"), (2, "copied"), (1, "scheduled"), (0, "")]
+    for (name, shown), place in zip(addresses.items(), places, strict=True):
         browser.open(small_page, name)
         assert here(browser) == place
         assert browser.run("location.hash") == shown
@@ -388,41 +367,38 @@ def test_the_place_in_the_address(browser: Browser, small_page: Path) -> None:
     assert here(browser) == (4, "computed")
 
 
-def test_a_row_says_that_the_newest_token_has_no_kv(browser: Browser, small_page: Path) -> None:
-    """Of B's 9 tokens 4 are in the block that A fills in this step."""
-    texts = "[...document.querySelectorAll(arguments[0])].map((element) => element.textContent)"
-    note, framed = (f".table[data-seq='B'] td {what}" for what in ("small", ".pending"))
-    browser.open(small_page, "1-scheduled")
-    assert browser.run(texts, note)[-1].startswith("5 tokens ")
-    for place, num in (("1-computed", 0), ("1", 1), ("2-computed", 0)):
+def test_a_table_says_that_the_newest_token_has_no_kv(browser: Browser, small_page: Path) -> None:
+    """Of B's 9 tokens 4 are in the block that A fills. A block says what will be copied to it."""
+    framed = ".table[data-seq='B'] .pending"
+    for place, texts in (("1-scheduled", ["+5 tokens"]), ("1-computed", []), ("2-computed", [])):
         browser.open(small_page, place)
-        assert len(browser.run(texts, note)) == len(browser.run(texts, framed)) == num
-    browser.open(small_page, f"{places_with(small_page, 'copy')[0][0]}-scheduled")
-    assert browser.run(texts, ".table[data-seq='A1'] td small")[0] == "K/V still in block 1"
+        assert browser.texts(framed) == texts
+    browser.open(small_page, 1)
+    assert len(browser.texts(framed)) == 1
+    step, _ = places_with(small_page, "copy")[0]
+    browser.open(small_page, f"{step}-scheduled")
+    coming = ".cell[aria-label*='its contents are still in block 1']"
+    assert len(browser.texts(coming)) == 1
     browser.press(RIGHT)
-    assert "K/V still in" not in text(browser, "tables")
-
-
-TABLES = "[...document.querySelectorAll('.table')].map((table) => table.dataset.seq)"
+    assert browser.texts(coming) == []
 
 
 def test_a_block_tells_what_it_holds(browser: Browser, small_page: Path) -> None:
     """The grid is reached with the keyboard, and the arrows move from block to block."""
     browser.open(small_page, 1)
-    labels = "[...document.querySelectorAll('#pool .label')].map((label) => label.textContent)"
-    assert browser.run(labels)[:3] == ["A1,2 B", "A1,2", "B"]
+    assert browser.texts("#pool .label")[:3] == ["A1,2 B", "A1,2", "B"]
     browser.run("document.querySelector('#pool .cell').focus()")
-    assert re.match(r"Block 0 · full, 4 of 4 .* · 3 references: A1 \(its block 0\)", text(browser, "detail"))
+    assert re.match(r"Block 0 · full, 4 of 4 .* · 3 references: A1 \(its block 0\)", browser.text("block"))
     browser.press(RIGHT)
-    assert text(browser, "detail").startswith("Block 1 · ")
+    assert browser.text("block").startswith("Block 1 · ")
     assert here(browser) == (1, "updated")
     browser.run("document.querySelectorAll('#running .chip')[0].click()")
-    assert browser.run(TABLES) == ["A1", "A2"]
+    assert browser.texts(".table h3") == ["A1", "A2"]
     assert browser.run("document.querySelectorAll('.cell.dimmed').length") > 0
 
 
 def test_finding(browser: Browser, small_page: Path) -> None:
-    """A request by name or id, a sequence, a block; then the parts in which it changes."""
+    """A request by name or id, a sequence, a block."""
     browser.open(small_page, "2")
 
     def find(text: str) -> None:
@@ -432,110 +408,134 @@ def test_finding(browser: Browser, small_page: Path) -> None:
 
     for name, names in (("A", ["A1", "A2"]), ("a2", ["A2"]), ("second", ["B"]), ("sec", ["B"])):
         find(name)
-        assert browser.run(TABLES) == names
+        assert browser.texts(".table h3") == names
         browser.press("/")
         browser.press(ESCAPE)
-        assert browser.run(TABLES) == ["A1", "A2", "B"]
+        assert browser.texts(".table h3") == ["A1", "A2", "B"]
     find("nobody")
-    assert "Nothing is called nobody" in text(browser, "found")
+    assert "Nothing is called nobody" in browser.text("found")
     find("block 2")
     assert browser.run("[...document.querySelectorAll('.cell.target')].map((c) => +c.dataset.block)") == [2]
-    assert text(browser, "detail").startswith("Block 2 · ")
-    browser.press(HOME)
-    changes = []
-    for _ in range(4):
-        browser.press("n")
-        changes.append((*here(browser), text(browser, "detail").split(" · ")[1].split(",")[0]))
-    expected = [(1, "scheduled", "partial"), (1, "computed", "full"), (7, "scheduled", "cached")]
-    assert changes == [*expected, (7, "copied", "cached")]  # B is preempted, and copied to the host
-    browser.press("N")
-    assert here(browser) == changes[-2][:2]
-    browser.press(END)
-    browser.press("n")
-    assert text(browser, "found") == "There is no later change."
+    assert browser.text("block").startswith("Block 2 · ")
     browser.press(HOME)
     find("B")
     assert here(browser) == (1, "scheduled"), "where it arrives"
     assert browser.logs()[0] == []
 
 
-# ── beside and inside other pages ─────────────────────────────────────────────────────────────────
+# ── what is in view ───────────────────────────────────────────────────────────────────────────────
+
+ROOT = Path(__file__).parents[2]
+TOUR = ROOT / "docs" / "play" / "tour.html"
+SCREENS = {"desktop": (1440, 900), "laptop": (1280, 720), "phone": (390, 844)}
+WHERE = """(() => ["pool", "tables", "picture", "caption"].map((id) => {
+  const { left, top, right, bottom } = document.getElementById(id).getBoundingClientRect();
+  return [left, top, right, bottom];
+}))()"""
 
 
-def test_two_runs_side_by_side(browser: Browser, small_page: Path, tmp_path: Path) -> None:
-    """They step together, the shorter one stays at its end; or each alone."""
-    engine = make_engine(tmp_path / "other.html")
-    engine.add_request("other", tokens(5, 7), greedy(3))
-    run_to_end(engine)
-
-    def frame(script: str) -> Any:
-        """The value of an expression in the window of the first frame."""
-        return browser.run(f"((window) => {script})(document.querySelector('iframe').contentWindow)")
-
-    browser.open(small_page, "1-computed")
-    browser.driver.find_element("id", "file").send_keys(str(tmp_path / "other.html"))
-    browser.driver.execute_async_script(
-        "const done = arguments[0], look = () => document.querySelector('iframe')?.contentWindow.trace "
-        "? setTimeout(done, 50) : setTimeout(look, 10); look()"
-    )
-    at = "Object.values(window.trace.at())"
-    assert frame(at) == [1, "computed"]
-    frame("window.document.getElementById('forward').click()")
-    assert here(browser) == (1, "updated"), "also the other way round"
-    browser.press(END)
-    assert frame(at) == [3, "updated"]
-    click(browser, "together")
-    browser.press(HOME)
-    assert frame(at) == [3, "updated"], "each alone"
-    click(browser, "together")
-    assert frame(at) == [0, ""]
-    click(browser, "close")
-    assert browser.run("document.querySelectorAll('iframe').length") == 0
-    assert browser.logs()[0] == []
+@pytest.fixture(scope="module")
+def presets(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
+    """The page of each run of the playground's presets, and the step at which it opens."""
+    play, folder = ROOT / "docs" / "play", tmp_path_factory.mktemp("presets")
+    run, pages = load_file(play / "playground.py").run, {}
+    for preset in json.loads((play / "presets.json").read_text(encoding="utf-8"))["presets"]:
+        for i, its in enumerate([{}, preset["beside"]] if "beside" in preset else [{}]):
+            page = folder / f"{preset['name']}-{i}.html"
+            page.write_text(run(preset["settings"] | its, {})["page"], encoding="utf-8")
+            pages[page] = preset.get("step", 1)
+    return pages
 
 
-def test_a_guided_tour(browser: Browser, small_page: Path) -> None:
-    """The captions are stops, in the order of the steps; words of a caption lead to the glossary."""
-    viewer, data = small_page.read_text(encoding="utf-8").split('id="steps">\n')
-    first, rest = data.split("\n", 1)
-    terms = [["Block table", "glossary.html#words", "where a block is"], ["slot", "glossary.html#slot"]]
-    words = {"title": "Copies", "text": "Each slot of the block tables moves.", "terms": terms}
-    stops = [(2, "copied", words), (1, "scheduled", {"text": "It begins."}), (3, "updated", {"text": "On."})]
-    captions = [{"step": step, "part": part} | caption for step, part, caption in stops]
-    header = json.dumps(json.loads(first) | {"title": "A run", "captions": captions})
-    small_page.write_text(f'{viewer}id="steps">\n{header}\n{rest}', encoding="utf-8")
-    browser.open(small_page)
-    assert browser.run("document.querySelector('h1').textContent") == "A run"
-    assert "3 stops. The next stop is step 1, scheduled." in text(browser, "caption")
-    stop_1, stop_2, stop_3 = (1, "scheduled"), (2, "copied"), (3, "updated")
-    for key, place, caption in (
-        ("g", stop_1, "1 of 3."),
-        ("g", stop_2, "2 of 3. Copies Each slot"),
-        ("g", stop_3, "3 of 3."),
-        ("G", stop_2, "2 of 3."),
-    ):
-        browser.press(key)
-        assert here(browser) == place
-        assert text(browser, "caption").startswith(caption)
-    assert browser.run("document.querySelector('#caption a').getAttribute('href')") == "glossary.html#slot"
-    browser.driver.find_element("css selector", "#caption .term").click()
-    assert text(browser, "definition") == "Block table: where a block is Glossary"
+@pytest.mark.parametrize("screen", SCREENS)
+def test_pool_and_tables_are_in_view(browser: Browser, presets: dict[Path, str], screen: str) -> None:
+    """At each stop of the tour and in each preset, without scrolling; on a phone, the caption and the pool.
+
+    Each entry in view has its arrow. The tokens of a small pool are in their slots.
+    """
+    width, height = SCREENS[screen]
+    browser.screen(width, height)
+    browser.open(TOUR)
+    places = [(TOUR, place) for place in browser.run("trace.captions.map((c) => c.place.join('-'))")]
+    assert len(places) == 10
+    for page, step in places + list(presets.items()):
+        browser.open(page, step)
+        pool, tables, picture, caption = browser.run(WHERE)
+        assert pool[3] <= height, (page.name, step)
+        assert 0 < tables[1] < tables[3] <= pool[1] < pool[3] <= picture[3]
+        assert screen == "phone" or picture[3] <= height
+        assert page != TOUR or 0 < caption[1] < caption[3] <= height
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        entries = "[...document.querySelectorAll('.entry')].length"
+        assert screen == "phone" or browser.run(entries) == len(browser.texts("#links path"))
+        assert "".join(browser.texts("#pool .slot")).strip()
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_the_view_never_jumps(browser: Browser, screen: str) -> None:
+    """The pool and the tables keep their places in all parts of the tour, and at all its stops."""
+    browser.screen(*SCREENS[screen])
+    browser.open(TOUR)
+    for button, most in (("forward", 239), ("stop-forward", 10)):
+        browser.run("trace.go(0)")
+        walk = (
+            f"Array.from({{ length: {most} }}, () => (document.getElementById('{button}').click(), {WHERE}))"
+        )
+        places = browser.run(walk)
+        assert list(here(browser)) == browser.run("trace.captions.at(-1).place"), "it is walked to its end"
+        assert all(place[:2] == places[0][:2] for place in places)
+        assert browser.run("scrollY") == 0
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_every_text_can_be_read(browser: Browser, dark: bool) -> None:
+    """A contrast of 4.5 and more (WCAG AA) at all stops of the tour, with everything unfolded."""
+    browser.screen(1280, 720, dark)
+    browser.open(TOUR)
+    browser.run("void (document.getElementById('rest').open = true)")
+    least: dict[str, float] = {}
+    for step, part in browser.run("trace.captions.map((c) => c.place)"):
+        browser.run("trace.go(...arguments)", step, part)
+        for name, contrast in browser.contrasts().items():
+            least[name] = min(contrast, least.get(name, 21))
+    assert {"SPAN.id", "SPAN.label", "H3.", "BUTTON.term"} <= least.keys()
+    assert {name: contrast for name, contrast in least.items() if contrast < 4.5} == {}
+
+
+# ── the tour, and what is not there ───────────────────────────────────────────────────────────────
+
+
+def test_the_tour(browser: Browser) -> None:
+    """It opens at its first stop, one key leads through all, and Play waits at each. Terms are explained."""
+    browser.open(TOUR, "none")
+    stops = [(c["place"], c["title"]) for c in browser.run("trace.captions")]
+    walk = [(None, 0), *((" ", i) for i in range(1, len(stops))), (" ", len(stops) - 1)]
+    for key, i in [*walk, ("G", len(stops) - 2), ("g", len(stops) - 1)]:
+        if key:
+            browser.press(key)
+        assert list(here(browser)) == stops[i][0]
+        assert browser.text("caption").startswith(f"{i + 1} of {len(stops)}. {stops[i][1]} ")
+    browser.run("trace.go(...trace.captions[2].place)")
+    browser.click("#caption .term")
+    assert browser.text("definition").startswith("Copy-on-write: ")
+    (link,) = browser.run("[...document.querySelectorAll('#definition a')].map((a) => a.href.split('#')[0])")
+    assert link == (ROOT / "docs" / "reference" / "glossary.md").as_uri()
+    browser.press(RIGHT)
+    assert f"The next stop: {stops[3][1]} (step 2, updated)" in browser.text("caption")
+    browser.run("trace.go(1)")
+    browser.click("#play")
+    browser.driver.execute_async_script("setTimeout(arguments[0], 2500)")
+    assert (list(here(browser)), browser.texts("#play")) == (stops[2][0], ["Play"])
     assert browser.logs()[0] == []
 
 
 def test_an_interrupted_run_and_one_without_steps(browser: Browser, small_page: Path, tmp_path: Path) -> None:
-    """Half a line at the end is left out. A phone need not scroll sideways, and the dark is dark."""
-    num_lines, papers = len(read_trace(small_page)) - 1, []
+    """Half a line at the end is left out."""
+    num_lines = len(read_trace(small_page)) - 1
     small_page.write_text(small_page.read_text(encoding="utf-8")[:-40], encoding="utf-8")
-    for dark in (False, True):
-        browser.screen(390, 900, dark)
-        browser.open(small_page, 2)
-        papers.append(browser.run("getComputedStyle(document.body).backgroundColor"))
-        assert browser.run("document.documentElement.scrollWidth <= window.innerWidth")
-    browser.screen(1400, 1000)
-    assert papers == ["rgb(251, 250, 247)", "rgb(21, 23, 27)"]
+    browser.open(small_page)
     assert browser.run("window.trace.lines.length") == num_lines - 1
     make_engine(tmp_path / "none.html")
     browser.open(tmp_path / "none.html")
-    assert "Nothing has run yet" in text(browser, "said")
+    assert "Nothing has run yet" in browser.text("said")
     assert browser.logs()[0] == []

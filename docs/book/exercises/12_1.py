@@ -1,4 +1,4 @@
-"""Exercise 12.1, recompute a table of the paper: see docs/book/12-wrong-claims.md.
+"""Exercise 12.1, recompute a table of the paper: see docs/reference/wrong-claims.md.
 
 python -m pytest docs/book/exercises/12_1.py
 """

@@ -1,4 +1,4 @@
-"""Exercise 12.2, do ten requests with one prompt need a tenth of the memory? See docs/book/12.
+"""Exercise 12.2, do ten requests need a tenth of the memory? See docs/reference/wrong-claims.md.
 
 python -m pytest docs/book/exercises/12_2.py
 """

@@ -16,7 +16,12 @@ FIGURES = {
     "splitkv",
     "chat_turns",
     "copy_on_write",
+    "write_a_token",
     "swap",
+    "gpu_memory",
+    "chunks",
+    "shared_prefix",
+    "beams",
 }
 # {} is a number. The numbers of a label stand in the same order in both languages.
 LABELS = {
@@ -58,7 +63,6 @@ LABELS = {
     "reserved": "预留",
     "internal": "内部碎片",
     "external": "外部碎片",
-    "too few": "余量不足",
     "{} requests at once, {} served before.  real {} %, reserved {} %, internal {} %": (
         "同时运行 {} 个请求，此前完成 {} 个。有效 {} %，预留 {} %，内部碎片 {} %"
     ),
@@ -81,15 +85,15 @@ LABELS = {
     "one column is one step": "一列是一步",
     # gather
     "Attention over scattered blocks: gather first, or read in place": (
-        "对分散的块做注意力：先收集，还是就地读"
+        "对分散的块计算注意力：先收集，还是就地读"
     ),
     "Gather, then attend": "先收集，再算注意力",
     "Read the blocks in place": "就地读块",
     "KV cache: block ids, and the tokens of one sequence": "KV 缓存：块号，以及一个序列的 token",
     "a contiguous copy": "连续的副本",
     "softmax over all scores": "对全部分数做 softmax",
-    "three passes: read the blocks, write the copy, read the copy": "内存过三遍：读块，写副本，读副本",
-    "one pass: read the blocks": "内存过一遍：读块",
+    "three passes: read the blocks, write the copy, read the copy": "访存三遍：读块，写副本，读副本",
+    "one pass: read the blocks": "访存一遍：读块",
     "Llama-{}-{}B, {} tokens: {} GiB for each new token": (
         "Llama-{}-{}B，{} 个 token：每生成一个新 token 搬动 {} GiB"
     ),
@@ -136,6 +140,63 @@ LABELS = {
     "block table of A.{}": "A.{} 的块表",
     "references": "引用",
     "A.{}'s": "A.{} 的",
+    # write_a_token
+    "Two samples write their tokens: a shared block is copied before a write": (
+        "两个样本写入各自的 token：共享的块先复制，再写入"
+    ),
+    "block table": "块表",
+    "of A.{}": "A.{}",
+    "{} references": "{} 个引用",
+    "{} reference": "{} 个引用",
+    "A.{} and A.{} continue one prompt. Both tables name its blocks.": (
+        "A.{} 和 A.{} 接着同一个 prompt 生成，两张块表都指着它的块。"
+    ),
+    "A.{} is to write into block {}. But A.{} reads that block, too.": (
+        "A.{} 要写入块 {}，可是 A.{} 也在读这个块。"
+    ),
+    "So block {} is copied to block {}, and the table of A.{} names the copy.": (
+        "于是块 {} 复制到块 {}，A.{} 的块表改指副本。"
+    ),
+    "A.{} writes into block {}, which no other table names.": "A.{} 写入块 {}，没有别的块表指着它。",
+    "The last block of A.{} is full, so its table gets a free one: block {}.": (
+        "A.{} 的最后一块满了，块表添上一个空闲块：块 {}。"
+    ),
+    # gpu_memory
+    "A GPU's memory: weights, K/V, and the rest": "GPU 的显存：权重、K/V 和其余部分",
+    "weights {} GB": "权重 {} GB",
+    "rest": "其余",
+    "{} tokens: {} requests that reserve {}, or {} of {} in blocks": (
+        "{} 个 token：{} 个各预留 {} 的请求，或用块存放 {} 个各 {} token 的请求"
+    ),
+    "Each box is a range for the longest request; the filled part is what a mean one uses.": (
+        "每个方框是为最长的请求预留的一段，涂色部分是平均一个请求用到的。"
+    ),
+    # chunks
+    "A long prompt beside three decodes, whole and in chunks": "三个 decode 旁边的一个长 prompt：整段与分段",
+    "whole": "整段，一步算完",
+    "in chunks: at most {} tokens a step": "分段：每步最多 {} 个 token",
+    "A, B and C wait for a step of {} tokens": "A、B、C 要等一步算完 {} 个 token",
+    # shared_prefix
+    "One prefix in the block tables of three requests": "三个请求的块表里，同一个前缀",
+    "table of A": "A 的块表",
+    "table of B": "B 的块表",
+    "table of C": "C 的块表",
+    "blocks": "块",
+    "{} tokens found, {} computed": "命中 {} 个 token，计算 {} 个",
+    "Numbers in a block are tokens. Full blocks are found; C computes block {} for its last token.": (
+        "块里的数是 token。能命中的是满块；C 为了最后一个 token 要计算块 {}。"
+    ),
+    # beams
+    "Block tables of four beams before and after a step of a beam search": (
+        "束搜索的一步之前与之后，四个 beam 的块表"
+    ),
+    "four beams": "四个 beam",
+    "the next four": "下一步的四个",
+    "no child": "没有子 beam",
+    "the blocks, and how many tables have each": "各个块，以及有几张块表指向它",
+    "before": "之前",
+    "after": "之后",
+    "{} freed, {} copied": "释放 {} 个，复制 {} 个",
     # swap
     "The blocks of the device and of the host before, during and after a preemption": (
         "抢占之前、之中、之后，设备和主机的块"
@@ -150,9 +211,20 @@ LABELS = {
     ),
 }
 # Words of the code, formulas, and pieces of a prompt.
-SAME = {"max", "pow{}", "oracle", "paging", "prefill", "decode", "m, l, acc", "acc", "acc / l"}
+SAME = {
+    "beam {}",
+    "OPT-{}B, {} GB",
+    "Llama-{}-{}B, {} GB",
+    "K/V {} GB",
+    "decode A",
+    "decode B",
+    "decode C",
+    "prompt",
+}
+SAME |= {"max", "pow{}", "oracle", "paging", "prefill", "decode", "m, l, acc", "acc", "acc / l"}
 SAME |= {"Σ exp(s − m)", "Σ exp(s − m) · v", "w = exp(lse − LSE)", "LSE = ln Σ exp(lse) = {}"}
 SAME |= {"out {}", "lse {}", "out = {}·{} + {}·{} + {}·{}", "our", "sc", "ore", "and", "se", "ven"}
+SAME |= {"Four", "score", "seven", "years", "ago", "fathers", "brought", "forth", "friends", "met", "here"}
 
 LABEL = re.compile(r"(?<=>)[^<>\n]+(?=</(?:text|title)>)")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from string import ascii_letters
+from string import ascii_uppercase
 
 from svg import GREY, INK, PAPER, Drawing
 
@@ -19,7 +19,7 @@ from nanopaged import SamplingParams
 
 NUM_SLOTS, BLOCK_SIZE, STEP = 320, 8, 24
 RULES = memory.reserve_rules(64)
-NAMES = ascii_letters.swapcase()  # requests A to Z, a to z
+NAMES = [*ascii_uppercase, *map(str, range(1, 27))]  # of the requests
 LENGTHS = memory.draw_lengths((10, 22), len(NAMES), seed=53, longest=64)
 
 Piece = tuple[int, int, str]  # (first slot, number of slots, kind)
@@ -93,19 +93,20 @@ def paging() -> tuple[list[Piece], list[Range], int]:
 
 def main() -> None:
     drawing = Drawing(LEFT + round(NUM_SLOTS * WIDTH) + 16, 388, "A pool under four ways to allocate it")
-    for i, (kind, color) in enumerate(memory.KINDS.items()):
-        drawing.box(LEFT + 105 * i, 16, 14, 14, fill=color, line=color)
-        drawing.text(LEFT + 105 * i + 20, 23, kind, anchor="start")
+    shown: set[str] = set()
     for row, policy in enumerate([*RULES, "paging"]):
         pieces, ranges, served = paging() if policy == "paging" else contiguous(policy)
         totals = dict.fromkeys(memory.KINDS, 0)
         y = TOP + 84 * row + 12
-        for start, length, kind in pieces:
+        for start, length, kind in sorted(pieces, key=lambda piece: piece[2] == "real"):
             totals[kind] += length
             if length > 0:
                 color = memory.KINDS[kind]
-                drawing.box(LEFT + WIDTH * start, y, WIDTH * length, HEIGHT, fill=color, line=color)
+                # One token of eight would be hidden by the border that is drawn over it.
+                width = max(WIDTH * length, 5.0) if kind == "real" else WIDTH * length
+                drawing.box(LEFT + WIDTH * start, y, width, HEIGHT, fill=color, line=color)
         assert sum(totals.values()) == NUM_SLOTS
+        shown |= {kind for kind, num_slots in totals.items() if num_slots > 0}
         for start, length, name, filled in ranges:
             x = LEFT + WIDTH * start
             drawing.box(x, y, WIDTH * length, HEIGHT, fill="none", line=INK)
@@ -119,6 +120,9 @@ def main() -> None:
         at_once = len({name for _, _, name, _ in ranges})
         text = f"{at_once} requests at once, {served} served before.  {shares}"
         drawing.text(LEFT, y + HEIGHT + 15, text, size=12, anchor="start", color=GREY)
+    for i, (kind, color) in enumerate(each for each in memory.KINDS.items() if each[0] in shown):
+        drawing.box(LEFT + 105 * i, 16, 14, 14, fill=color, line=color)
+        drawing.text(LEFT + 105 * i + 20, 23, kind, anchor="start")
     drawing.save()
 
 

@@ -9,12 +9,8 @@ from importlib.util import find_spec
 
 from common import ROOT, make_llm
 
+import bench
 from light import Light, NotRun, release
-
-sys.path.insert(0, str(ROOT))
-import peers as sides  # noqa: E402
-
-import bench  # noqa: E402
 
 
 def arguments(light: Light) -> argparse.Namespace:
@@ -54,23 +50,21 @@ def workload(light: Light) -> str:
 
 def peers(light: Light) -> str:
     """The same requests and weights in nanopaged, vLLM and nano-vllm, each in a process of its own."""
-    runs = {"vllm": ("vLLM", sides.run_vllm), "nanovllm": ("nano-vllm", sides.run_nano_vllm)}
-    there = [run for module, run in runs.items() if find_spec(module) is not None]
+    there = [peer for peer in ("vllm", "nano-vllm") if find_spec(peer.replace("-", "")) is not None]
     if not there:
         raise NotRun("neither vLLM nor nano-vllm is installed here")
     args, rates = arguments(light), {}
     requests = bench.draw_requests(1024, args)  # token ids that the tiny model's tokenizer has
+    num_output = sum(n for _, n in requests)
     with tempfile.TemporaryDirectory() as folder:
         light.now("random weights")
         bench.save_random_weights(args, folder)
         release()
         light.table("", "output tokens/s")
-        ours = (
-            "nanopaged",
-            lambda *given: sides.run_checkout(ROOT, sys.executable, *given[:2], bench.engine_options(args)),
-        )
-        for name, run in [ours, *there]:
+        for args.baseline in (str(ROOT), *there):
+            sides = bench.sides(folder, requests, args)
+            name = "nanopaged" if args.baseline == str(ROOT) else list(sides)[-1]
             with light.trying(name):
-                rates[name] = sum(n for _, n in requests) / run(folder, requests, args)["seconds"]
+                rates[name] = num_output / sides[name]()["seconds"]
                 light.row(name, f"{rates[name]:,.0f}")
     return f"output tokens/s: {', '.join(f'{name} {rate:,.0f}' for name, rate in rates.items())}"

@@ -1,6 +1,6 @@
 """Overlapped scheduling: the next step is scheduled while this one computes.
 
-    llm = OverlappedLLM()  # instead of LLM; or OverlappedEngine instead of LLMEngine
+    from overlap import LLM  # instead of `from nanopaged import LLM`
 
 A worker thread computes. The thread of the engine schedules, updates, and returns outputs meanwhile:
 
@@ -8,34 +8,36 @@ A worker thread computes. The thread of the engine schedules, updates, and retur
     worker              │ compute 0      │ compute 1                │ compute 2
 
 Step 1 is scheduled before the tokens of step 0 are known. The scheduler needs only their number, so it sees
-the place holder UNKNOWN. The worker sees a twin of each sequence, and appends the tokens there itself.
+the place holder UNKNOWN. The worker sees a twin of each sequence, and appends the tokens there itself:
 
-This module knows no tensors. It changes no file of the engine.
+    prompt a b; c and d follow     the engine's sequence    the worker's twin
+    step 1 is scheduled            a b UNKNOWN              a b
+    step 0 has been computed       a b                      a b c              step 1 reads c there
+    step 0 is updated              a b c                    a b c, soon a b c d
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
-from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
 
-from nanopaged import LLM, EngineConfig, LLMEngine, RequestOutput
+import nanopaged
+from nanopaged import EngineConfig, LLMEngine, RequestOutput
 from nanopaged.block_manager import BlockManager
-from nanopaged.engine import Runner
+from nanopaged.engine import FORKED, Runner
+from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import NonFiniteLogits, Request, ScheduledBatch, Sequence, StepResult
 
 UNKNOWN = -1  # the last of `Sequence.token_ids` while the step behind its computation is scheduled
 
+# Of a sequence in a step: num_computed_tokens, num_scheduled_tokens and a copy of the block table.
 Place = tuple[int, int, list[int]]
-"""Of a sequence in a step: num_computed_tokens, num_scheduled_tokens and a copy of the block table."""
 
 
 @dataclass
@@ -70,52 +72,86 @@ def compute(
     return result
 
 
-def publish_known(manager: BlockManager, seq: Sequence) -> None:
-    """Instead of `BlockManager.publish`: all but a block with UNKNOWN, which has no key yet."""
-    is_unknown = seq.needs_sample and seq.token_ids[-1] == UNKNOWN
-    seq.num_scheduled_tokens -= is_unknown
-    BlockManager.publish(manager, seq)
-    seq.num_scheduled_tokens += is_unknown
+class LateBlockManager(BlockManager):
+    """A block manager that publishes no block with UNKNOWN, which has no key yet."""
+
+    def publish(self, seq: Sequence) -> None:
+        """As `BlockManager.publish`. `publish_last` does the rest when the token is known."""
+        is_unknown = seq.needs_sample and seq.token_ids[-1] == UNKNOWN
+        seq.num_scheduled_tokens -= is_unknown
+        super().publish(seq)
+        seq.num_scheduled_tokens += is_unknown
+
+    def publish_last(self, seq: Sequence) -> None:
+        """Publish the block that the step ahead fills, if it fills one: its last token is known now."""
+        if seq.num_tokens % self.block_size == 0:
+            seq.num_computed_tokens, seq.num_scheduled_tokens = seq.num_tokens - 1, 1
+            super().publish(seq)
+            seq.num_computed_tokens, seq.num_scheduled_tokens = seq.num_tokens, 0
+
+
+class OverlappedScheduler(Scheduler):
+    """A scheduler that forgets the step ahead, and UNKNOWN, when a step has failed.
+
+    Attributes:
+        ahead: the step that is computed between two calls of `OverlappedEngine.step`.
+    """
+
+    ahead: Step | None = None
+
+    def start_over(self, requests: Iterable[Request]) -> None:
+        """As `Scheduler.start_over`."""
+        self.ahead, requests = None, list(requests)
+        for seq in (seq for request in requests for seq in request.sequences):
+            if seq.token_ids[-1] == UNKNOWN:
+                seq.token_ids.pop()
+        super().start_over(requests)
 
 
 class OverlappedEngine(LLMEngine):
     """An `LLMEngine` whose worker computes one step while the next one is scheduled.
 
-    Between two calls of `step`, the step `ahead` is being computed. Its tokens count as computed already.
+    Between two calls of `step`, the step ahead is being computed. Its tokens count as computed already.
+
+    Raises:
+        ValueError: the config has a trace; or as `LLMEngine`.
     """
 
+    make_block_manager, make_scheduler = LateBlockManager, OverlappedScheduler
+
     def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
-        refuse(config)
+        if config.trace is not None:
+            what = f"trace={str(config.trace)!r} shows one step after the other, but here two overlap"
+            raise ValueError(f"{what}: leave it out, or use nanopaged.LLM")
         super().__init__(config, runner)
-        device = getattr(self.runner, "device", None)
-        on_gpu = device is not None and device.type == "cuda"
-        self.worker = ThreadPoolExecutor(1, "compute", torch.cuda.set_device if on_gpu else None, (device,))
-        self.ahead: Step | None = None
-        self.block_manager.publish = partial(publish_known, self.block_manager)
+        device: Any = getattr(self.runner, "device", None)
+        on_gpu = getattr(device, "type", "") == "cuda"
+        self.worker = ThreadPoolExecutor(1, "", partial(torch.cuda.set_device, device) if on_gpu else None)
 
     def step(self, report: bool = True) -> list[RequestOutput]:
         """As `LLMEngine.step`. The step whose outputs it returns was begun by the call before."""
+        if os.getpid() != self.pid:  # there the worker does not exist
+            raise RuntimeError(FORKED.format(self.pid))
         if not self.requests:
-            self.ahead = None
+            self.scheduler.ahead = None  # of requests that were aborted
             return []
         try:
             with self._or_start_over():
-                step = self.ahead or self.launch(self.scheduler.schedule())
-                self.ahead = self.schedule_ahead(step)
+                step = self.scheduler.ahead or self.launch(self.scheduler.schedule())
+                self.scheduler.ahead = self.schedule_ahead(step)
                 advanced = self.update(step)
                 for listener in self.listeners:
                     listener.step_ended(step.batch)
-                reported = dict.fromkeys([*self.unreported.values(), *advanced]) if report else {}
+                reported = (*self.unreported.values(), *advanced) if report else ()
                 self.unreported |= {request.request_id: request for request in advanced if not request.live}
-                outputs = [request.output() for request in reported]
-                for request_id in list(self.unreported) if report else ():
-                    self.requests.pop(request_id, None)
-                    del self.unreported[request_id]
-        except NonFiniteLogits as error:
-            request = self.requests.get(error.request_id)
-            if request is not None and not request.finished:
+                outputs = list(map(Request.output, reported))
+                while report and self.unreported:
+                    del self.requests[self.unreported.popitem()[0]]
+        except NonFiniteLogits as error:  # an error of a sequence that has ended meanwhile concerns no text
+            its = [seq for seq in step.batch.sequences if seq.request.request_id == error.request_id]
+            if not any(seq.finished for seq in its):
                 raise
-            return self.step(report)  # the token was of no use: its sequence has ended meanwhile
+            return self.step(report)  # all begin again, without the sequences that have ended
         self.num_steps += 1
         return outputs
 
@@ -124,8 +160,7 @@ class OverlappedEngine(LLMEngine):
         for listener in self.listeners:
             listener.batch_scheduled(batch)
         known = before.twins if before is not None else {}
-        twins: dict[Sequence, Sequence] = {}
-        places: list[Place] = []
+        twins, places = dict[Sequence, Sequence](), list[Place]()
         for seq in batch.sequences:
             twins[seq] = known.get(seq) or Sequence(seq.request, list(seq.token_ids), seq.index)
             places.append((seq.num_computed_tokens, seq.num_scheduled_tokens, list(seq.block_table)))
@@ -141,19 +176,17 @@ class OverlappedEngine(LLMEngine):
         Every sequence that samples gets UNKNOWN for its token meanwhile. If that token is its last one by
         length, it has ended: its blocks are free for the next step, which the worker computes later.
         """
-        guessed, ended = [], []
-        for seq in step.batch.sequences:
-            request = seq.request
+        for request in (seq.request for seq in step.batch.sequences):
             if request.is_beam_search or request.awaits_fork or request.wants_prompt_logprobs:
                 return None
-            if seq.num_computed_tokens == seq.num_tokens:  # not if it has ended meanwhile: then it has none
-                guessed.append(seq)
+        # Not those that have ended meanwhile: of them no token is computed.
+        guessed = [seq for seq in step.batch.sequences if seq.num_computed_tokens == seq.num_tokens]
+        ended = [seq for seq in guessed if seq.num_tokens + 1 >= seq.request.stop_rules.max_length]
         for seq in guessed:
             seq.token_ids.append(UNKNOWN)
-            if seq.num_tokens >= seq.request.stop_rules.max_length:
-                self.block_manager.free(seq)
-                seq.request.live.remove(seq)
-                ended.append(seq)
+        for seq in ended:
+            self.block_manager.free(seq)
+            seq.request.live.remove(seq)
         self.scheduler.running = [request for request in self.scheduler.running if request.live]
         batch = self.scheduler.schedule()
         ahead = self.launch(batch, step) if batch.sequences else None
@@ -165,7 +198,7 @@ class OverlappedEngine(LLMEngine):
 
     def update(self, step: Step) -> list[Request]:
         """Wait for the worker and update. A token for a sequence that has ended is dropped."""
-        result, sequences = step.result.result(), step.batch.sequences
+        result, sequences, ahead = step.result.result(), step.batch.sequences, self.scheduler.ahead
         samples = [[] if seq.finished else its for seq, its in zip(sequences, result.samples, strict=True)]
         running = self.scheduler.running  # without what ended or was preempted for the step ahead
         self.scheduler.running = list(dict.fromkeys([*running, *(seq.request for seq in sequences)]))
@@ -174,58 +207,17 @@ class OverlappedEngine(LLMEngine):
         for request in advanced:
             if request.finished and request in self.scheduler.waiting:  # preempted for the step ahead
                 self.scheduler.waiting.remove(request)
-        for seq in sequences if self.ahead is not None else ():
+        for seq in sequences:
             if seq.finished:
                 others = {block for sibling in seq.request.live for block in sibling.host_table}
                 self.scheduler.swapper.free_ids += set(seq.host_table) - others
                 seq.host_table = []
-            elif seq.num_computed_tokens == seq.num_tokens and seq in self.ahead.twins:
-                self.publish_last(seq)
+            elif seq.num_computed_tokens == seq.num_tokens and ahead is not None and seq in ahead.twins:
+                self.block_manager.publish_last(seq)
         return advanced
 
-    def publish_last(self, seq: Sequence) -> None:
-        """Publish the block that the step ahead fills, if it fills one: its last token is known now."""
-        if seq.num_tokens % self.config.block_size == 0:
-            seq.num_computed_tokens, seq.num_scheduled_tokens = seq.num_tokens - 1, 1
-            BlockManager.publish(self.block_manager, seq)
-            seq.num_computed_tokens, seq.num_scheduled_tokens = seq.num_tokens, 0
 
-    @contextmanager
-    def _or_start_over(self) -> Iterator[None]:
-        """If the code inside `with` fails, the step ahead is forgotten, too."""
-        with super()._or_start_over():
-            try:
-                yield
-            except BaseException:
-                while True:
-                    with suppress(KeyboardInterrupt):
-                        self.ahead = None
-                        for request in self.requests.values():
-                            for seq in request.sequences:
-                                if seq.token_ids[-1] == UNKNOWN:
-                                    seq.token_ids.pop()
-                        break
-                raise
+class LLM(nanopaged.LLM):
+    """`nanopaged.LLM` with overlapped steps."""
 
-
-class OverlappedLLM(LLM):
-    """An `LLM` with an `OverlappedEngine`."""
-
-    def __init__(self, model: str | Path | None = None, **config: Any) -> None:
-        self.engine = OverlappedEngine(EngineConfig(model=model, **config))
-        self._lock, self._door, self._count, self._dropped = Lock(), Lock(), count(), []
-
-
-def refuse(config: EngineConfig) -> None:
-    """Raise ValueError for an option that this engine does not support."""
-    if config.trace is not None:
-        raise ValueError(
-            f"trace={str(config.trace)!r} shows one step after the other, but here two overlap: leave it "
-            "out, or use LLMEngine"
-        )
-    num_drafts = getattr(config, "num_speculative_tokens", 0)  # of the fork speculation
-    if num_drafts > 0:
-        raise ValueError(
-            f"num_speculative_tokens={num_drafts}: a step with drafts gives a number of tokens that is not "
-            "known when the next one is scheduled: use 0, or LLMEngine"
-        )
+    engine_class = OverlappedEngine

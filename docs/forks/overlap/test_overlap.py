@@ -6,20 +6,28 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from threading import Event, Semaphore
+from threading import Semaphore
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import test_random_runs
-from conftest import RANDOM_RUNS, Oracle, random_prompts
+from conftest import Oracle, memory_that_was_never_written, qwen3, random_prompts  # noqa: F401  (fixtures)
 from faults import STAGES
-from overlap import OverlappedEngine, OverlappedLLM, Step, publish_known, refuse
+from overlap import LLM, LateBlockManager, OverlappedEngine, OverlappedScheduler, Step
 from random_workloads import Workload, forked, mixed, tiny
+from serving import serve
 from test_random_runs import EVENTS, MIXED_EVENTS, Run, large_engine, make_engine
 
-from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+import nanopaged
+from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from nanopaged.sequence import NonFiniteLogits, Request, ScheduledBatch, StepResult
+
+# What must have happened in the random workloads of each kind.
+MINE = ["dropped token", "ended while preempted ahead", "ended while swapped ahead"]
+WORKLOADS = [(mixed, 80, [*EVENTS, *MIXED_EVENTS, *MINE]), (forked, 40, ["copy on write"]), (tiny, 3, [])]
 
 
 def settle(engine: OverlappedEngine) -> None:
@@ -27,10 +35,15 @@ def settle(engine: OverlappedEngine) -> None:
     engine.worker.submit(int).result()
 
 
-class OverlappedRun(Run):
-    """A run on an overlapped engine; what it says alone is still computed by a plain one.
+def wrap(owner: Any, name: str, around: Callable) -> None:
+    """Replace a method by `around`, which gets the method and its arguments."""
+    setattr(owner, name, partial(around, getattr(owner, name)))
 
-    Faults are thrown in the worker, too. Such a fault is raised by the step that waits for its result.
+
+class OverlappedRun(Run):
+    """A run on an overlapped engine; what a request says alone is still computed by a plain one.
+
+    Faults are thrown in the worker, too. One of the step ahead is raised by the next call of `step`: `late`.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -38,165 +51,104 @@ class OverlappedRun(Run):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(test_random_runs, "LLMEngine", OverlappedEngine)
             super().__init__(workload)
-        self.execute, self.engine.runner.execute = self.engine.runner.execute, self.execute_and_fail
-        self.update, self.engine.update = self.engine.update, self.update_and_count
+        wrap(self.engine.runner, "execute", self.execute_and_fail)
+        wrap(self.engine, "update", self.update_and_count)
+        self.late: BaseException | None = None
 
-    @property
-    def is_armed(self) -> bool:
-        return bool(self.faults) and self.faults[0].step <= self.num_steps
+    def execute_and_fail(self, execute: Callable, batch: ScheduledBatch) -> StepResult:
+        is_armed = bool(self.faults) and self.faults[0].step <= self.num_steps
+        with self.thrower if is_armed else nullcontext():
+            return execute(batch)
 
-    def execute_and_fail(self, batch: ScheduledBatch) -> StepResult:
-        with self.thrower if self.is_armed else nullcontext():
-            return self.execute(batch)
-
-    def update_and_count(self, step: Step) -> list[Request]:
+    def update_and_count(self, update: Callable, step: Step) -> list[Request]:
         """Count what only this engine has to deal with."""
-        ahead, alive = self.engine.ahead, [seq for seq in step.batch.sequences if not seq.finished]
-        self.happened["dropped token"] += len(step.batch.sequences) - len(alive)
-        if ahead is not None:
-            self.happened["scheduled ahead"] += 1
-            again = {request for request, _ in ahead.batch.preempted} & set(ahead.batch.admitted)
-            self.happened["preempted and admitted ahead"] += len(again & {seq.request for seq in alive})
+        alive = [seq for seq in step.batch.sequences if not seq.finished]
         preempted = [seq for seq in alive if seq.request in self.engine.scheduler.waiting]
-        swapped = [seq for seq in alive if seq.host_table]
-        advanced = self.update(step)
+        swapped, advanced = [seq for seq in alive if seq.host_table], update(step)
+        self.happened["dropped token"] += len(step.batch.sequences) - len(alive)
         self.happened["ended while preempted ahead"] += sum(seq.finished for seq in preempted)
         self.happened["ended while swapped ahead"] += sum(seq.finished for seq in swapped)
         return advanced
 
-    def has_failed(self) -> bool:
-        """Whether the step ahead has failed already."""
-        ahead = self.engine.ahead
-        return ahead is not None and ahead.result.exception() is not None
-
     def attempt(self, operation: Callable[[], object]) -> object:
-        thrower, result = self.thrower, None
-        try:
-            with thrower if self.is_armed else nullcontext():
-                result = operation()
-        except (RuntimeError, MemoryError, KeyboardInterrupt) as error:
-            if error is not thrower.raised:
-                raise
-            settle(self.engine)
-            if operation == self.engine.step and self.model == "fake":
-                self.engine.runner.forget()
-        settle(self.engine)
-        if thrower.raised is not None and not self.has_failed():
-            self.happened[f"fault: {self.faults.pop(0).stage}"] += 1
-            self.happened[f"fault: {thrower.error.__name__}"] += 1
-            self.happened["fault: start over"] += self.second.raised is not None
-            self.next_fault()
-        self.check()
-        return result
+        def and_settle() -> object:
+            try:
+                return operation()
+            except BaseException as error:
+                settle(self.engine)
+                if operation == self.engine.step and self.model == "fake":
+                    self.engine.runner.forget()
+                if error is not self.late:
+                    raise
+                return None
+            finally:
+                settle(self.engine)
+                self.late = self.engine.scheduler.ahead and self.engine.scheduler.ahead.result.exception()
+
+        return super().attempt(and_settle)
 
     def check(self) -> None:
-        if self.has_failed():
-            self.engine.check_invariants()
-        else:
+        """After a failure in the step ahead, the runner has not computed what is published."""
+        if self.late is None:
             super().check()
+        self.engine.check_invariants()
 
 
-MINE = ["scheduled ahead", "dropped token", "preempted and admitted ahead"]
-MY_MIXED = [*MIXED_EVENTS, "ended while preempted ahead", "ended while swapped ahead"]
-
-
-@pytest.mark.parametrize("make_workload", [mixed, forked, tiny])
+@pytest.mark.parametrize(("make_workload", "num", "events"), WORKLOADS)
 def test_random_workloads(
-    make_workload: Callable[[int], Workload], pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+    make_workload: Callable[[int], Workload], num: int, events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request says what it says alone in a plain engine, also when steps fail."""
-    engine = OverlappedEngine
-    mine = {
-        "schedule": (engine.schedule_ahead, engine.launch, publish_known),
-        "update": (engine.update, engine.publish_last),
-    }
-    for stage, functions in mine.items():
-        monkeypatch.setitem(STAGES, stage, STAGES[stage] + functions)
-    first, num = pytestconfig.getoption("first_seed"), pytestconfig.getoption("random_runs")
-    events: list[str] = []  # that must happen
-    if make_workload is tiny:
-        num = -(-num // 20)
-    elif num >= RANDOM_RUNS:
-        events = EVENTS + MINE + (MY_MIXED if make_workload is mixed else [])
-    happened: Counter[str] = Counter()
-    for seed in range(first, first + 10 * num):
-        if seed >= first + num and all(happened[event] for event in events):
-            break
+    ahead = OverlappedEngine.schedule_ahead, OverlappedEngine.launch, LateBlockManager.publish
+    monkeypatch.setitem(STAGES, "schedule", STAGES["schedule"] + ahead)
+    monkeypatch.setitem(STAGES, "update", (OverlappedEngine.update, LateBlockManager.publish_last))
+    monkeypatch.setitem(STAGES, "start over", (OverlappedScheduler.start_over,))
+    happened, seed = Counter[str](), 0
+    while seed < num or not all(happened[event] for event in events):
+        assert seed < 5 * num, f"the workloads no longer have all of {events}: {happened}"
+        run = OverlappedRun(make_workload(seed))
         try:
-            run = OverlappedRun(make_workload(seed))
             run.serve()
         except Exception as error:
-            raise AssertionError(f"{error}\nAgain: --first-seed {seed} --random-runs 1") from error
-        happened += run.happened
-    print(f"{make_workload.__name__}: {seed - first} runs, {dict(sorted(happened.items()))}")
-    missing = [event for event in events if not happened[event]]
-    assert not missing, f"the workloads no longer cover everything: {missing}"
-
-
-# ── against transformers ──────────────────────────────────────────────────────────────────────────
+            raise AssertionError(f"seed {seed}: {error}") from error
+        happened, seed = happened + run.happened, seed + 1
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_the_tokens_are_those_of_transformers(oracle: Oracle, preemption: str) -> None:
+def test_the_tokens_are_those_of_transformers(qwen3: Oracle, preemption: str) -> None:  # noqa: F811
     """In a pool so small that requests are preempted, with prompts in chunks; log-probabilities, too."""
-    llm = OverlappedLLM(
-        oracle.folder,
-        block_size=4,
-        num_blocks=24,
-        num_host_blocks=100,
-        max_num_batched_tokens=24,
-        watermark=0,
-        preemption=preemption,
-    )
+    options = {"block_size": 4, "num_blocks": 24, "num_host_blocks": 100, "watermark": 0}
+    llm = LLM(qwen3.folder, max_num_batched_tokens=24, preemption=preemption, **options)
     prompts = random_prompts(8, seed=5, longest=40)
-    params = [
-        SamplingParams(temperature=0, max_tokens=24, logprobs=0, ignore_eos=i % 2 > 0) for i in range(8)
-    ]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    greedy = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
+    outputs = serve(llm, prompts, [replace(greedy, ignore_eos=i % 2 > 0) for i in range(8)])
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        got = output.outputs[0]
-        assert got.token_ids == oracle.greedy(prompt, 24, ignore_eos=i % 2 > 0)
-        expected = oracle.logprobs(prompt + got.token_ids)
-        for j, token_id in enumerate(got.token_ids):
-            logprob = got.logprobs[j][token_id].logprob
-            assert logprob == pytest.approx(expected[len(prompt) + j - 1, token_id].item(), abs=1e-4)
+        token_ids = output.outputs[0].token_ids
+        assert token_ids == qwen3.greedy(prompt, 24, ignore_eos=i % 2 > 0)
+        rows = qwen3.logprobs(prompt + token_ids)[len(prompt) - 1 :]
+        for row, token_id, ours in zip(rows, token_ids, output.outputs[0].logprobs, strict=False):
+            assert ours[token_id].logprob == pytest.approx(row[token_id].item(), abs=1e-4)
     stats = llm.engine.stats()
     assert stats.num_preemptions_swap + stats.num_preemptions_recompute > 0
-    assert stats.num_used_blocks == 0
 
 
 def test_an_llm_says_the_same() -> None:
     """The model in the box, with text: samples, n outputs, beams, penalties, stop strings, scored prompts."""
-    options = {"num_blocks": 200, "dtype": "float32"}
-    sampled = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
-    params = [
-        SamplingParams(temperature=0, max_tokens=20, stop=["e ", "\n"]),
-        sampled,
-        replace(sampled, n=3, logprobs=2),
-        replace(sampled, presence_penalty=1, repetition_penalty=1.2, min_tokens=8),
-        replace(sampled, prompt_logprobs=1),
-        BeamSearchParams(beam_width=3, max_tokens=12),
-    ]
     prompts = ["ROMEO:", "To be, or not to be", "JULIET:\nO", "First Citizen:", "KING HENRY:\nWe", "HERALD:"]
-    plain, overlapped = LLM(**options), OverlappedLLM(**options)
-    for some in (params, params[:2] + params[3:4] * 4):
-        before, after = (
-            [output.outputs for output in llm.generate(prompts, some, use_tqdm=False)]
-            for llm in (plain, overlapped)
+    sampled, outputs = SamplingParams(temperature=0.8, seed=1, max_tokens=20), []
+    penalized = replace(sampled, presence_penalty=1, repetition_penalty=1.2, min_tokens=8)
+    simple = [SamplingParams(temperature=0, max_tokens=20, stop=["e ", "\n"]), sampled]
+    beams = BeamSearchParams(beam_width=3, max_tokens=12)
+    more = [replace(sampled, n=3, logprobs=2), penalized, replace(sampled, prompt_logprobs=1), beams]
+    for llm in (kind(num_blocks=200, dtype="float32") for kind in (nanopaged.LLM, LLM)):
+        both = (llm.generate(prompts, params, False) for params in (simple + more, simple + [penalized] * 4))
+        outputs.append(
+            [[(out.text, out.stop_reason) for out in each.outputs] for all in both for each in all]
         )
-        for old, new in zip(before, after, strict=True):
-            assert [completion.text for completion in new] == [completion.text for completion in old]
-            for a, b in zip(old, new, strict=True):
-                assert b.cumulative_logprob == pytest.approx(a.cumulative_logprob, abs=1e-4)
-    streamed = [output.outputs[0].text for output in overlapped.stream(prompts[0], sampled)]
-    assert streamed[-1] == plain.generate(prompts[0], sampled, use_tqdm=False)[0].outputs[0].text
-    assert len(streamed) == 20
+    assert outputs[0] == outputs[1]
 
 
-# ── what is overlapped, and what it costs ─────────────────────────────────────────────────────────
-
-
-def make(kind: type[LLMEngine] = OverlappedEngine, **options: object) -> LLMEngine:
+def make(kind: type[LLMEngine] = OverlappedEngine, **options: Any) -> Any:
     """An engine over the fake runner."""
     config = {"block_size": 4, "num_blocks": 40, "num_host_blocks": 0, "preemption": "recompute"} | options
     with pytest.MonkeyPatch.context() as patch:
@@ -204,7 +156,7 @@ def make(kind: type[LLMEngine] = OverlappedEngine, **options: object) -> LLMEngi
         return make_engine("fake", EngineConfig(**config))
 
 
-def serve(engine: LLMEngine, prompt: list[int], **options: object) -> RequestOutput:
+def finish(engine: LLMEngine, prompt: list[int], **options: Any) -> RequestOutput:
     """One greedy request, alone."""
     engine.add_request("r", prompt, SamplingParams(temperature=0, **{"ignore_eos": True} | options))
     outputs = []
@@ -216,55 +168,43 @@ def serve(engine: LLMEngine, prompt: list[int], **options: object) -> RequestOut
 
 
 def test_the_next_step_is_scheduled_while_one_computes() -> None:
-    """Each step computes until the next one is scheduled. (For the last one nothing is left to schedule.)"""
-    engine, scheduled, num_computed = make(), Semaphore(0), 0
-    schedule, execute = engine.scheduler.schedule, engine.runner.execute
+    """Each step computes until the next one is scheduled, of which a listener hears before a step ends."""
+    engine, scheduled, heard = make(), Semaphore(0), []
 
-    def schedule_and_say() -> ScheduledBatch:
-        batch = schedule()
-        scheduled.release()
-        return batch
-
-    def execute_late(batch: ScheduledBatch) -> StepResult:
-        nonlocal num_computed
-        for _ in range(2 if num_computed == 0 else 1):  # this step, and the next one
-            assert scheduled.acquire(timeout=10), "the next step was not scheduled"
-        num_computed += 1
+    def execute_late(execute: Callable, batch: ScheduledBatch) -> StepResult:
+        for _ in range(1 if batch.sequences[0].num_output_tokens else 2):  # this step, and always the next
+            assert scheduled.acquire(timeout=60), "the next step was not scheduled"
         return execute(batch)
 
-    engine.scheduler.schedule, engine.runner.execute = schedule_and_say, execute_late
-    serve(engine, [1, 2], max_tokens=5)
-    assert num_computed == 5
+    engine.listeners.append(SimpleNamespace(batch_scheduled=heard.append, step_ended=heard.append))
+    wrap(engine.runner, "execute", execute_late)
+    wrap(engine.scheduler, "schedule", lambda schedule: (schedule(), scheduled.release())[0])
+    finish(engine, [1, 2], max_tokens=5)
+    batches = list(map(id, heard))
+    assert list(map(batches.index, batches)) == [0, 1, 0, 3, 1, 5, 3, 7, 5, 7]
+    assert engine.num_steps == engine.stats().num_steps == 5
 
 
-@pytest.mark.parametrize(("ends_by", "too_many"), [("length", 0), ("token", 1), ("string", 1)])
-def test_a_sequence_that_stops_computes_one_token_too_many(ends_by: str, too_many: int) -> None:
-    """Its end by length is known before."""
-    computed = []
+@pytest.mark.parametrize(("rule", "too_many"), [({}, 0), ({"stop_token_ids": [1]}, 1), ({"stop": "a"}, 1)])
+def test_a_sequence_that_stops_computes_one_token_too_many(rule: dict, too_many: int) -> None:
+    """Its end by length is known before. The figures count no token that was dropped."""
+    num_tokens, stats = [], []
     for kind in (LLMEngine, OverlappedEngine):
         engine = make(kind)
-        rules = {"token": {"stop_token_ids": [1], "min_tokens": 4}, "string": {"stop": "a", "min_tokens": 4}}
-        execute, tokens = engine.runner.execute, []
-
-        def count(
-            batch: ScheduledBatch, execute: Callable = execute, tokens: list[int] = tokens
-        ) -> StepResult:
-            tokens += [seq.num_scheduled_tokens for seq in batch.sequences]
-            return execute(batch)
-
-        engine.runner.execute = count
-        output = serve(engine, [0, 2, 1, 1, 0], max_tokens=12, **rules.get(ends_by, {}))
-        assert output.outputs[0].finish_reason == ("length" if ends_by == "length" else "stop")
+        output = finish(engine, [0, 2, 1, 1, 0], max_tokens=12, min_tokens=4, **rule)
+        assert output.outputs[0].finish_reason == ("stop" if rule else "length")
         if kind is OverlappedEngine:
             settle(engine)
-        computed.append(sum(tokens))
-    assert computed[1] - computed[0] == too_many
+        num_tokens.append(len(engine.runner.slots))  # written, of a pool that is large enough
+        stats.append(replace(engine.stats(), num_cached_blocks=0))
+    assert num_tokens[1] - num_tokens[0] == too_many
+    assert stats[1] == stats[0]
 
 
 def test_no_more_memory_is_needed() -> None:
     """The pool has exactly the blocks of the longest request, and of all its tokens but the last one."""
     for max_tokens in range(1, 12):
-        output = serve(make(num_blocks=4, watermark=0.0), [1, 2, 0, 1, 1], max_tokens=max_tokens)
+        output = finish(make(num_blocks=4, watermark=0.0), [1, 2, 0, 1, 1], max_tokens=max_tokens)
         assert len(output.outputs[0].token_ids) == max_tokens
         assert output.metrics.num_preemptions == 0
 
@@ -274,14 +214,28 @@ def test_outputs_are_found_in_the_prefix_cache(stop: object) -> None:
     """The second turn of a chat finds as many tokens as in a plain engine."""
     found = []
     for kind in (LLMEngine, OverlappedEngine):
-        engine = make(kind)
-        prompt = [0, 2, 1, 1, 0]
+        engine, prompt = make(kind), [0, 2, 1, 1, 0]
         for _ in range(3):
-            output = serve(engine, prompt, max_tokens=14, min_tokens=7, stop=stop)
+            output = finish(engine, prompt, max_tokens=14, min_tokens=7, stop=stop)
             prompt = prompt + output.outputs[0].token_ids + [2]
             found.append(output.metrics.num_cached_tokens)
     assert found[3:] == found[:3]
     assert 0 < found[1] < found[2]
+
+
+def test_steps_without_reports() -> None:
+    """What ends meanwhile is reported once by the next step with a report, and stays known until then."""
+    engine = make()
+    for i in range(3):
+        engine.add_request(str(i), [1, 2], SamplingParams(max_tokens=2 + 4 * i, ignore_eos=True))
+    assert [engine.step(report=False) for _ in range(4)] == [[]] * 4
+    assert list(engine.requests) == ["0", "1", "2"]
+    outputs = {output.request_id: output.finished for output in engine.step()}
+    assert outputs == {"0": True, "1": False, "2": False}
+    while not engine.requests["2"].finished:
+        engine.step(report=False)
+    assert [output.request_id for output in engine.step()] == ["1", "2"]
+    assert engine.step() == []
 
 
 @pytest.mark.parametrize("is_readmitted", [False, True])
@@ -292,141 +246,79 @@ def test_preempted_while_its_tokens_are_computed(preemption: str, is_readmitted:
     One of its two outputs ends while the other goes on, and their host blocks are shared. Or its prompt is
     being scored, and the worker has done with the step ahead before the results of this one are known.
     """
-    params = [
-        SamplingParams(n=2, seed=1, max_tokens=12, stop="a", min_tokens=3, ignore_eos=True),
-        SamplingParams(prompt_logprobs=0, seed=1, max_tokens=3, ignore_eos=True),
-    ]
-    options = {"preemption": preemption, "num_host_blocks": 40, "max_num_batched_tokens": 6}
-    for param in params:
+
+    def preempt(left: list[int], schedule: Callable) -> ScheduledBatch:
+        scheduler, before, left[0] = engine.scheduler, ScheduledBatch(), left[0] - 1
+        if left[0] == 0 and len(scheduler.running) > 1:
+            scheduler._preempt(scheduler.running.pop(), before)
+            scheduler.max_num_seqs = 256 if is_readmitted else 0
+        batch, scheduler.max_num_seqs = schedule(), 256
+        batch.swap_out, batch.preempted = before.swap_out + batch.swap_out, before.preempted + batch.preempted
+        return batch
+
+    prompt, several = [0, 2, 1, 1, 0, 2, 0, 1, 1, 2], {"n": 2, "max_tokens": 12, "stop": "a", "min_tokens": 3}
+    for options in several | {"seed": 1}, {"prompt_logprobs": 0, "max_tokens": 3, "seed": 1}:
         texts = set()
-        for k in (None, *range(2, 16)):
-            engine = make(**options)
-            preempt_at(engine, k, is_readmitted)
-            update = engine.update
-
-            def update_late(
-                step: Step, engine: LLMEngine = engine, update: Callable = update
-            ) -> list[Request]:
-                if engine.ahead is not None:
-                    engine.ahead.result.exception()  # waits for it
-                return update(step)
-
-            engine.update = update_late
-            engine.add_request("other", [1, 1, 2], SamplingParams(max_tokens=30, ignore_eos=True))
-            engine.add_request("it", [0, 2, 1, 1, 0, 2, 0, 1, 1, 2] * 2, param)
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    if output.finished and output.request_id == "it":
-                        texts.add(repr((output.outputs, output.prompt_logprobs)))
-                engine.check_invariants()
-            assert engine.stats().num_free_blocks == 40
+        for k in (0, *range(2, 16)):
+            engine = make(preemption=preemption, num_host_blocks=40, max_num_batched_tokens=6)
+            wrap(engine, "update", lambda update, step, engine=engine: (settle(engine), update(step))[1])
+            wrap(engine.scheduler, "schedule", partial(preempt, [k]))
+            params = [
+                SamplingParams(max_tokens=30, ignore_eos=True),
+                SamplingParams(**options, ignore_eos=True),
+            ]
+            _, output = serve(SimpleNamespace(engine=engine), [[1, 1, 2], prompt * 2], params)
+            texts.add(repr((output.outputs, output.prompt_logprobs)))
+            assert engine.stats().num_free_host_blocks == 40
         assert len(texts) == 1
 
 
-def preempt_at(engine: LLMEngine, k: int | None, is_readmitted: bool) -> None:
-    """When the k-th step is scheduled, preempt the last running request as if the pool were full."""
-    scheduler, calls = engine.scheduler, []
-    schedule, limit = scheduler.schedule, scheduler.max_num_seqs
+@pytest.mark.parametrize("case", ["unfinished", "aborted", "id used again", "interrupted"])
+def test_failures(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step ahead fails because of a. If a was aborted meanwhile, b and a new a get their tokens.
 
-    def preempt_and_schedule() -> ScheduledBatch:
-        calls.append(k)
-        before = ScheduledBatch()
-        if len(calls) == k and len(scheduler.running) > 1:
-            scheduler._preempt(scheduler.running.pop(), before)
-            scheduler.max_num_seqs = limit if is_readmitted else 0
-        batch = schedule()
-        batch.swap_out, batch.preempted = before.swap_out + batch.swap_out, before.preempted + batch.preempted
-        scheduler.max_num_seqs = limit
-        return batch
+    After Ctrl-C the step of the worker is forgotten, and no token is lost.
+    """
+    engine, calls, four = make(), [], SamplingParams(max_tokens=4, ignore_eos=True)
 
-    scheduler.schedule = preempt_and_schedule
-
-
-def test_listeners_hear_of_every_batch() -> None:
-    """The next batch is scheduled before a step ends."""
-    engine, heard = make(), []
-    engine.listeners.append(
-        SimpleNamespace(
-            batch_scheduled=lambda batch: heard.append(("scheduled", id(batch))),
-            step_ended=lambda batch: heard.append(("ended", id(batch))),
-        )
-    )
-    serve(engine, [1, 2], max_tokens=3)
-    what, batches = zip(*heard, strict=True)
-    assert what == ("scheduled", "scheduled", "ended", "scheduled", "ended", "ended")
-    assert [batches[i] for i in (0, 1, 3)] == [batches[i] for i in (2, 4, 5)]
-
-
-# ── failures ──────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("is_aborted", [False, True])
-def test_a_failure_of_a_request_that_was_aborted_is_not_raised(is_aborted: bool) -> None:
-    """The step ahead fails because of request a. If a was aborted meanwhile, b gets its token."""
-    engine, aborted, num_calls = make(), Event(), 0
-    execute = engine.runner.execute
-
-    def fail_once(batch: ScheduledBatch) -> StepResult:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == 2:
-            assert aborted.wait(10)
+    def fail_once(execute: Callable, batch: ScheduledBatch) -> StepResult:
+        calls.append(batch)
+        if len(calls) == 2 and case != "interrupted":
             raise NonFiniteLogits("a", 3)
         return execute(batch)
 
-    engine.runner.execute = fail_once
+    def interrupt_once(update: Callable, step: Step) -> None:
+        engine.update = update
+        raise KeyboardInterrupt
+
+    wrap(engine.runner, "execute", fail_once)
     for name in "ab":
-        engine.add_request(name, [1, 2], SamplingParams(max_tokens=4, ignore_eos=True))
+        engine.add_request(name, [1, 2], four)
     assert len(engine.step()) == 2
-    if is_aborted:
-        engine.abort_request("a")
-        aborted.set()
-        assert [output.request_id for output in engine.step()] == ["b"]
-    else:
-        aborted.set()
+    if case == "interrupted":
+        wrap(engine, "update", interrupt_once)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert engine.scheduler.ahead is None
+    elif case == "unfinished":
         with pytest.raises(NonFiniteLogits, match="'a'"):
             engine.step()
         settle(engine)
-        assert num_calls == 2, "the step behind a failed one was computed"
-        assert [output.request_id for output in engine.step()] == ["a", "b"]
-
-
-def test_ctrl_c_while_the_worker_computes() -> None:
-    """The step that still computes is forgotten; the next one waits for its turn, and no token is lost."""
-    whole = serve(make(), [1, 2, 0], max_tokens=9).outputs[0].token_ids
-    engine, interrupted = make(), Event()
-    execute, update = engine.runner.execute, engine.update
-
-    def is_fourth(batch: ScheduledBatch) -> bool:
-        return batch.sequences[0].num_output_tokens == 3 and not interrupted.is_set()
-
-    def execute_late(batch: ScheduledBatch) -> StepResult:
-        if is_fourth(batch):
-            assert interrupted.wait(10)
-        return execute(batch)
-
-    def interrupt(step: Step) -> list[Request]:
-        if is_fourth(step.batch):
-            raise KeyboardInterrupt
-        return update(step)
-
-    engine.runner.execute, engine.update = execute_late, interrupt
-    engine.add_request("r", [1, 2, 0], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
-    outputs: list[RequestOutput] = []
-    while engine.has_unfinished_requests():
-        try:
-            outputs += engine.step()
-        except KeyboardInterrupt:
-            assert engine.ahead is None
-            interrupted.set()
-        engine.check_invariants()
-    assert interrupted.is_set()
-    assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, 10))
-    assert outputs[-1].outputs[0].token_ids == whole
+        assert len(calls) == 2, "the step behind a failed one was computed"
+    else:
+        assert engine.abort_request("a").outputs[0].finish_reason == "abort"
+    if case == "id used again":
+        engine.add_request("a", [2, 2, 0], four)
+    num_tokens = {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
+    assert num_tokens == {"b": 2} | {"aborted": {}, "id used again": {"a": 1}}.get(case, {"a": 2})
+    assert engine.num_steps == 2
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"trace='.*run.html' shows .* or use LLMEngine"):
+    with pytest.raises(ValueError, match=r"trace='.*run.html' shows .* or use nanopaged.LLM"):
         make(trace=tmp_path / "run.html")
-    with pytest.raises(ValueError, match="num_speculative_tokens=3: .* use 0, or LLMEngine"):
-        refuse(SimpleNamespace(trace=None, num_speculative_tokens=3))
+    engine = make()
+    engine.add_request("r", [1, 2])
+    engine.pid = -1  # as in a process that was forked, where the worker does not exist
+    with pytest.raises(RuntimeError, match="start processes by 'spawn'"):
+        engine.step()

@@ -1,4 +1,4 @@
-"""Wrong solutions of the exercises of chapter 12."""
+"""Wrong solutions of the exercises of docs/reference/wrong-claims.md."""
 
 TOKENS = "int(gigabytes * 2**30 // (2 * layers * hidden * 2))"
 

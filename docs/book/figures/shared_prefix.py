@@ -1,0 +1,93 @@
+"""One prefix in the tables of three requests: what each finds, and what it computes.
+
+    python docs/book/figures/shared_prefix.py
+
+The requests are those of docs/book/06-prefix-cache.md, in the real scheduler; they stay in the pool.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from svg import COLORS, FAINT, GREY, INK, PAPER, Drawing
+
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
+from no_model import NoModel, make_request, make_scheduler
+
+from nanopaged import SamplingParams
+from nanopaged.sequence import Sequence
+
+SIZE, SLOT, LEFT, TOP, POOL = 4, 26, 110, 34, 192
+PROMPTS = {
+    "A": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
+    "B": [1, 2, 3, 4, 5, 6, 20, 21, 22],
+    "C": [1, 2, 3, 4, 5, 6, 7, 8],
+}
+
+
+def main() -> None:
+    scheduler, runner = make_scheduler(num_blocks=6, block_size=SIZE), NoModel()
+    drawing = Drawing(730, 290, "One prefix in the block tables of three requests")
+    seqs = []
+    for i, (name, prompt) in enumerate(PROMPTS.items()):
+        request = make_request(name, prompt, SamplingParams(max_tokens=9))
+        scheduler.add(request)
+        scheduler.update(batch := scheduler.schedule(), runner.execute(batch))
+        seqs.append(request.live[0])
+        draw_table(drawing, i, name, request.live[0], request.num_cached_tokens or 0)
+    blocks = scheduler.block_manager.blocks
+    drawing.text(LEFT - 12, POOL + 30, "blocks", 12, "end", GREY)
+    drawing.text(LEFT - 12, POOL + 56, "references", 12, "end", GREY)
+    for block in blocks:
+        x = pool_x(block.block_id)
+        holder = next(seq for seq in seqs if block.block_id in seq.block_table)
+        first = holder.block_table.index(block.block_id) * SIZE
+        shared = block.ref_count > 1
+        color = COLORS[4] if shared else COLORS[seqs.index(holder)]
+        drawing.text(x + 2 * SLOT * 0.75, POOL + 8, str(block.block_id), 14, bold=True)
+        for slot in range(SIZE):
+            filled = first + slot < holder.request.num_prompt_tokens
+            token = str(holder.token_ids[first + slot]) if filled else ""
+            style = color if filled else (PAPER, FAINT)
+            drawing.box(x + slot * 0.75 * SLOT, POOL + 18, 0.75 * SLOT, 24, token, *style, 11)
+        drawing.text(
+            x + 2 * SLOT * 0.75,
+            POOL + 56,
+            str(block.ref_count),
+            12,
+            color=INK if shared else GREY,
+            bold=shared,
+        )
+    drawing.text(
+        LEFT,
+        POOL + 82,
+        "Numbers in a block are tokens. Full blocks are found; C computes block 5 for its last token.",
+        12,
+        "start",
+        GREY,
+    )
+    drawing.save()
+
+
+def pool_x(block_id: int) -> float:
+    return LEFT + block_id * (4 * 0.75 * SLOT + 22)
+
+
+def draw_table(drawing: Drawing, i: int, name: str, seq: Sequence, num_found: int) -> None:
+    """A request: its table, what it found, and arrows from the entries to the blocks."""
+    y, color = TOP + 46 * i, COLORS[i]
+    drawing.text(LEFT - 12, y, f"table of {name}", 12, "end", color[1], bold=True)
+    for place, block_id in enumerate(seq.block_table):
+        style = COLORS[4] if place * SIZE < num_found or (i == 0 and place == 0) else color
+        x = LEFT + 40 * place
+        drawing.box(x, y - 13, 40, 26, str(block_id), *style, 14)
+        drawing.line(
+            x + 20, y + 13, pool_x(block_id) + 0.75 * 2 * SLOT, POOL - 2, style[1], arrow=True, width=1.2
+        )
+    text = f"{num_found} tokens found, {len(PROMPTS[name]) - num_found} computed"
+    drawing.text(LEFT + 370, y, text, 12, "start", GREY)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Disaggregated prefill: one process computes prompts, and another one decodes.
+
+    llm = LLM()  # under `if __name__ == "__main__":`, as the prompt process imports the program
+
+A long prompt delays no decode (DistServe, arXiv 2401.09670). A request returns as if it was swapped out:
+
+    this process         sends a prompt a b c d e; block_size = 4, so it takes two host blocks, 7 and 3
+    the prompt process   computes a to e, samples f, answers with f and two blocks (a b c d) (e . . .)
+    this process         appends f, writes the blocks to 7 and 3, sets num_computed_tokens = 5
+    its next step        swaps in 7 → 0 and 3 → 1, and decodes: computes f, samples the next token
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import traceback
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
+from contextlib import suppress
+from dataclasses import replace
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+
+import nanopaged
+from nanopaged.block_manager import blocks_needed
+from nanopaged.config import EngineConfig, require
+from nanopaged.model_runner import ModelRunner
+from nanopaged.scheduler import Scheduler
+from nanopaged.sequence import Request, Sample, ScheduledBatch, StepResult
+
+
+class KVRunner(ModelRunner):
+    """A runner whose blocks are read and written as bytes, which numpy has for every dtype."""
+
+    def read_blocks(self, block_table: list[int]) -> Any:
+        """A copy of device blocks: uint8 [num_blocks, num_layers, 2, num_kv_heads, block_size, bytes]."""
+        return self.kv_cache.data[block_table].cpu().view(torch.uint8).numpy()
+
+    def write_host_blocks(self, host_table: list[int], kv: Any) -> None:
+        """Store in host blocks what `read_blocks` has returned in the other process."""
+        torch.get_device_module(self.device).synchronize()  # a GPU may still copy from a block that is free
+        self.kv_cache.host[host_table] = torch.from_numpy(kv).view(self.kv_cache.host.dtype)
+
+
+class PromptEngine(nanopaged.LLMEngine):
+    """The engine of the prompt process: it computes prompts, one after the other."""
+
+    make_runner = KVRunner
+    runner: Any
+
+    def compute(self, *of_request: Any) -> tuple[list[Sample], list[Any], int, Any]:
+        """The arguments of `Request` from the third on → what follows the prompt, its prompt_logprobs, its
+        num_cached_tokens, its blocks. Raises what a step raises."""
+        request, samples = Request("", None, *of_request), list[Sample]()
+        with self._or_start_over():  # which forgets the request, as `requests` does not have it
+            self.scheduler.add(request)
+            while not samples:
+                batch = self.scheduler.schedule()
+                result = self.runner.execute(batch)
+                (samples,) = result.samples
+                # Without its samples a prompt counts as unfinished: nothing is appended, forked or freed.
+                self.scheduler.update(batch, StepResult([[]], result.prompt_logprobs))
+            kv, scores = self.runner.read_blocks(request.live[0].block_table), request.prompt_logprobs or []
+            self.scheduler.abort(request)
+        return samples, scores[1:], request.num_cached_tokens or 0, kv
+
+
+def serve(pipe: Any, config: EngineConfig, num_threads: int) -> None:
+    """The life of the prompt process: it receives (method, arguments), and answers a result or an error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other process
+    torch.set_num_threads(num_threads)
+    engine: Any = None
+    with suppress(OSError):  # the pipe is closed: the other process has ended, however it did
+        while True:
+            try:
+                method, *arguments = pipe.recv()
+                engine = engine or PromptEngine(config)
+                answer = getattr(engine, method)(*arguments)
+            except Exception:
+                answer = RuntimeError(traceback.format_exc())  # any other might not survive pickling
+            pipe.send(answer)
+
+
+def start_process(config: EngineConfig) -> Callable[..., Future]:
+    """Start the prompt process, and a thread that sends it one job after the other.
+
+    Returns `submit(method of PromptEngine, arguments)`, which returns a Future of the result. If the process
+    has ended, as when it cannot start, the error is a BrokenExecutor, which is a RuntimeError.
+    """
+    context, jobs = multiprocessing.get_context("spawn"), SimpleQueue()  # a fork lacks PyTorch's threads
+    pipe, its_end = context.Pipe()
+    process = context.Process(target=serve, args=(its_end, config, torch.get_num_threads()), daemon=True)
+    process.start()
+    its_end.close()  # so that its death ends `recv`
+
+    def submit(*job: Any) -> Future:
+        jobs.put((future := Future(), job))
+        return future
+
+    def talk() -> None:  # in a thread, so that no Ctrl-C cuts a message
+        for future, job in iter(jobs.get, None):
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                pipe.send(job)
+                answer = pipe.recv()
+            except (EOFError, OSError):
+                process.join(5)
+                what = f"the prompt process has ended (exit code {process.exitcode})"
+                answer = BrokenExecutor(f"{what}: its error is on stderr; make the engine anew")
+            except Exception as error:  # what cannot be pickled
+                answer = error
+            (future.set_exception if isinstance(answer, Exception) else future.set_result)(answer)
+
+    weakref.finalize(submit, lambda: (process.kill(), jobs.put(None)))  # with the engine, which has it
+    Thread(target=talk, daemon=True).start()
+    submit("has_unfinished_requests").result()  # it has started, or it raises why it has not
+    return submit
+
+
+class DecodeScheduler(Scheduler):
+    """Sends new prompts away, and takes them back at the end of a step."""
+
+    submit: Any  # of `start_process`
+    runner: Any
+    away: dict[Future, Request]  # in no queue; not by their ids, which may be used again after an abort
+
+    def add(self, request: Request) -> None:
+        """Send a new request away, or have its prompt computed here if there are no host blocks for it."""
+        num_blocks = blocks_needed(request.num_prompt_tokens, self.block_size)
+        if request.rank is None and num_blocks <= len(self.swapper.free_ids):  # not if it starts over
+            request.live[0].host_table = [self.swapper.free_ids.pop() for _ in range(num_blocks)]
+            what = request.prompt_token_ids, request.params, request.stop_rules, request.seed
+            self.away[self.submit("compute", *what, request.cache_salt)] = request
+            request.rank = self.rank(request)
+        else:
+            super().add(request)
+
+    def abort(self, request: Request) -> None:
+        """As `Scheduler.abort`, also of a request that is away."""
+        for future in [future for future, each in self.away.items() if each is request]:
+            future.cancel()  # if its prompt is being computed, nobody reads the answer
+            super().add(self.away.pop(future))
+        super().abort(request)
+
+    def start_over(self, requests: Iterable[Request]) -> None:
+        """As `Scheduler.start_over`. Requests that were away wait here, too."""
+        while self.away:
+            self.away.popitem()[0].cancel()
+        super().start_over(requests)
+
+    def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
+        """As `Scheduler.update`; then take back requests. If there is nothing else to do, wait for one."""
+        advanced = super().update(batch, result)
+        if self.away and not (advanced or self.running or self.waiting):
+            wait(self.away, return_when=FIRST_COMPLETED)
+        for future in [future for future in self.away if future.done()]:
+            request, error = self.away.pop(future), future.exception()
+            if error is None or isinstance(error, BrokenExecutor):
+                advanced += self._take_back(request, future.result())  # which raises such an error
+            else:  # it fails here, too, with an error that names it; or only there something was missing
+                logging.getLogger("nanopaged").warning("a prompt is computed here: %s", error)
+                self.swapper.release(request)
+                super().add(request)
+        return advanced
+
+    def _take_back(self, request: Request, computed: tuple[Any, ...]) -> list[Request]:
+        """Append the first tokens, write the K/V to its host blocks, and let the request wait."""
+        (samples, scores, request.num_cached_tokens, kv), (seq,) = computed, request.live
+        host_table, seq.host_table, seq.num_scheduled_tokens = seq.host_table, [], seq.num_tokens
+        self.running.append(request)  # where `update` looks for a request that ends
+        result = StepResult([samples], {request: scores} if scores else {})
+        advanced = super().update(ScheduledBatch([seq]), result)
+        if not request.live:  # its first token was its last one
+            self.swapper.free_ids += host_table
+            return advanced
+        self.running.remove(request)
+        self.runner.write_host_blocks(host_table, kv)
+        for each in request.live:  # forks share the blocks
+            each.host_table = list(host_table)
+        super().add(request)
+        return advanced
+
+
+class DisaggregatedEngine(nanopaged.LLMEngine):
+    """An `LLMEngine` that decodes. Raises ValueError for options that do not go with this."""
+
+    make_runner, make_scheduler, start_process = KVRunner, DecodeScheduler, staticmethod(start_process)
+    prompt_device: str | None = None  # where prompts are computed; None: on the same device
+
+    def __init__(self, config: EngineConfig, runner: Any = None) -> None:
+        num, way, size = config.num_host_blocks, config.preemption, config.tensor_parallel_size
+        what = f"num_host_blocks is {num} (preemption is {way!r}), but K/V arrives there: set it to 1 or more"
+        require(num != 0 and (num, way) != (None, "recompute"), what)
+        require(size == 1, f"tensor_parallel_size is {size}, but ranks send no K/V: set it to 1")
+        require(config.trace is None, f"trace={str(config.trace)!r} would show no prompts: leave it out")
+        super().__init__(config, runner)
+        chosen: Any = {"dtype": self.runner.dtype, "num_blocks": self.runner.num_blocks, "num_host_blocks": 0}
+        config = replace(self.config, device=self.prompt_device or config.device, **chosen)
+        self.scheduler.runner, self.scheduler.away = self.runner, {}
+        self.scheduler.submit = self.start_process(config)
+
+    def reset_prefix_cache(self) -> None:
+        """As `LLMEngine.reset_prefix_cache`, in both processes."""
+        super().reset_prefix_cache()
+        self.scheduler.submit("reset_prefix_cache")
+
+
+class LLM(nanopaged.LLM):
+    engine_class = DisaggregatedEngine

@@ -1,0 +1,198 @@
+"""Two more model families: Mistral v0.3, and Qwen3-MoE with its mixture of experts.
+
+    llm = LLM("mistralai/Mistral-7B-Instruct-v0.3", num_blocks=2000)
+    llm = LLM("Qwen/Qwen3-30B-A3B", tensor_parallel_size=4)
+
+Mistral v0.3 is computed as Llama is: it is a row of the engine's table of families. (v0.1 has a sliding
+window, which the engine refuses.) In Qwen3-MoE some or all layers have many small MLPs, the experts, in place
+of one. A router chooses `num_experts_per_tok` of them for each token, and the result is the sum of
+probability · expert(x) (arXiv 1701.06538).
+
+A step computes each expert once, for all tokens that chose it. A pair is one choice of one token. If each
+token chooses 2 of 3 experts, pair i is of token i // 2:
+
+    tokens          a    b    c
+    chosen         2 0  0 1  2 1        of the pairs 0 1 2 3 4 5
+    by expert      0: pairs 1 2         expert 0 computes the tokens a b
+                   1: pairs 3 5         expert 1               b c
+                   2: pairs 0 4         expert 2               a c
+
+The scheduler, the block manager and the KV cache stay as they are: only attention has K/V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+import nanopaged
+from nanopaged.attention import make_attention
+from nanopaged.config import ResolvedConfig, require
+from nanopaged.engine import LLMEngine
+from nanopaged.model import checkpoint
+from nanopaged.model.decoder import PLAIN, Linear, Model, Operations
+from nanopaged.model.model_config import FAMILIES, ModelConfig, read_json
+from nanopaged.model_runner import ModelRunner
+from nanopaged.parallel import Ranks
+
+# transformers computes Mistral without biases, whatever its config.json says.
+FAMILIES.update({"mistral": {"qkv_bias": False, "o_bias": False}, "qwen3_moe": {"qk_norm": True}})
+LOADING = Lock()  # held while `checkpoint.Model` is another class
+
+
+@dataclass(frozen=True)
+class ExpertsConfig(ModelConfig):
+    """A `ModelConfig` with the sizes of a mixture of experts."""
+
+    sparse_layers: tuple[int, ...]  # those with experts; the others have one MLP of `intermediate_size`
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int  # of each expert
+    norm_topk_prob: bool  # the probabilities of a token's experts are divided by their sum
+
+    def share(self, size: int) -> ModelConfig:
+        """The layers of one of `size` ranks: all experts, and of each one a share of its columns.
+
+        Raises ValueError if the columns of an expert cannot be divided.
+        """
+        columns = self.moe_intermediate_size
+        what = (
+            f"tensor_parallel_size is {size}, but must divide the model's moe_intermediate_size of {columns}"
+        )
+        require(columns % size == 0, f"{what}: choose one of its divisors")
+        return super(ExpertsConfig, replace(self, moe_intermediate_size=columns // size)).share(size)
+
+
+def with_experts(config: ModelConfig, folder: Path) -> ModelConfig:
+    """The config with what `folder`/config.json says of experts; of a model without them, as it is.
+
+    6 layers, decoder_sparse_step 2, mlp_only_layers [3]: every second layer is 1, 3 and 5; sparse are 1 and 5
+
+    Raises ValueError for numbers that make no mixture, such as more experts per token than experts.
+    """
+    raw, file = read_json(folder / "config.json"), folder / "config.json"
+    if raw.get("model_type") != "qwen3_moe":
+        return config
+    hf: Any = AutoConfig.for_model(**raw)  # fills in defaults, and knows older names; it checks the types
+    for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"):
+        value = getattr(hf, name)
+        require(value > 0, f"{file} has {name} {value}, but only numbers above 0 are supported: correct it")
+    what = f"{file} has num_experts_per_tok {hf.num_experts_per_tok}"
+    most = f"but num_experts is {hf.num_experts}, and no token can choose more: correct it"
+    require(hf.num_experts_per_tok <= hf.num_experts, f"{what}, {most}")
+    step = hf.decoder_sparse_step
+    layers = tuple(i for i in range(step - 1, config.num_layers, step) if i not in hf.mlp_only_layers)
+    names = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"
+    return ExpertsConfig(**vars(config), sparse_layers=layers, **{name: getattr(hf, name) for name in names})
+
+
+class Expert(nn.Module):
+    """down(silu(gate(x)) · up(x)).
+
+    Gate and up are two matrices, as in the checkpoint: `checkpoint._weight_slots` can halve a common one only
+    at `intermediate_size`, which is the size of a dense MLP.
+    """
+
+    def __init__(self, hidden_size: int, columns: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, columns, False)
+        self.up_proj = Linear(hidden_size, columns, False)
+        self.down_proj = Linear(columns, hidden_size, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, hidden_size] → the same shape; with several ranks, this rank's part of the sum."""
+        return self.down_proj(F.silu(self.gate_proj(x)).mul_(self.up_proj(x)))
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, named `gate` as in checkpoints, and its experts.
+
+    Args:
+        config: the share of this rank. The router is whole on every rank, and its input is the same on all of
+            them, so all choose the same experts.
+    """
+
+    def __init__(self, config: ExpertsConfig, ranks: Ranks | None) -> None:
+        super().__init__()
+        self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
+        self.ranks, sizes = ranks, (config.hidden_size, config.moe_intermediate_size)
+        self.gate = Linear(config.hidden_size, config.num_experts, False)
+        self.experts = nn.ModuleList(Expert(*sizes) for _ in range(config.num_experts))
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [num_tokens, hidden_size] → weights (of the dtype of x) and experts, each [num_tokens, top_k].
+
+        As in transformers the probabilities are float32, and are rounded after they have been divided.
+        """
+        probabilities = self.gate(x).softmax(-1, dtype=torch.float32)  # [num_tokens, num_experts]
+        weights, chosen = probabilities.topk(self.top_k)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(x.dtype), chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, hidden_size] → the weighted sums of the tokens' experts, of the same shape.
+
+        A token's results are added in the order of the experts, in every batch the same. An expert has a
+        token at most once, so `index_add_` never adds twice to a row, in an order that a GPU leaves open.
+        """
+        weights, chosen = (each.flatten() for each in self.route(x))  # of the pairs: [num_tokens · top_k]
+        # The sizes below depend on the data. So the host waits for a GPU here, once in each layer.
+        counts = chosen.bincount(minlength=len(self.experts)).tolist()
+        out = torch.zeros_like(x)
+        for expert, pairs in zip(self.experts, chosen.argsort(stable=True).split(counts), strict=True):
+            if len(pairs) > 0:
+                tokens = pairs // self.top_k
+                out.index_add_(0, tokens, expert(x[tokens]) * weights[pairs, None])
+        return out if self.ranks is None else self.ranks.all_reduce(out)
+
+
+class SparseModel(Model):
+    """A `Model` whose sparse layers have experts. With a config without experts it is a `Model`."""
+
+    def __init__(
+        self, config: ModelConfig, ranks: Ranks | None = None, operations: Operations = PLAIN
+    ) -> None:
+        super().__init__(config, ranks, operations)
+        if isinstance(self.share, ExpertsConfig):
+            for i in self.share.sparse_layers:  # the MLP that is replaced has no memory yet
+                self.layers[i].mlp = MixtureOfExperts(self.share, ranks)
+
+
+class FamiliesRunner(ModelRunner):
+    """A `ModelRunner` for all families."""
+
+    def make_model(
+        self, config: ResolvedConfig, model_config: ModelConfig, folder: Path, *args: Any
+    ) -> Model:
+        """As `load_model`. Raises ValueError for a mixture that this model cannot have."""
+        model_config = with_experts(model_config, folder)
+        # `load_model`, and the functions that it calls, name the class `Model` themselves.
+        with LOADING, patch.object(checkpoint, "Model", SparseModel):
+            return checkpoint.load_model(config, model_config, folder, *args)
+
+    def make_attention(self, *args: Any) -> Any:
+        """As before; with experts, steps are not recorded as CUDA graphs, whose sizes are fixed."""
+        attention = make_attention(*args)
+        attention.supports_cuda_graphs &= not isinstance(self.model.config, ExpertsConfig)
+        return attention
+
+
+class FamiliesEngine(LLMEngine):
+    """An `LLMEngine` for all families."""
+
+    make_runner = FamiliesRunner
+
+
+class LLM(nanopaged.LLM):
+    """`nanopaged.LLM` for Mistral v0.3 and Qwen3-MoE, too."""
+
+    engine_class = FamiliesEngine

@@ -1,0 +1,309 @@
+"""Structured output: a text that a JSON schema or a regular expression allows.
+
+    llm = LLM()  # of this file
+    llm.generate("Age? ", GrammarParams(regex="[0-9]{1,3}"))
+
+Before a token is drawn, a mask leaves out the tokens with which the text could no longer become one of the
+grammar. The library llguidance makes the masks: it knows the bytes of each token.
+
+    regex yes|no, output so far "y"        may follow:  e es        may not:  a ye no end-of-sequence
+
+A matcher's state is a function of the output's tokens. So a preempted request keeps it, and a request that
+starts over makes it again. Each of n outputs has its own: they begin where nothing is consumed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import nanopaged
+from nanopaged.config import Params, SamplingParams, option, optional, require
+from nanopaged.engine import LLMEngine
+from nanopaged.kv_cache import take_rows, to_device
+from nanopaged.model.decoder import Model
+from nanopaged.model_runner import ModelRunner
+from nanopaged.outputs import CompletionOutput
+from nanopaged.prompts import Prompt, PromptProcessor
+from nanopaged.sampler import Draw, SamplingMetadata, sample, sample_next_tokens, token_counts
+from nanopaged.sequence import NonFiniteLogits, NoTokenAllowed, Request, Sample, ScheduledBatch, Sequence
+
+NO_SPACES = {"whitespace_flexible": False}  # a small model may repeat them without end
+FUEL = 50_000  # expressions that a grammar may need at its start; the library would take seconds for more
+
+
+def text_of(name: str, value: Any) -> str:
+    """A regex, or a JSON schema (JSON or a dict). Kept as a str, so that params are hashable."""
+    value = json.dumps(value) if name == "json_schema" and isinstance(value, dict) else value
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, got {value!r} ({type(value).__name__})")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrammarParams(SamplingParams):
+    """`SamplingParams` with a grammar, or without one.
+
+    Fields:
+        json_schema: the output is JSON that this schema (a dict, or JSON) allows, without spaces.
+        regex: the whole output matches this regular expression, in the syntax of Rust's regex crate.
+
+    Raises ValueError if both are given.
+    """
+
+    json_schema: dict[str, Any] | str | None = option(None, optional(text_of))
+    regex: str | None = option(None, optional(text_of))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.json_schema is None or self.regex is None, "give json_schema or regex, not both")
+
+
+# ── grammars ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@lru_cache(maxsize=8)
+def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> Any:
+    """The bytes of each token, as llguidance's `LLTokenizer`."""
+    from llguidance.hf import from_tokenizer  # only if a request needs it
+
+    return from_tokenizer(tokenizer, vocab_size, sorted(eos_token_ids) or None)
+
+
+@lru_cache(maxsize=128)
+def compile_grammar(name: str, text: str, vocabulary: Any) -> Any:
+    """An `LLMatcher` for a "json_schema" or a "regex", before the first token.
+
+    Raises ValueError if the grammar is not valid, allows no text or none that ends, or is too large.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        options = {"defaults": NO_SPACES} if name == "json_schema" else {}
+        grammar = getattr(LLMatcher, f"grammar_from_{name}")(text, **options)
+        limits = LLParserLimits(initial_lexer_fuel=FUEL, verbose_errors=False)
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        error = matcher.get_error()
+        if not error and name == "json_schema" and not can_end(json.loads(text)):
+            error = "no text that it allows has an end"
+        if not error:  # one token further the library knows how large the grammar is
+            ahead = matcher.deep_copy()
+            allowed = np.flatnonzero(np.frombuffer(ahead.compute_logit_bias(), np.uint8))
+            texts = [int(token_id) for token_id in allowed if token_id not in vocabulary.eos_tokens]
+            ahead.consume_tokens(texts[:1])
+            error = "it is too large" if ahead.is_error() else ""
+            error = error if texts else "it allows no text"
+    except ValueError as not_json:
+        error = str(not_json)
+    require(not error, f"{name} {text[:200]!r} cannot be used: {error}")
+    return matcher
+
+
+def can_end(schema: Any) -> bool:
+    """Whether a JSON schema allows a text that ends. An array of at least one such array never does.
+
+    A part can end if the parts that it needs can. A reference can if its target is known to end; targets are
+    tried until no more of them are found to.
+    """
+    targets = {part["$ref"]: part for part in parts_of(schema) if isinstance(part.get("$ref"), str)}
+    targets = {ref: find(schema, ref) for ref in targets}
+    waiting = set(targets)
+    while ended := {ref for ref in waiting if ends(targets[ref], waiting)}:
+        waiting -= ended
+    return ends(schema, waiting)
+
+
+def parts_of(schema: Any) -> Iterator[dict[str, Any]]:
+    """All objects in it."""
+    if isinstance(schema, dict):
+        yield schema
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from parts_of(part)
+
+
+def find(schema: Any, ref: str) -> Any:
+    """The part that "#" or "#/$defs/name" names; True, which has every text, if there is none."""
+    for name in ref.lstrip("#").split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        schema = schema.get(name, True) if isinstance(schema, dict) else True
+    return schema
+
+
+def ends(part: Any, waiting: set[str]) -> bool:
+    """Whether a part allows a text that ends, if the references in `waiting` do not."""
+    if not isinstance(part, dict) or "enum" in part or "const" in part:
+        return part is not False
+    choices = [part[name] for name in ("anyOf", "oneOf") if part.get(name)]
+    of_all = all(ends(each, waiting) for each in part.get("allOf", ()))
+    if part.get("$ref") in waiting or not of_all:
+        return False
+    if not all(any(ends(each, waiting) for each in its) for its in choices):
+        return False
+    kinds = part.get("type", "any")
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        needed: list[Any] = []
+        if kind == "array":
+            first, least = part.get("prefixItems", []), part.get("minItems", 0)
+            needed = first[:least] + [part.get("items", True)] * (least > len(first))
+        elif kind == "object":
+            other = True if "patternProperties" in part else part.get("additionalProperties", True)
+            properties = part.get("properties", {})
+            needed = [properties.get(name, other) for name in part.get("required", ())]
+            if part.get("minProperties", 0) > len(needed):
+                needed += [{"anyOf": [*properties.values(), other]}]
+        if all(ends(each, waiting) for each in needed):
+            return True
+    return False
+
+
+# ── sequences ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(eq=False)
+class GrammarSequence(Sequence):
+    """A sequence whose output is a text of a grammar."""
+
+    start: Any = None  # the matcher before the first token
+    never: tuple[int, ...] = ()  # end-of-sequence tokens that the request ignores
+    matcher: Any = None  # after `num_read` tokens of the output
+    num_read: int = 0
+
+    @classmethod
+    def of(cls, seq: Sequence, *grammar: Any) -> GrammarSequence:
+        """A sequence with a grammar in place of one without."""
+        return cls(*(getattr(seq, each.name) for each in fields(Sequence)), *grammar)
+
+    def copy_tokens(self, index: int) -> GrammarSequence:
+        return GrammarSequence.of(super().copy_tokens(index), self.start, self.never)
+
+    def follow(self) -> Any:
+        """The matcher after all tokens of the output."""
+        if self.matcher is None:
+            self.matcher, self.num_read = self.start.deep_copy(), 0
+        self.matcher.consume_tokens(self.token_ids[self.request.num_prompt_tokens + self.num_read :])
+        self.num_read = self.num_output_tokens
+        return self.matcher
+
+    def barred(self) -> np.ndarray:
+        """bool [vocab_size]: the tokens that must not come next; all of them if the library gave up."""
+        matcher = self.follow()
+        barred = np.frombuffer(matcher.compute_logit_bias(), np.uint8) == 0
+        barred[[*self.never, *self.banned_token_ids]] = True
+        return barred | bool(matcher.is_error())
+
+    def check_stop(self) -> bool:
+        """As `Sequence.check_stop`; a complete text that nothing can follow ends without another token."""
+        super().check_stop()
+        if self.finish_reason != "stop":
+            matcher = self.follow()
+            if matcher.is_stopped() and not matcher.is_error():
+                self.finish_reason = "stop"
+        return self.finish_reason is not None
+
+    def start_over(self) -> None:
+        self.matcher = None  # it may have consumed a token that is not counted
+        super().start_over()
+
+    def output(self) -> CompletionOutput:
+        """As `Sequence.output`. The last token of a text that ended by itself belongs to the text."""
+        output = super().output()
+        if self.finish_reason == "stop" and output.token_ids[-1] not in self.request.stop_rules.token_ids:
+            assert self.detokenizer is not None
+            output.text = self.detokenizer.visible(output.token_ids, finished=True)
+        return output
+
+
+# ── the engine ────────────────────────────────────────────────────────────────────────────────────
+
+
+class GrammarPrompts(PromptProcessor):
+    """A `PromptProcessor` for `GrammarParams`."""
+
+    def make_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> Request:
+        """As `PromptProcessor.make_request`. Raises ValueError for a bad grammar, see `compile_grammar`."""
+        request = super().make_request(request_id, prompt, params)
+        for name in ("json_schema", "regex"):
+            if (text := getattr(params, name, None)) is not None:
+                require(self.tokenizer is not None, f"{name} needs a tokenizer, and this model has none")
+                vocabulary = read_vocabulary(self.tokenizer, self.vocab_size, self.eos_token_ids)
+                never = tuple(set(vocabulary.eos_tokens) - request.stop_rules.token_ids)
+                seq = GrammarSequence.of(request.live[0], compile_grammar(name, text, vocabulary), never)
+                request.live, request.sequences = [seq], [seq]
+        return request
+
+
+class GrammarRunner(ModelRunner):
+    """A `ModelRunner` that draws under masks."""
+
+    def make_model(self, config: Any, model_config: Any, *args: Any) -> Model:
+        """The model. Until the KV cache is made, memory for the masks of a step is held."""
+        size = config.max_num_seqs, model_config.vocab_size
+        self.masks: Tensor | None = torch.empty(size, dtype=torch.bool, device=self.device)
+        return super().make_model(config, model_config, *args)
+
+    def make_attention(self, *args: Any) -> Any:
+        """As before; the masks' memory is free for them from here on."""
+        self.masks = None
+        return super().make_attention(*args)
+
+    @staticmethod
+    def sample(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
+        """As `sample_next_tokens`, with a mask for each sequence that has a grammar."""
+        ready = [seq for seq in batch.sequences if seq.needs_sample]
+        kinds = [isinstance(seq, GrammarSequence) for seq in ready]
+        samples: dict[Sequence, list[Sample]] = {}
+        for has_grammar, draw in ((False, sample_next_tokens), (True, draw_masked)):
+            rows = [row for row, kind in enumerate(kinds) if kind == has_grammar]
+            seqs = [ready[row] for row in rows]
+            if seqs:
+                samples |= zip(seqs, draw(ScheduledBatch(seqs), take_rows(logits, rows)), strict=True)
+        return [samples.get(seq, []) for seq in batch.sequences]
+
+
+def draw_masked(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
+    """The samples of sequences with a grammar, a row of logits for each. The library reads the text first.
+
+    A mask comes after penalties and before temperature. Log-probabilities are the model's own.
+    """
+    draws, rows, barred = [], [], []
+    for row, seq in enumerate(batch.sequences):
+        request, params = seq.request, seq.request.params
+        counts = token_counts(seq) if params.penalties else None
+        for index in range(params.n) if request.awaits_fork else (seq.index,):
+            draws.append(Draw(params, request.seed, index, seq.num_tokens, (), counts))
+            rows.append(row)
+        barred += [seq.barred()] * (len(rows) - len(barred))
+    metadata = SamplingMetadata(draws, logits.device)
+    metadata.banned = to_device(np.stack(barred), logits.device)[None]  # a mask is an index, too
+    samples: list[list[Sample]] = [[] for _ in batch.sequences]
+    for row, token in zip(rows, sample(take_rows(logits, rows), metadata), strict=True):
+        if not math.isfinite(token.logprob):
+            error = NoTokenAllowed if token.logprob == -math.inf else NonFiniteLogits
+            raise error(batch.sequences[row].request.request_id, batch.sequences[row].num_tokens)
+        samples[row].append(token)
+    return samples
+
+
+class GrammarEngine(LLMEngine):
+    """An `LLMEngine` whose requests may have a grammar."""
+
+    make_runner = GrammarRunner
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        limits = self.vocab_size, self.runner.num_blocks, self.prompts.eos_token_ids
+        self.prompts = GrammarPrompts(self.config, self.tokenizer, *limits)
+
+
+class LLM(nanopaged.LLM):
+    """`nanopaged.LLM` whose requests may have a grammar."""
+
+    engine_class = GrammarEngine

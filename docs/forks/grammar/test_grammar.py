@@ -1,0 +1,351 @@
+"""Structured output. The oracles: a validator for each text, transformers with a mask, a request alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import grammar
+import jsonschema
+import pytest
+import regex
+import torch
+from conftest import Oracle, memory_that_was_never_written, qwen3
+from faults import FailAtLine
+from grammar import LLM, NO_SPACES, GrammarEngine, GrammarParams, GrammarRunner, GrammarSequence
+from llguidance import LLMatcher
+from serving import serve, tokens_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nanopaged import BeamSearchParams, EngineConfig, SamplingParams
+from nanopaged.model.checkpoint import TINY_MODEL
+from nanopaged.outputs import CompletionOutput
+from nanopaged.sequence import NoTokenAllowed
+
+FIXTURES = memory_that_was_never_written, qwen3  # small KV caches begin full of NaN
+EOS = frozenset({0, 2})  # of the tiny model; token 1 is special, too
+TOKENIZER = AutoTokenizer.from_pretrained(TINY_MODEL)
+VOCABULARY = grammar.read_vocabulary(TOKENIZER, len(TOKENIZER), EOS)
+GREEDY = GrammarParams(temperature=0, max_tokens=40, logprobs=0)
+HOT = GrammarParams(temperature=5.0, max_tokens=300)
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PROMPTS = [TOKENIZER.encode(text) for text in ("KING HENRY:\n", "Before we proceed, hear me", "ROMEO:\n")]
+SELF = {"$ref": "#"}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(dtype="float32", num_blocks=1000)
+
+
+def draw_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    """A schema whose texts are short."""
+    kinds, low = (
+        ["integer", "enum", "string"] + ["array", "object", "any"] * (depth > 0),
+        rng.randint(-50, 50),
+    )
+    if (kind := rng.choice(kinds)) == "integer":
+        return {"type": "integer", "minimum": low, "maximum": low + rng.choice([0, 7, 300])}
+    if kind == "enum":
+        return {"enum": rng.sample(["a", "ab", 'say "é"', 1, 12, None, "日本\n"], k=rng.randint(1, 4))}
+    if kind == "string":
+        return {"type": "string", "minLength": rng.randint(0, 2), "maxLength": rng.randint(2, 5)}
+    if kind == "array":
+        return {"type": "array", "items": draw_schema(rng, depth - 1), "maxItems": rng.randint(1, 3)}
+    if kind == "object":
+        properties = {name: draw_schema(rng, depth - 1) for name in rng.sample(["a", "b c", "é"], k=2)}
+        required = rng.sample(list(properties), k=rng.randint(0, 2))
+        rules = {"properties": properties, "required": required, "additionalProperties": False}
+        return {"type": "object", **rules}
+    return {"anyOf": [draw_schema(rng, depth - 1) for _ in range(2)]}
+
+
+def draw_regex(rng: random.Random, depth: int = 4) -> str:
+    """A regex whose bytes are a regex of bytes, too."""
+    kind = rng.random()
+    if depth == 0 or kind < 0.3:
+        return rng.choice(["a", "b", "(é)", "[ab]", "[0-9]", "the", "x y", "(日)", "[a-z ]"])
+    if kind < 0.5:
+        return draw_regex(rng, depth - 1) + draw_regex(rng, depth - 1)
+    if kind < 0.7:
+        return f"({draw_regex(rng, depth - 1)}|{draw_regex(rng, depth - 1)})"
+    return f"({draw_regex(rng, depth - 1)})" + rng.choice(["*", "+", "?", "{0,2}", "{1,3}", "{2}", "*?"])
+
+
+def draw_grammar(rng: random.Random) -> dict[str, Any]:
+    return {"json_schema": draw_schema(rng)} if rng.random() < 0.5 else {"regex": draw_regex(rng)}
+
+
+def fresh_matcher(params: GrammarParams, output: list[int]) -> LLMatcher:
+    """The library alone, after the output."""
+    if params.regex is not None:
+        matcher = LLMatcher(VOCABULARY, LLMatcher.grammar_from_regex(params.regex), log_level=0)
+    else:
+        text = LLMatcher.grammar_from_json_schema(params.json_schema, defaults=NO_SPACES)
+        matcher = LLMatcher(VOCABULARY, text, log_level=0)
+    assert matcher.consume_tokens(output)
+    return matcher
+
+
+def check_text(params: Any, got: CompletionOutput) -> None:
+    """A complete text is one of the grammar, another one a beginning. The validators know no tokens."""
+    ended = got.finish_reason == "stop" and got.stop_reason is None
+    if params.regex is not None:
+        assert regex.fullmatch(params.regex, got.text.rstrip("\ufffd"), partial=not ended), (
+            params.regex,
+            got,
+        )
+    elif params.json_schema is not None and ended:
+        jsonschema.validate(json.loads(got.text), json.loads(params.json_schema))
+    elif params.json_schema is not None:
+        fresh_matcher(params, [token_id for token_id in got.token_ids if token_id not in EOS])
+
+
+def test_random_samples_follow_random_grammars(llm: LLM) -> None:
+    """At a temperature at which the model says anything; several grammars and plain requests in a batch."""
+    rng, ends = random.Random(0), Counter[int]()
+    for _ in range(4):
+        params: list[Any] = [replace(HOT, seed=i, n=1 + i % 3, **draw_grammar(rng)) for i in range(12)]
+        params.insert(5, SamplingParams(seed=1, max_tokens=20, temperature=0.8))
+        params.insert(9, replace(HOT, seed=2, max_tokens=20))
+        outputs = serve(llm, [PROMPTS[i % 3] for i in range(14)], params)
+        for i in (5, 9):
+            assert tokens_of([outputs[i]]) == tokens_of(serve(llm, [PROMPTS[i % 3]], params[i]))
+        for asked, output in zip(params, outputs, strict=True):
+            for got in output.outputs if isinstance(asked, GrammarParams) else ():
+                check_text(asked, got)
+                ends[min(got.token_ids[-1], 3)] += got.finish_reason == "stop"
+    assert ends[3] > 30  # by themselves
+    assert ends[0] * ends[2] > 0  # by both end-of-sequence tokens
+
+
+@cache
+def reference() -> torch.nn.Module:
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(TINY_MODEL, **options).eval()
+
+
+@torch.inference_mode()
+def greedy(prompt: list[int], params: GrammarParams) -> tuple[list[int], list[float], str]:
+    """In each step the logits of the whole text, and a matcher that reads it from the start."""
+    output, logprobs = list[int](), list[float]()
+    while len(output) < params.max_tokens:
+        logits = reference()(torch.tensor([prompt + output])).logits[0, -1].log_softmax(-1)
+        allowed = torch.ones(len(logits), dtype=torch.bool)
+        if params.regex is not None or params.json_schema is not None:
+            allowed = torch.tensor(list(fresh_matcher(params, output).compute_logit_bias())) > 0
+            if output and not set(allowed.nonzero().flatten().tolist()) - EOS:  # nothing can follow
+                return output, logprobs, "stop"
+        output.append(int(logits.masked_fill(~allowed, -torch.inf).argmax()))
+        logprobs.append(float(logits[output[-1]]))
+        if output[-1] in EOS:
+            return output, logprobs, "stop"
+    return output, logprobs, "length"
+
+
+ASKED = [
+    replace(GREEDY, json_schema=PERSON),
+    replace(GREEDY, regex="[a-z]+(, [a-z]+){3}\\."),
+    replace(GREEDY, regex="(yes|no|perhaps)"),
+    replace(GREEDY, regex="[A-Z][a-z ]*"),
+    GREEDY,
+    replace(GREEDY, json_schema={"type": "array", "items": {"enum": ["a", "ab", 12]}, "minItems": 2}),
+]
+
+
+@pytest.mark.parametrize(("preemption", "budget"), [("swap", 5), ("recompute", 2048)])
+def test_greedy_is_what_transformers_says_with_a_mask(preemption: str, budget: int) -> None:
+    """Token for token, in chunks, in a pool in which requests are preempted."""
+    options = {"block_size": 4, "num_blocks": 24, "preemption": preemption, "max_num_batched_tokens": budget}
+    llm, prompts, reasons = (
+        LLM(dtype="float32", **options),
+        [PROMPTS[i % 3] for i in range(len(ASKED))],
+        set(),
+    )
+    for prompt, params, output in zip(prompts, ASKED, serve(llm, prompts, ASKED), strict=True):
+        (got,) = output.outputs
+        token_ids, logprobs, reason = greedy(prompt, params)
+        assert (got.token_ids, got.finish_reason) == (token_ids, reason)
+        scored = [row[token_id].logprob for row, token_id in zip(got.logprobs, token_ids, strict=True)]
+        assert scored == pytest.approx(logprobs, abs=1e-4)
+        reasons.add(reason)
+    assert getattr(llm.engine.stats(), f"num_preemptions_{preemption}") > 0
+    assert reasons == {"stop", "length"}
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_samples_that_are_preempted_say_what_they_say_alone(llm: LLM, preemption: str) -> None:
+    """Several outputs of each request, seeded; a plain request among them."""
+    params = [replace(HOT, n=3, seed=i, max_tokens=60, regex="[a-f ]{30,90}") for i in range(3)]
+    params += [replace(params[0], n=1, regex=None), replace(params[0], n=2, regex=None, json_schema=PERSON)]
+    options = {"block_size": 4, "num_blocks": 54, "preemption": preemption, "max_num_batched_tokens": 16}
+    small, prompts = LLM(dtype="float32", **options), [PROMPTS[i % 3] for i in range(5)]
+    for prompt, its_params, output in zip(prompts, params, serve(small, prompts, params), strict=True):
+        assert tokens_of([output]) == tokens_of(serve(llm, [prompt], its_params))
+        for got in output.outputs:
+            check_text(its_params, got)
+    assert getattr(small.engine.stats(), f"num_preemptions_{preemption}") > 1
+
+
+def test_a_step_that_fails_while_a_grammar_follows_a_token(llm: LLM) -> None:
+    """At each line of it, at each token: the matcher may have consumed a token that it has not counted."""
+    params, num_failures = replace(HOT, n=3, seed=3, regex="[a-f]{4}(, [0-9]{3}){2}"), 0
+    right = tokens_of(serve(llm, PROMPTS[:1], params))
+    for line in range(1, 60):
+        llm.engine.add_request("fails", PROMPTS[0], params)
+        fault, outputs = FailAtLine(line, RuntimeError, (GrammarSequence.follow,)), []
+        while llm.engine.has_unfinished_requests():
+            try:
+                with fault:
+                    outputs = llm.engine.step()
+            except RuntimeError:
+                num_failures += fault.raised is not None
+            llm.engine.check_invariants()
+        assert tokens_of(outputs) == right
+    assert num_failures > 20
+
+
+def say(llm: LLM, **options: Any) -> CompletionOutput:
+    return serve(llm, PROMPTS[:1], replace(HOT, **{"max_tokens": 40} | options))[0].outputs[0]
+
+
+def test_what_ends_a_text(llm: LLM) -> None:
+    """Its own end, `min_tokens` and `ignore_eos` as long as more can follow, stop strings and stop tokens."""
+    (seven,) = TOKENIZER.encode("7")
+    for seed in range(6):
+        said = say(llm, regex="yes|no", max_tokens=8, seed=seed)
+        assert (said.text in ("yes", "no"), said.finish_reason, said.stop_reason) == (True, "stop", None)
+        assert not EOS & set(said.token_ids)
+        assert len(say(llm, regex="[0-9]*", min_tokens=6, seed=seed).token_ids) > 6
+        said = say(llm, regex="[0-9]{2}", min_tokens=6, seed=seed)  # the grammar has the last word
+        assert (len(said.text), said.finish_reason) == (2, "stop")
+        said = say(llm, regex="[0-9]*", ignore_eos=True, seed=seed)
+        assert (len(said.token_ids), said.finish_reason) == (40, "length")
+        said = say(llm, regex="(ab)*", ignore_eos=True, stop_token_ids=[2], seed=seed)
+        assert (said.finish_reason, said.stop_reason, 0 in said.token_ids) == ("stop", 2, False)
+        for stop, reason in (({"stop": "7"}, "7"), ({"stop_token_ids": [seven]}, seven)):
+            said = say(llm, regex="[78]{30}", seed=seed, **stop)
+            assert (said.finish_reason, said.stop_reason) == ("stop", reason)
+            assert regex.fullmatch("8*", said.text)
+    exactly = say(llm, regex="[ab]c", max_tokens=2)  # complete with its last token
+    assert (len(exactly.token_ids), exactly.finish_reason) == (2, "stop")
+    assert say(llm, json_schema=PERSON, max_tokens=4).text.startswith('{"name')
+
+
+def test_log_probabilities_filters_and_penalties(llm: LLM) -> None:
+    """Log-probabilities are the model's own. Top-k of 1 is the most likely allowed token."""
+    (token_id,) = TOKENIZER.encode("7")
+    masked, plain = say(llm, regex="7", logprobs=5), say(llm, logprobs=1024, max_tokens=1)
+    assert masked.logprobs[0][token_id] == pytest.approx(plain.logprobs[0][token_id], abs=1e-4)
+    assert len(masked.logprobs[0]) == 6  # the five most likely ones, which the mask leaves out
+    best = say(llm, temperature=0, regex="[0-9]{9}")
+    assert say(llm, top_k=1, regex="[0-9]{9}").token_ids == best.token_ids
+    said = say(llm, temperature=0, presence_penalty=2.0, regex="[0-9]{9}")
+    assert len(set(said.text)) > len(set(best.text))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"regex": "(a"}, r"regex '\(a' cannot be used: .*unclosed group"),
+        ({"regex": "a(?=b)"}, "regex .* cannot be used: .*look-around"),
+        ({"regex": ""}, "regex '' cannot be used: it allows no text"),
+        ({"regex": r"[^\s\S]"}, "it allows no text"),
+        ({"regex": "(a{1000}){1000}"}, "cannot be used: it is too large"),
+        ({"json_schema": {"not": {}}}, "json_schema .* cannot be used: Unimplemented keys"),
+        ({"json_schema": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable schema"),
+        ({"json_schema": "{"}, r"json_schema '\{' cannot be used: EOF while parsing"),
+        (
+            {"json_schema": {"type": "array", "items": SELF, "minItems": 1}},
+            "no text that it allows has an end",
+        ),
+    ],
+)
+def test_a_bad_grammar_is_refused(llm: LLM, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        llm.engine.add_request("bad", "x", GrammarParams(**options))
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_schemas_without_an_end() -> None:
+    """Pairs: the first has no text that ends, the second has one."""
+    array, thing, nested = {"type": "array", "items": SELF}, {"type": "object"}, {"$ref": "#/$defs/a"}
+    for endless, ending in [
+        (array | {"minItems": 1}, array),
+        (array | {"minItems": 1}, array | {"minItems": 1, "type": ["array", "null"]}),
+        (array | {"minItems": 3, "prefixItems": [{}, {}]}, array | {"minItems": 2, "prefixItems": [{}, {}]}),
+        (array | {"minItems": 1, "prefixItems": [SELF], "items": {}}, {"enum": [SELF]}),
+        (thing | {"properties": {"a": SELF}, "required": ["a"]}, thing | {"properties": {"a": SELF}}),
+        (thing | {"required": ["a"], "additionalProperties": SELF}, thing | {"additionalProperties": SELF}),
+        (
+            thing | {"properties": {"a": SELF}, "minProperties": 1, "additionalProperties": False},
+            thing | {"properties": {"a": SELF, "b": {}}, "minProperties": 1, "additionalProperties": False},
+        ),
+        ({"anyOf": [SELF, array | {"minItems": 1}]}, {"anyOf": [SELF, {"const": 1}]}),
+        ({"allOf": [{"type": "null"}, SELF]}, {"allOf": [{"type": "null"}, {"$ref": "#/unknown"}]}),
+        (
+            nested | {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b~1c"}]}, "b/c": nested}},
+            nested | {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b~1c"}]}, "b/c": {"anyOf": [nested, {}]}}},
+        ),
+    ]:
+        assert not grammar.can_end(endless), endless
+        assert grammar.can_end(ending), ending
+
+
+def test_options_and_models(llm: LLM, qwen3: Oracle) -> None:
+    params = GrammarParams(json_schema=PERSON)
+    assert len({params, GrammarParams(json_schema=json.dumps(PERSON)), replace(params)}) == 1
+    with pytest.raises(ValueError, match="give json_schema or regex, not both"):
+        GrammarParams(json_schema={}, regex="a")
+    with pytest.raises(TypeError, match="regex must be a str, got {}"):
+        GrammarParams(regex={})
+    with pytest.raises(ValueError, match="regex needs a tokenizer, and this model has none"):
+        LLM(qwen3.folder, num_blocks=8).engine.add_request("x", [1, 2], GrammarParams(regex="a"))
+    assert len(serve(llm, PROMPTS[:1], BeamSearchParams(beam_width=2, max_tokens=5))[0].outputs) == 2
+
+
+def test_masks_are_in_the_measured_memory() -> None:
+    """A byte for each token of each sequence is held until the KV cache is made, and free afterwards."""
+    held = []
+
+    class Noting(GrammarRunner):
+        def make_cache(self, *args: Any) -> Any:
+            held.append(self.masks.nbytes)
+            return super().make_cache(*args)
+
+    class Engine(GrammarEngine):
+        make_runner = Noting
+
+    engine = Engine(EngineConfig(num_blocks=9, max_num_seqs=7, max_model_len=50))
+    assert held == [7 * 1024]
+    assert engine.runner.masks is None
+
+
+def test_if_the_library_gives_up_the_request_is_named(llm: LLM) -> None:
+    """It has limits for the work of a step. Here it is given a token that it does not allow."""
+    (seven,) = TOKENIZER.encode("7")
+    for request_id in ("good", "bad"):
+        llm.engine.add_request(request_id, PROMPTS[0], replace(HOT, regex="[0-9]{20}"))
+    llm.engine.step()
+    seq = llm.engine.requests["bad"].live[0]
+    assert not seq.follow().consume_tokens(TOKENIZER.encode("x"))
+    assert not seq.check_stop()  # it is no complete text
+    dead_end = replace(HOT, regex="7+", stop_token_ids=[seven], min_tokens=2)  # of the caller's own making
+    for bad in ("bad", "dead end"):
+        with pytest.raises(NoTokenAllowed, match=f"no token is allowed for request '{bad}'"):
+            llm.engine.step()
+        llm.engine.abort_request(bad)
+        if bad == "bad":
+            llm.engine.add_request("dead end", PROMPTS[0], dead_end)
+    while llm.engine.has_unfinished_requests():
+        (output,) = llm.engine.step()
+    assert regex.fullmatch("[0-9]{20}", output.outputs[0].text)

@@ -1,0 +1,162 @@
+"""Weights in 8 bits: a quarter of the memory of float32, half of that of bfloat16.
+
+    llm = LLM("Qwen/Qwen3-0.6B")  # of this file, with the options of nanopaged's
+
+The matrices are rounded when the checkpoint is loaded, the activations never (weight-only quantisation). Each
+row of a matrix has a scale: the largest number of the row becomes ±127, and the others the nearest of the 255
+whole numbers from -127 to 127 (-128 is not used). So no number changes by more than half a scale:
+
+    a row    0.50  -0.20   0.03   -1.27        scale  1.27 / 127 = 0.01
+    int8       50    -20      3    -127        read as  0.50  -0.20  0.03  -1.27
+
+    a row    0.5   -0.2    0.033   1.0         scale  1 / 127 = 0.00787
+    int8       64    -25      4     127        read as  0.504  -0.197  0.031  1.0
+
+A row of W makes one number of y = x Wᵀ, so its scale is a factor of that number: y = (x Qᵀ) · scales, where Q
+has the whole numbers. `Int8Linear` reads Q as float32, a few rows at a time: they fit in the cache of a CPU.
+
+The embedding is a table of rows, and is rounded in the same way. If the output projection is tied to it, both
+are one table. What stays as it was: biases, norms, activations and the KV cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import nanopaged
+from nanopaged.engine import LLMEngine
+from nanopaged.model.checkpoint import load_model
+from nanopaged.model.decoder import Linear, Model
+from nanopaged.model_runner import ModelRunner
+from nanopaged.parallel import Ranks
+
+TILE = 1 << 18  # numbers of a matrix that are read at once: as float32 they are 1 MiB
+SMALLEST = 1e-28  # in place of the largest number of a row of zeros
+
+
+def quantize(weight: Tensor, ranks: Ranks | None = None) -> tuple[Tensor, Tensor]:
+    """Round a matrix [num_rows, num_columns] → int8 of the same shape, and float32 scales [num_rows].
+
+    Args:
+        ranks: if each has some columns of the matrix, so that all find the largest number of a whole row.
+    """
+    largest = torch.maximum(weight.amax(1), -weight.amin(1)).float()
+    if ranks is not None:
+        ranks.group.allreduce([largest], dist.ReduceOp.MAX).wait()
+    largest.clamp_(min=SMALLEST)
+    pieces = zip(*(tiles(x, weight.shape[1]) for x in (weight, largest)), strict=True)
+    # Multiplied first, which is exact for 16-bit checkpoints: half of the largest number is a tie, 63.5.
+    rounded = [(rows.float() * 127 / its[:, None]).round_().to(torch.int8) for rows, its in pieces]
+    return torch.cat(rounded), largest / 127
+
+
+def tiles(rows: Tensor, num_columns: int) -> tuple[Tensor, ...]:
+    """Views of a few rows each: as many as have TILE numbers, if a row has `num_columns` (or one row).
+
+    TILE = 10    a matrix [8, 3] → [3, 3], [3, 3], [2, 3]
+    """
+    return rows.split(max(1, TILE // num_columns))
+
+
+class Int8Linear(Linear):
+    """y = x Wᵀ + b, with W rounded. It takes the place of a linear layer, and has its bias and its ranks.
+
+    Attributes:
+        weight: int8 [out_features, in_features].
+        scales: float32 [out_features].
+    """
+
+    def __init__(self, linear: Linear, rounded: Tensor, scales: Tensor) -> None:
+        super().__init__(rounded.shape[1], rounded.shape[0], False, linear.ranks)
+        self.bias, self.scales = linear.bias, scales
+        self.weight = as_weight(rounded)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, in_features] → [num_tokens, out_features], of the same dtype.
+
+        The sums are in float32: in float16, those of numbers up to 127 could overflow.
+        """
+        assert self.weight is not None
+        floats = x.float()
+        out = torch.cat([F.linear(floats, rows.float()) for rows in tiles(self.weight, x.shape[1])], dim=-1)
+        out.mul_(self.scales)
+        if self.bias is not None:
+            out.add_(self.bias)
+        out = out.to(x.dtype)
+        return out if self.ranks is None else self.ranks.all_reduce(out)
+
+
+class Int8Embedding(nn.Module):
+    """The embedding, rounded: a look-up reads rows, and returns them in `dtype`.
+
+    Attributes:
+        weight: int8 [num_embeddings, hidden_size].
+        scales: float32 [num_embeddings].
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        rounded, self.scales = quantize(weight)
+        self.weight, self.dtype, self.num_embeddings = as_weight(rounded), weight.dtype, len(weight)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids [num_tokens] → [num_tokens, hidden_size]."""
+        return (self.weight[input_ids] * self.scales[input_ids, None]).to(self.dtype)
+
+
+def as_weight(rounded: Tensor) -> nn.Parameter:
+    """A weight without gradient."""
+    return nn.Parameter(rounded, requires_grad=False)
+
+
+def loaded_weight(linear: Linear) -> Tensor:
+    """The weights of a linear layer [out_features, in_features], also if they are packed for oneDNN."""
+    if linear.weight is not None:
+        return linear.weight
+    assert linear._reordered is not None  # by `Linear.reorder_weight`
+    return linear._reordered.to_dense()
+
+
+def quantize_model(model: Model) -> None:
+    """Round the matrices of a loaded model, one after another; each frees the weights that it replaces."""
+    table = Int8Embedding(model.embed_tokens.weight)
+    for name in [name for name, part in model.named_modules() if isinstance(part, Linear)]:
+        parent, _, own_name = name.rpartition(".")
+        linear: Any = model.get_submodule(name)
+        is_tied = linear is model.lm_head and model.config.tie_word_embeddings
+        pair = (table.weight, table.scales) if is_tied else quantize(loaded_weight(linear), linear.ranks)
+        setattr(model.get_submodule(parent), own_name, Int8Linear(linear, *pair))
+    model.embed_tokens = table
+    # The C library keeps freed memory for itself unless it is asked, and the pool is measured from the rest.
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        del linear
+        libc.malloc_trim(0)
+
+
+class Int8Runner(ModelRunner):
+    """A `ModelRunner` whose model has rounded weights."""
+
+    def make_model(self, *args: Any) -> Model:
+        """As `load_model`. Until they are rounded, the weights need their full memory, too."""
+        model = load_model(*args)
+        quantize_model(model)
+        return model
+
+
+class Int8Engine(LLMEngine):
+    """An `LLMEngine` whose model has rounded weights."""
+
+    make_runner = Int8Runner
+
+
+class LLM(nanopaged.LLM):
+    """`nanopaged.LLM` with rounded weights."""
+
+    engine_class = Int8Engine

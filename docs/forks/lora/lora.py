@@ -1,0 +1,216 @@
+"""Several LoRA adapters in one batch: each request is computed with its own adapter, or with none.
+
+    llm = LLM("Qwen/Qwen3-0.6B", lora_modules={"poet": "adapters/poet", "clerk": "adapters/clerk"})
+    llm.generate([{"prompt": "Dear", "adapter": "poet"}, {"prompt": "Dear", "adapter": "clerk"}, "Dear"])
+
+The folders are in PEFT's format: adapter_config.json and adapter_model.safetensors. An adapter (LoRA, arXiv
+2106.09685) adds a matrix of low rank r to a projection W:
+
+    y = W x + scale · B (A x)        A [r, in_features], B [out_features, r], scale = lora_alpha / r
+
+W x is computed for the whole batch at once, and B (A x) for each adapter and its own rows:
+
+    tokens    a b c d e f        a: a decode without adapter; b: one of "clerk"; c d e f: a prompt of "poet"
+    rows      {"clerk": [1], "poet": [2, 3, 4, 5]}
+
+K and V depend on the adapter, so its name is part of the cache salt. The runner reads it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import nanopaged
+from nanopaged import RequestOutput, SamplingParams
+from nanopaged.attention import make_attention
+from nanopaged.config import Params, number, option, require, whole, with_hints
+from nanopaged.engine import LLMEngine, Runner
+from nanopaged.model.checkpoint import _weight_slots, load_model
+from nanopaged.model.decoder import Model
+from nanopaged.model.model_config import read_json
+from nanopaged.model_runner import ModelRunner
+from nanopaged.prompts import Prompt, PromptProcessor
+from nanopaged.sequence import Request, ScheduledBatch, StepResult
+
+MARK = b"\xff"  # between a user's salt and the adapter's name: no UTF-8 text has this byte
+FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")  # a projection → our matrix with its rows
+FUSED |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+
+# Fields of adapter_config.json with more than one good value, and those that need not be read: they are on
+# the training, or matter only with others that must be off. Any other field, such as use_dora, must be off.
+CHOICES = {"bias": ("none",), "use_rslora": (False, True), "init_lora_weights": (True, False, "gaussian")}
+NOTES = {"base_model_name_or_path", "revision", "task_type", "peft_version", "inference_mode", "lora_dropout"}
+NOTES |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "auto_mapping"}
+NOTES |= {"megatron_core", "qalora_group_size"}
+
+Part = tuple[Tensor, Tensor, int]
+"""Of one projection: A [r, in_features], scale · B [out_features, r], and its first row in our matrix."""
+
+
+def folders_by_name(name: str, value: Any) -> dict[str, Path]:
+    """The rule of the option `lora_modules`: a copy of the dict, {} for None."""
+    value = {} if value is None else value
+    if not isinstance(value, Mapping) or not all(map(isinstance, value, repeat(str))):
+        raise TypeError(f"{name} must be a dict of names and folders, got {value!r}")
+    if not all(isinstance(folder, str | Path) for folder in value.values()):
+        raise TypeError(f"{name} must have a folder, a str or a Path, for each name, got {value!r}")
+    require("" not in value, f"{name} has an adapter without a name, {value!r}: name it")
+    "".join(value).encode()  # half of a surrogate pair, which the salt cannot hold, is a ValueError
+    return {key: Path(folder).expanduser() for key, folder in value.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(nanopaged.EngineConfig):
+    """With the option `lora_modules`: name → folder of an adapter in PEFT's format, loaded at start."""
+
+    lora_modules: Mapping[str, str | Path] | None = option(None, folders_by_name)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        what = f"tensor_parallel_size is {self.tensor_parallel_size}, but lora_modules needs 1: lower it"
+        require(self.tensor_parallel_size == 1 or not self.lora_modules, what)
+
+
+def read_scale(folder: Path) -> tuple[int, float]:
+    """The rank r, and the scale: lora_alpha / r, or with use_rslora lora_alpha / √r (arXiv 2312.03732)."""
+    config = read_json(folder / "adapter_config.json")
+    kind = config.pop("peft_type", None)
+    require(kind == "LORA", f"adapter_config.json is missing, or its peft_type {kind!r} is not 'LORA'")
+    rank = whole(1)("r", config.pop("r", None))
+    alpha = number(-1e6, 1e6)("lora_alpha", config.pop("lora_alpha", None))
+    for name, value in config.items():
+        is_known = value in CHOICES[name] if name in CHOICES else name in NOTES or not value
+        what = f"{name}={value!r} in adapter_config.json is not supported"
+        require(is_known, f"{what}: train without it, or merge the adapter into its model")
+    return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def read_adapter(folder: Path, slots: Mapping[str, Tensor], like: Tensor) -> dict[str, list[Part]]:
+    """What an adapter adds to each of our matrices, with the device and the dtype of `like`.
+
+    q, k and v are the rows of one matrix of ours, and so are gate and up. Of 64 rows q has 0-31, v has 48-63:
+
+        adapter of q and v    "layers.0.self_attn.qkv_proj" → [(A_q, B_q, 0), (A_v, B_v, 48)]
+
+    Args: slots: the name of a weight in a checkpoint → the part of our weights that it fills.
+    Raises: OSError, SafetensorError, TypeError, ValueError: a file is missing, broken, or does not fit.
+    """
+    (rank, scale), parts = read_scale(folder), dict[str, list[Part]]()
+    weights = load_file(folder / "adapter_model.safetensors")
+    for name, slot in slots.items():
+        stem, projection = f"base_model.model.{name[: -len('weight')]}lora_", name.split(".")[-2]
+        halves = [f"{stem}A.weight", f"{stem}B.weight"]
+        if not name.endswith("_proj.weight") or not weights.keys() & halves:
+            continue
+        a, b = (weights.pop(half, torch.empty(0)).float() for half in halves)
+        shapes, ours = [list(a.shape), list(b.shape)], [[rank, slot.shape[1]], [len(slot), rank]]
+        require(shapes == ours, f"{halves} have the shapes {shapes}, but r and the model need {ours}")
+        a, b = a.to(like), (scale * b).to(like)
+        require(all(half.isfinite().all() for half in (a, b)), f"{halves} are not finite in {like.dtype}")
+        matrix = name[len("model.") : -len(".weight")].replace(projection, FUSED.get(projection, projection))
+        parts.setdefault(matrix, []).append((a, b, slot.storage_offset() // slot.shape[1]))
+    require(not weights, f"{sorted(weights)[:4]} are no projections of this model's layers: leave them out")
+    require(len(parts) > 0, "adapter_model.safetensors has no weights")
+    return parts
+
+
+class LoraRunner(ModelRunner):
+    """A `ModelRunner` with adapters. `rows`: name → int64 [its tokens], its rows of the flat batch."""
+
+    def make_model(self, config: Any, *args: Any) -> Model:
+        """The model, with a hook on each linear that adapters change. Raises ValueError for a bad one."""
+        model, folders = load_model(config, *args), getattr(config, "lora_modules", {})
+        slots = _weight_slots(Model(model.config)) if folders else {}  # of weights without memory
+        matrices: dict[str, dict[str, list[Part]]] = {}  # matrix → adapter → what it adds
+        for adapter, folder in folders.items():
+            try:
+                for matrix, parts in read_adapter(folder, slots, model.embed_tokens.weight).items():
+                    matrices.setdefault(matrix, {})[adapter] = parts
+            except (OSError, SafetensorError, TypeError, ValueError) as error:
+                raise ValueError(f"adapter {adapter!r} in {folder} cannot be used: {error}") from error
+        for matrix, by_adapter in matrices.items():
+            model.get_submodule(matrix).register_forward_hook(partial(self.add, by_adapter))
+        # A GPU measures its memory with each adapter on all rows of the largest step.
+        self.rows = dict.fromkeys(folders, torch.arange(config.max_num_batched_tokens, device=self.device))
+        return model
+
+    def make_attention(self, *args: Any) -> Any:
+        """As before. It is called when the memory is measured, and before CUDA graphs are recorded."""
+        self.rows = {}
+        return make_attention(*args)
+
+    def add(self, by_adapter: dict[str, list[Part]], _: nn.Module, x: tuple[Tensor], y: Tensor) -> None:
+        """Add scale · B (A x) to y [num_tokens, out_features] in place; x[0] is [num_tokens, in_features]."""
+        for adapter in self.rows.keys() & by_adapter.keys():
+            rows = self.rows[adapter]
+            its_x = x[0][rows]
+            for a, b, first in by_adapter[adapter]:
+                y[:, first : first + len(b)].index_add_(0, rows, its_x @ a.T @ b.T)
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """As `ModelRunner.execute`. A batch with adapters is not replayed from a CUDA graph."""
+        first, rows, graphs = 0, dict[str, list[int]](), self.graphs
+        for seq in batch.sequences:
+            _, mark, adapter = seq.request.cache_salt.partition(MARK)
+            if mark:
+                rows.setdefault(adapter.decode(), []).extend(range(first, first + seq.num_scheduled_tokens))
+            first += seq.num_scheduled_tokens
+        self.rows = {adapter: torch.tensor(rows[adapter], device=self.device) for adapter in rows}
+        self.graphs = None if rows else graphs
+        try:
+            return super().execute(batch)
+        finally:
+            self.rows, self.graphs = {}, graphs
+
+
+class LoraPrompts(PromptProcessor):
+    """A `PromptProcessor` for prompts with an adapter: {"prompt": text, "adapter": name}."""
+
+    def make_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> Request:
+        """As `PromptProcessor.make_request`. Raises ValueError if there is no adapter of this name."""
+        adapter, names = None, getattr(self.config, "lora_modules", {})
+        if isinstance(prompt, Mapping):
+            adapter, prompt = prompt.get("adapter"), {k: v for k, v in prompt.items() if k != "adapter"}
+        if adapter is not None and not (isinstance(adapter, str) and adapter in names):
+            way_out = "name one of them, or leave 'adapter' out for the model itself"
+            raise ValueError(f"no adapter is named {adapter!r}: there are {sorted(names)}; {way_out}")
+        request = super().make_request(request_id, prompt, params)
+        request.cache_salt += MARK + adapter.encode() if adapter is not None else b""
+        return request
+
+
+class LoraEngine(LLMEngine):
+    """An `LLMEngine` whose requests have adapters."""
+
+    make_config, make_runner = LoraConfig, LoraRunner
+
+    def __init__(self, config: nanopaged.EngineConfig, runner: Runner | None = None) -> None:
+        super().__init__(config, runner)
+        limits = self.vocab_size, self.runner.num_blocks, self.prompts.eos_token_ids
+        self.prompts = LoraPrompts(self.config, self.tokenizer, *limits)
+
+
+class LLM(nanopaged.LLM):
+    """`nanopaged.LLM` with adapters."""
+
+    engine_class = LoraEngine
+
+    @with_hints(SamplingParams)
+    def generate(
+        self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """As `nanopaged.LLM.generate`. Of a tokenizer's output it reads nothing but the tokens."""
+        if isinstance(prompts, Mapping) and "input_ids" in prompts:
+            what = f"the adapter {prompts.get('adapter')!r} is beside 'input_ids'"
+            require("adapter" not in prompts, f"{what}: give {{'prompt_token_ids': …, 'adapter': …}}")
+        return super().generate(prompts, sampling_params, use_tqdm)

@@ -1,0 +1,172 @@
+"""Priority scheduling with ageing: an urgent request is served first, and may preempt others when it arrives.
+
+    from priority import LLM, SamplingParams  # in docs/forks/priority
+
+    llm = LLM(priority_ageing=10.0)
+    llm.generate("ROMEO:", SamplingParams(priority=-1))  # as in vLLM: smaller is served first, 0 by default
+
+The place of a request in the order of service is computed once, when it begins to wait:
+
+    rank = priority + arrival time / ageing          ageing in seconds; None: the priority alone
+
+    ageing = 10    a: priority 2, arrived at  0 s    2 +  0 / 10 = 2.0    second
+                   b: priority 0, arrived at 15 s    0 + 15 / 10 = 1.5    first
+                   c: priority 0, arrived at 25 s    0 + 25 / 10 = 2.5    third
+
+All requests age alike, one step of priority in every `ageing` seconds, so the order of two requests never
+changes and nothing is computed again. The bound: b overtakes a only if it arrives less than
+(2 - 0) * 10 = 20 seconds after a. Later ones do not, however many they are.
+
+Before each step, the first waiting request may preempt running ones that come after it in this order: the
+last ones, no more than needed, and none if even all of them would not make room. Nothing is scheduled yet at
+that moment, so no victim has work in the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import nanopaged
+from nanopaged.block_manager import blocks_to_grow
+from nanopaged.config import number, option, optional, require, whole
+from nanopaged.engine import LLMEngine, Runner
+from nanopaged.scheduler import Scheduler
+from nanopaged.sequence import Request, ScheduledBatch
+
+MOST = 1 << 31  # priorities from -MOST to MOST: they are added to times, as floats
+
+
+def priority_rule(name: str, value: Any) -> int:
+    """The rule of the option `priority`: a whole number from -MOST to MOST."""
+    value = whole(-MOST)(name, value)
+    require(value <= MOST, f"{name} is {value}, but must be at most {MOST}: only the order counts")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams(nanopaged.SamplingParams):
+    """`nanopaged.SamplingParams` with a priority.
+
+    Fields:
+        priority: a smaller one is served first. Requests with the engine's own params have 0.
+    """
+
+    priority: int = option(0, priority_rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams(nanopaged.BeamSearchParams):
+    """`nanopaged.BeamSearchParams` with a priority, see `SamplingParams`."""
+
+    priority: int = option(0, priority_rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriorityConfig(nanopaged.EngineConfig):
+    """`nanopaged.EngineConfig` with ageing.
+
+    Fields:
+        priority_ageing: seconds of waiting that are worth one step of priority, so that no request waits for
+            ever. None: no number of seconds is, as in vLLM.
+    """
+
+    priority_ageing: float | None = option(None, optional(number(1e-3, 1e9, " (seconds)")))
+
+
+class PriorityScheduler(Scheduler):
+    """Serves smaller priorities first, and preempts running requests for waiting ones before them.
+
+    Attributes:
+        ageing: seconds that are worth one step of priority, or None.
+        rank: as in `Scheduler`; any other order may be set, too. It must not change while a request waits.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.ageing: float | None = None  # `PriorityEngine` sets it
+        self.rank = self.by_priority
+
+    def by_priority(self, request: Request) -> tuple[float, float]:
+        """(priority, worsened by a late arrival; time of arrival), see the top of this file."""
+        priority = getattr(request.params, "priority", 0)  # the engine's own params have none
+        late = 0.0 if self.ageing is None else request.arrival_time / self.ageing
+        return priority + late, request.arrival_time
+
+    def schedule(self) -> ScheduledBatch:
+        """As `Scheduler.schedule`, after urgent requests have been admitted."""
+        urgent = ScheduledBatch()  # only what was preempted and admitted: no tokens are scheduled in it
+        self._admit_urgent(urgent)
+        batch = super().schedule()
+        batch.admitted[:0] = urgent.admitted
+        batch.preempted[:0] = urgent.preempted
+        batch.swap_out[:0] = urgent.swap_out
+        return batch
+
+    def _admit_urgent(self, batch: ScheduledBatch) -> None:
+        """Admit the first waiting requests that come before a running one, which may be preempted for them.
+
+        They then stand among the running requests in order of rank, and get their tokens in that order.
+        """
+        while self.waiting:
+            request = self.waiting[0]
+            later = [other for other in self.running if other.rank > request.rank]
+            if not later or request.is_swapped:  # no swap-in may come before the last swap-out of a step
+                return
+            ahead = self.running[: -len(later)]
+            left = sum(seq.num_tokens - seq.num_computed_tokens for other in ahead for seq in other.live)
+            budget, look_up = self.max_num_batched_tokens - left, not request.wants_prompt_logprobs
+            if budget <= 0 or not (self.enable_chunked_prefill or self._fits_whole(request, look_up, budget)):
+                return  # it would get no tokens in this step, so it can wait
+            if not self._fits_without(later, request):
+                return  # nothing is preempted in vain
+            victims: list[Request] = []
+            while not self._fits_without(victims, request):
+                victims.append(later.pop())
+            for victim in victims:
+                self.running.remove(victim)
+                self._preempt(victim, batch)
+            del self.waiting[self.waiting.index(request)]
+            admitted = self._admit(request, budget, batch)
+            assert admitted, "requests were preempted for one that does not fit"
+
+    def _fits_without(self, victims: list[Request], request: Request) -> bool:
+        """Whether `request` could be admitted if the `victims` were preempted. Changes nothing.
+
+        The others must have room for their next tokens, too, or `schedule` would preempt one of them, or
+        `request` itself, in this very step.
+
+            10 blocks: 4 and 3 belong to requests that stay, one of which needs a new block now, and the
+            watermark is 1: up to 10 - 7 - 1 - 1 = 1 block is left for `request`
+        """
+        manager, size = self.block_manager, self.block_size
+        others = [other for other in self.running if other not in victims]
+        if sum(other.num_seqs for other in others) + request.num_seqs > self.max_num_seqs:
+            return False
+        tables = {other: [seq.block_table for seq in other.live] for other in others}
+        in_use = {block_id for each in tables.values() for table in each for block_id in table}
+        growth = sum(blocks_to_grow(other.live, each, size) for other, each in tables.items())
+        num_reserved = growth + (self.num_watermark_blocks if others else 0)
+        # As `BlockManager.allocate` counts: a block for each distinct key, and the last one of each sequence.
+        keys = {key for seq in request.live for key in manager.keys_of(seq, (seq.num_tokens - 1) // size)}
+        look_up = not request.wants_prompt_logprobs
+        hits = {block_id for seq in request.live if look_up for block_id in manager.find_prefix(seq)}
+        num_needed = len(keys) - len(hits & in_use) + len(request.live)
+        return num_needed <= manager.num_blocks - len(in_use) - num_reserved
+
+
+class PriorityEngine(LLMEngine):
+    """An `LLMEngine` that serves requests in order of priority."""
+
+    make_config = PriorityConfig
+    make_scheduler = PriorityScheduler
+
+    def __init__(self, config: nanopaged.EngineConfig, runner: Runner | None = None) -> None:
+        super().__init__(config, runner)
+        self.scheduler.ageing = getattr(config, "priority_ageing", None)  # None of a plain EngineConfig
+
+
+class LLM(nanopaged.LLM):
+    """`nanopaged.LLM` whose requests have a priority."""
+
+    engine_class = PriorityEngine

@@ -1,0 +1,221 @@
+"""Sparse pages: a generated token attends to few pages of its context (Quest, arXiv 2406.10774).
+
+    llm = LLM("Qwen/Qwen3-0.6B", num_pages_read=32)  # of this file; its other options are nanopaged's
+
+A page is a block. Its bounds are the minimum and the maximum of its keys, number by number. A query q times
+the maximum where q is positive, else the minimum, is at least its product with any key of the page.
+
+    keys of a page   (1, 5) (3, -2)     minimum (1, -2)   maximum (3, 5)
+    q = (2, -1)      products -3, 8     bound   2·3 + -1·-2 = 8
+
+In each layer and KV head, the `num_pages_read` pages with the largest bounds are read; the last page, which
+may be partial, is always one of them. All K/V is kept: another token may read other pages. Tokens of a prompt
+attend to all tokens before them.
+
+The bounds lie in the KV cache, in planes behind the layers': a block is copied, swapped and found with them.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import nanopaged
+from nanopaged.attention.metadata import AttentionMetadata, gather_groups
+from nanopaged.attention.torch_backend import TorchAttention
+from nanopaged.block_manager import BlockManager
+from nanopaged.config import one_of, option, require, whole
+from nanopaged.engine import LLMEngine
+from nanopaged.kv_cache import KVCache, KVShape, to_device
+from nanopaged.model_runner import ModelRunner
+from nanopaged.sequence import ScheduledBatch, Sequence, StepResult
+
+MOST_PAGES = 1 << 30  # more than any context has
+
+
+def pages(name: str, value: Any) -> int:
+    """The rule of `num_pages_read`."""
+    num = whole(1)(name, value)
+    require(num <= MOST_PAGES, f"{name} is {num}, but must be at most {MOST_PAGES}, which reads all pages")
+    return num
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestConfig(nanopaged.EngineConfig):
+    """With the option `num_pages_read`: blocks that a generated token attends to, in each layer and KV head.
+
+    Raises ValueError if it is out of range, the backend is not "auto" or "torch", or there are ranks.
+    """
+
+    num_pages_read: int = option(16, pages)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("auto", "torch")("attention_backend with num_pages_read", self.attention_backend)
+        # Also for what measures the memory: the largest step prefills as TorchAttention does.
+        object.__setattr__(self, "attention_backend", "torch")
+        what = f"tensor_parallel_size is {self.tensor_parallel_size}, but num_pages_read needs 1: lower it"
+        require(self.tensor_parallel_size == 1, what)  # other ranks do not know where prompts end
+
+
+@dataclass
+class Rows:
+    """Tokens that choose their pages, as int64 tensors."""
+
+    tokens: Tensor  # [num_rows], in the flat batch
+    tables: Tensor  # [num_rows, most pages], filled up with any block of the sequence
+    context_lens: Tensor  # [num_rows], keys up to the token's own
+    num_pages: Tensor  # [num_rows], that each reads
+
+
+class QuestAttention(TorchAttention):
+    """`TorchAttention`, in which a generated token reads the `num_pages_read` best pages of each KV head.
+
+    Where the prompt ends decides this, not what is computed together: a token of a prompt that is computed
+    alone reads all pages, and generated tokens that a preempted request computes again choose theirs.
+    """
+
+    def __init__(self, cache: KVCache, scale: float, num_layers: int, num_pages_read: int) -> None:
+        super().__init__(cache, scale)
+        self.num_layers, self.num_pages_read = num_layers, num_pages_read
+        self.prompt_lens: list[int] = []  # of each sequence of the batch, set before `begin_step`
+
+    def bounds(self, layer: int) -> Tensor:
+        """[num_blocks, 2 (minimum, maximum), num_kv_heads, head_dim]: blocks that are not full have none.
+
+        28 layers, blocks of 16: the bounds of layer 20 lie in plane 28 + 1, where slot 20 - 16 = 4 would be.
+        """
+        plane, offset = divmod(layer, self.cache.block_size)
+        return self.cache.data[:, self.num_layers + plane, :, :, offset]
+
+    def begin_store(self, metadata: AttentionMetadata) -> None:
+        """Note also which blocks become full: their last slot is written. A partial block is always read."""
+        super().begin_store(metadata)
+        blocks, offsets = np.divmod(metadata.slot_mapping, self.cache.block_size)
+        self.full = to_device(blocks[offsets == self.cache.block_size - 1], self.device)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store K/V, then the bounds of the blocks that are full now."""
+        super().store(layer, k, v)
+        keys = self.layers[layer][0][self.full]
+        self.bounds(layer)[self.full] = torch.stack(keys.aminmax(dim=2), dim=1)
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        """Find the tokens that choose pages: all decodes, and the generated tokens in prefills."""
+        self.num_decodes, size = metadata.num_decodes, self.cache.block_size
+        self.begin_store(metadata)
+        self.begin_prefills(metadata)
+        rows, first = [], 0
+        lens = zip(metadata.query_lens.tolist(), metadata.context_lens.tolist(), strict=True)
+        for i, (query_len, end) in enumerate(lens):
+            start, prompt_len = end - query_len, self.prompt_lens[i]
+            for position in range(start if i < self.num_decodes else max(start, prompt_len), end):
+                table = metadata.block_tables[i][: position // size + 1]
+                num_pages = self.num_pages_read if position >= prompt_len else len(table)
+                rows.append((first + position - start, table, position + 1, min(num_pages, len(table))))
+            first += query_len
+        # What is gathered for a row: the keys of its pages, and the bounds of each page of its context.
+        num_keys = np.array([num_pages * size + len(table) for _, table, _, num_pages in rows])
+        self.rows = [self.pack(rows[group]) for group in (gather_groups(num_keys) if rows else [])]
+
+    def pack(self, rows: list[tuple[int, list[int], int, int]]) -> Rows:
+        """Rows on the device, of (token, table, context length, pages to read)."""
+        tokens, tables, *lens = zip(*rows, strict=True)
+        tables = [table + table[:1] * (max(map(len, tables)) - len(table)) for table in tables]
+        return Rows(*(to_device(np.array(x), self.device) for x in (tokens, tables, *lens)))
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One layer: store, prefill as always, then compute the tokens that choose their pages."""
+        self.store(layer, k, v)
+        out, n = torch.empty_like(q), self.num_decodes
+        if n < len(q):
+            out[n:] = self.prefill(layer, q[n:], k[n:], v[n:])
+        for rows in self.rows:
+            queries = q[rows.tokens].unflatten(1, (self.cache.shape.num_kv_heads, -1))
+            out[rows.tokens] = self.read(layer, queries, self.choose(layer, queries, rows), rows)
+        return out
+
+    def upper_bounds(self, layer: int, q: Tensor, tables: Tensor) -> Tensor:
+        """At least q · k for all keys of a page and queries of a group: float32 [rows, num_kv_heads, pages].
+
+        Args: q: [rows, num_kv_heads, group, head_dim]. tables: [rows, pages].
+        """
+        low, high = self.bounds(layer)[tables].float().permute(2, 0, 3, 1, 4)
+        q = q.float()
+        return (q.clamp(min=0) @ high.mT + q.clamp(max=0) @ low.mT).amax(2)
+
+    def choose(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
+        """The pages to read, int64 [num_rows, num_kv_heads, most pages to read]: the last, then the best."""
+        bounds = self.upper_bounds(layer, q, rows.tables)  # [num_rows, num_kv_heads, pages]
+        numbers = torch.arange(bounds.shape[-1], device=self.device)
+        last = (rows.context_lens[:, None, None] - 1) // self.cache.block_size
+        bounds = bounds.masked_fill(numbers == last, math.inf).masked_fill(numbers > last, -math.inf)
+        # Stable, so that of equal bounds the first page is taken, in any batch. (`topk` takes any of them.)
+        return bounds.sort(dim=-1, descending=True, stable=True).indices[..., : int(rows.num_pages.max())]
+
+    def read(self, layer: int, q: Tensor, chosen: Tensor, rows: Rows) -> Tensor:
+        """Attention to the chosen pages → [num_rows, num_heads, head_dim]."""
+        size, (num_heads, num_pages) = self.cache.block_size, chosen.shape[1:]
+        heads = torch.arange(num_heads, device=self.device)[:, None]
+        blocks = rows.tables[:, None].expand(-1, num_heads, -1).gather(2, chosen)
+        keys, values = (x[blocks, heads].flatten(2, 3) for x in self.layers[layer])
+        positions = chosen[..., None] * size + torch.arange(size, device=self.device)
+        too_many = torch.arange(num_pages, device=self.device) >= rows.num_pages[:, None]
+        unseen = (positions >= rows.context_lens[:, None, None, None]) | too_many[:, None, :, None]
+        scores = (q * self.scale @ keys.mT).masked_fill(unseen.flatten(2)[:, :, None], -math.inf)
+        return (scores.softmax(-1) @ values).flatten(1, 2)
+
+
+class QuestRunner(ModelRunner):
+    """A `ModelRunner` with `QuestAttention`, over a KV cache with bounds."""
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        require(isinstance(config, QuestConfig), f"{config} has no num_pages_read: make a QuestConfig")
+        self.num_pages_read = config.num_pages_read
+        super().__init__(config, *args, **options)
+
+    def make_shape(self, num_layers: int, *sizes: Any) -> KVShape:
+        """With planes for the bounds, each for those of `block_size` layers: 28 layers and 2 planes."""
+        self.num_layers = num_layers
+        return KVShape(num_layers + -(-num_layers // self.block_size), *sizes)
+
+    def make_attention(self, _: str, kv_cache: KVCache, scale: float) -> QuestAttention:
+        """The attention of this file."""
+        return QuestAttention(kv_cache, scale, self.num_layers, self.num_pages_read)
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """As `ModelRunner.execute`."""
+        self.attention.prompt_lens = [seq.request.num_prompt_tokens for seq in batch.sequences]
+        return super().execute(batch)
+
+
+class QuestBlockManager(BlockManager):
+    """A `BlockManager` whose keys tell where the prompt ends, since a generated token has other K/V."""
+
+    def keys_of(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+        """As before; the first block with a generated token has the prompt's length in its key.
+
+        block_size = 2    a prompt a b c, then d e    keys  (a b)    SHA-256(a b)·(c d)·3
+        """
+        prompt_len = seq.request.num_prompt_tokens
+        end = prompt_len // self.block_size
+        if len(seq.block_keys) <= end < num_blocks:
+            super().keys_of(seq, end + 1)
+            seq.block_keys[end] += array("q", [prompt_len]).tobytes()
+        return super().keys_of(seq, num_blocks)
+
+
+class QuestEngine(LLMEngine):
+    """An `LLMEngine` with sparse pages."""
+
+    make_config, make_runner, make_block_manager = QuestConfig, QuestRunner, QuestBlockManager
+
+
+class LLM(nanopaged.LLM):
+    engine_class = QuestEngine

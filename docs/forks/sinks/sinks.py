@@ -1,0 +1,237 @@
+"""Attention sinks and a sliding window: the memory of a long text is bounded.
+
+    llm = LLM(window=252, num_sink_tokens=4, num_blocks=30, max_num_batched_tokens=128)
+
+A token attends to the first `num_sink_tokens` tokens, the sinks, and to the last `window` tokens including
+itself (StreamingLLM, arXiv 2309.17453). A block that no later token sees is given back, and leaves a hole in
+the block table. 2 sinks, window 6, blocks of 4, and 15 tokens computed:
+
+    position       0 1 2 3 │ 4 5 6 7 │ 8 9 10 11 │ 12 13 14 15    15 is next; it sees 0, 1 and 10 to 15
+    block table       7    │    _    │     5     │      2         7 has the sinks; 4 to 7 are a hole
+
+Attention gets the table without holes, [7, 5, 2], and a context 4 tokens shorter: K has its rotary position
+already, and only differences matter. A step makes room for the tokens that it may compute, not for a whole
+prompt. So a sequence holds blocks for sinks, window and `max_num_batched_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+import nanopaged
+from nanopaged.attention import make_attention
+from nanopaged.attention.metadata import StepInputs
+from nanopaged.block_manager import Block, BlockManager, blocks_needed
+from nanopaged.config import EngineConfig, one_of, option, require, whole
+from nanopaged.model_runner import ModelRunner
+from nanopaged.outputs import EngineStats
+from nanopaged.scheduler import Scheduler
+from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
+from nanopaged.snapshot import check_blocks, check_host_blocks, engine_stats
+from nanopaged.swap import Move, Swapper
+
+HOLE = -1  # in a block table: the block that stood here was given back
+
+
+def backend_rule(name: str, value: Any) -> str:
+    """The rule of `attention_backend`: "auto" is "torch", since the kernels take no mask."""
+    value = one_of("auto", "torch", "reference")(name, value)
+    return "torch" if value == "auto" else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkConfig(EngineConfig):
+    """The options of an engine, and two more. Raises ValueError for those that do not go with them.
+
+    Fields:
+        window: tokens that a token sees, itself included: at least 2.
+        num_sink_tokens: tokens at the beginning that all tokens see.
+    """
+
+    window: int = option(252, whole(2))
+    num_sink_tokens: int = option(4, whole(0))
+    attention_backend: str = option("auto", backend_rule)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, only in (("tensor_parallel_size", 1), ("trace", None)):
+            value = getattr(self, name)
+            require(value == only, f"{name} is {value!r}, but with a window it must be {only}: leave it out")
+
+
+class SinkBlocks(BlockManager):
+    """Block tables with holes, which have no references. They reach as far as the next step can compute."""
+
+    def __init__(self, *pool: Any, config: Any) -> None:
+        super().__init__(*pool)
+        self.window, self.chunk = config.window, config.max_num_batched_tokens
+        self.num_sink_blocks = blocks_needed(config.num_sink_tokens, self.block_size)
+
+    def unseen(self, num_computed_tokens: int) -> range:
+        """The rows of a table that no later token sees: above, with 15 tokens computed, row 1."""
+        first_seen = max(0, num_computed_tokens - self.window + 1) // self.block_size
+        return range(self.num_sink_blocks, max(self.num_sink_blocks, first_seen))
+
+    def slide(self, seq: Sequence) -> None:
+        """Give back what no later token sees. The table is a new list: a runner may know the old one."""
+        rows, table = self.unseen(seq.num_computed_tokens), seq.block_table
+        if rows and table[rows[-1]] != HOLE:
+            for row in rows:
+                self.release(table[row])
+            seq.block_table = [*table[: rows.start], *[HOLE] * len(rows), *table[rows.stop :]]
+
+    def share(self, block_id: int) -> None:
+        if block_id != HOLE:
+            super().share(block_id)
+
+    def release(self, block_id: int) -> None:
+        if block_id != HOLE:
+            super().release(block_id)
+
+    def head(self, seq: Sequence) -> Sequence:
+        """A copy as if the holes were not, which ends with the next step: above, 11 tokens in [7, 5, 2]."""
+        head, num_gone = copy(seq), len(self.unseen(seq.num_computed_tokens)) * self.block_size
+        head.block_table = [block_id for block_id in seq.block_table if block_id != HOLE]
+        head.token_ids = seq.token_ids[num_gone : seq.num_computed_tokens + self.chunk]
+        head.num_computed_tokens -= num_gone
+        return head
+
+    def on_heads(self, operation: Callable[[Any], Any], sequences: list[Sequence]) -> Any:
+        """Let an operation of the engine change heads; the sequences get their tables, with the holes."""
+        heads = [self.head(seq) for seq in sequences]
+        result = operation(heads)
+        for seq, head in zip(sequences, heads, strict=True):
+            rows, table = self.unseen(seq.num_computed_tokens), head.block_table
+            holes = [HOLE] * len(rows) if table else []
+            seq.block_table = table[: rows.start] + holes + table[rows.start :]
+            seq.host_table = head.host_table
+            seq.num_computed_tokens = head.num_computed_tokens + len(rows) * self.block_size
+        return result
+
+    def append_slots(self, sequences: list[Sequence]) -> list[tuple[int, int]] | None:
+        return self.on_heads(super().append_slots, sequences)
+
+    def allocate(self, sequences: list[Sequence], look_up: bool = True, num_reserved: int = 0) -> bool:
+        limits = {"look_up": look_up, "num_reserved": num_reserved}
+        if not self.on_heads(partial(super().allocate, **limits), sequences):
+            return False
+        for seq in sequences:  # what the prefix cache had counts as computed, so the step goes further
+            self.slide(seq)
+        if self.append_slots(sequences) is None:
+            for seq in sequences:
+                self.free(seq)
+        return bool(sequences[0].block_table)
+
+
+class SinkSwapper(Swapper):
+    """Host tables have no holes: the number of computed tokens says where they are."""
+
+    block_manager: SinkBlocks
+
+    def swap_out(self, request: Request) -> list[Move] | None:
+        move: Any = super().swap_out
+        return self.block_manager.on_heads(lambda heads: move(SimpleNamespace(live=heads)), request.live)
+
+    def swap_in(self, request: Request, num_reserved: int = 0) -> list[Move] | None:
+        move: Any = partial(super().swap_in, num_reserved=num_reserved)
+        return self.block_manager.on_heads(lambda heads: move(SimpleNamespace(live=heads)), request.live)
+
+
+class SinkScheduler(Scheduler):
+    """A scheduler whose tables slide after each step, also those of siblings that wait."""
+
+    block_manager: SinkBlocks
+
+    def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
+        advanced = super().update(batch, result)
+        for seq in [seq for request in self.running for seq in request.live]:
+            self.block_manager.slide(seq)
+        return advanced
+
+
+class SinkRunner(ModelRunner):
+    """A model whose attention sees sinks and window."""
+
+    def __init__(self, config: Any, *others: Any) -> None:
+        self.window, self.num_sink_tokens = config.window, config.num_sink_tokens
+        self.make_attention = partial(make_attention, score_mod=self.mask)
+        super().__init__(config, *others)
+
+    def mask(self, layer: int, scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """The `score_mod`. Positions count without holes, which changes no difference within the window."""
+        hidden = (keys >= self.num_sink_tokens) & (keys <= queries - self.window)
+        return scores.masked_fill(hidden, float("-inf"))
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """As `ModelRunner`. Slots and rotary positions are known; attention gets tables without holes."""
+        metadata, tables = inputs.metadata, inputs.metadata.block_tables
+        num_gone = [table.count(HOLE) * self.block_size for table in tables]
+        tables = [[block_id for block_id in table if block_id != HOLE] for table in tables]
+        metadata = replace(metadata, block_tables=tables, context_lens=metadata.context_lens - num_gone)
+        return super().forward(replace(inputs, metadata=metadata))
+
+
+class SinkEngine(nanopaged.LLMEngine):
+    """An engine whose sequences hold blocks for sinks, window and one step."""
+
+    make_config, make_scheduler, make_runner = SinkConfig, SinkScheduler, SinkRunner
+
+    def make_block_manager(self, *pool: Any) -> SinkBlocks:
+        return SinkBlocks(*pool, config=self.config)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.scheduler.swapper = SinkSwapper(self.block_manager, self.runner.num_host_blocks)
+        self.prompts.num_blocks = 1 << 60  # a text may be longer than the pool: `queue` knows what it holds
+
+    def queue(self, request: Request) -> None:
+        """As `LLMEngine`. Raises ValueError for a request that may hold more blocks than there are.
+
+        block_size 4, 2 sinks, window 6, 5 tokens in a step: the first of these sees 5 tokens before it, and
+        10 tokens in a row touch at most 4 blocks. With one for the sinks a sequence needs 5.
+        """
+        manager, length, pool = self.block_manager, request.stop_rules.max_length, self.runner.num_blocks
+        in_window = 1 + blocks_needed(manager.window + manager.chunk - 2, manager.block_size)
+        most = min(manager.num_sink_blocks + in_window, blocks_needed(length - 1, manager.block_size))
+        needed = request.width * most
+        what = f"{request.width} sequence(s) of up to {length} tokens may need {needed} blocks"
+        way_out = "lower max_tokens, max_num_batched_tokens or window, or raise num_blocks"
+        require(needed <= pool, f"{what}, but the whole pool has {pool}: {way_out}")
+        super().queue(request)
+
+    def stats(self) -> EngineStats:
+        """As `LLMEngine`, of tables without holes."""
+        scheduler, head = copy(self.scheduler), self.block_manager.head
+        running: list[Any] = [SimpleNamespace(live=list(map(head, each.live))) for each in scheduler.running]
+        scheduler.running = running
+        return engine_stats(self.num_steps, scheduler)
+
+    def check_invariants(self) -> None:
+        """As `LLMEngine`, with a block for each hole. Holes are the rows that no later token sees."""
+        manager, ids = copy(self.block_manager), count(self.block_manager.num_blocks)
+        running = [copy(seq) for seq in self.scheduler.running_sequences]
+        for seq in running:
+            holes = [row for row, block_id in enumerate(seq.block_table) if block_id == HOLE]
+            assert holes == list(manager.unseen(seq.num_computed_tokens)), f"holes {holes} are wrong"
+            seq.block_table = [next(ids) if block_id == HOLE else block_id for block_id in seq.block_table]
+        manager.num_blocks = next(ids)
+        extra = range(len(manager.blocks), manager.num_blocks)
+        manager.blocks = manager.blocks + [Block(i, ref_count=1) for i in extra]
+        check_blocks(manager, running)
+        live = [manager.head(seq) for request in self.requests.values() for seq in request.live]
+        requests: Any = [SimpleNamespace(live=live)]
+        check_host_blocks(self.scheduler.swapper, requests)
+
+
+class LLM(nanopaged.LLM):
+    """An `LLM` with sinks and a window."""
+
+    engine_class = SinkEngine

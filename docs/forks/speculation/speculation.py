@@ -1,0 +1,203 @@
+"""Speculative decoding by prompt look-up: a step verifies several guesses of a text's next tokens at once.
+
+    llm = speculation.LLM(num_speculative_tokens=4, ngram_size=2)
+
+A decode step reads all weights to compute one token. Here it computes drafts as well: guesses of the next
+tokens. The last `ngram_size` tokens are looked for earlier in the text, and what followed them is proposed.
+
+    tokens        the cat sat on the cat    "the cat" stood at the beginning, and "sat on" followed
+    computed      cat sat on                the last token and two drafts, as a short prefill
+    drawn         sat in and                "sat" is right, so "in" counts; "on" is wrong, so "and" does not
+    new tokens    sat in                    two in one step
+
+A draw depends on the logits, the seed, the output index and the position alone. A token is drawn after each
+draft as the engine would draw it there, and a draft is accepted if it is the token drawn in its place: the
+outputs stay the same. An accepted draft is a step whose forward pass is done: `Scheduler.update` runs once
+more for it, so stop rules, prefix cache and counters need no change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import chain, cycle, islice
+from os.path import commonprefix  # of any lists
+from typing import Any
+
+import numpy as np
+import torch
+
+import nanopaged
+from nanopaged.config import EngineConfig, option, require, whole
+from nanopaged.engine import LLMEngine
+from nanopaged.kv_cache import take_rows
+from nanopaged.model_runner import ModelRunner, prepare
+from nanopaged.sampler import LOGITS_TILE, sample_next_tokens
+from nanopaged.scheduler import Scheduler
+from nanopaged.sequence import NonFiniteLogits, Request, Sample, ScheduledBatch, Sequence, StepResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig(EngineConfig):
+    """The options of an engine with drafts.
+
+    Fields:
+        num_speculative_tokens: drafts of a sequence in a step, at most; 0 makes none.
+        ngram_size: the last tokens that are looked for. Fewer are found more often, and guess worse.
+
+    Raises: as `EngineConfig`; ValueError for drafts with tensor parallelism or a trace.
+    """
+
+    num_speculative_tokens: int = option(4, whole(0, ": 0 makes no drafts"))
+    ngram_size: int = option(2, whole(1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        why = {"tensor_parallel_size": "drafts need 1 rank", "trace": "its page knows one token a decode"}
+        for name, reason in why.items():
+            value, default = getattr(self, name), self.__dataclass_fields__[name].default
+            way_out = f"set it to {default}, or num_speculative_tokens to 0"
+            refused = self.num_speculative_tokens > 0 and value != default
+            require(not refused, f"{name} is {str(value)!r}, but {reason}: {way_out}")
+
+
+@dataclass(slots=True)
+class DraftBatch(ScheduledBatch):
+    """A batch with `drafts`: sequence → guesses of its next tokens, for this step only.
+
+    Slots for them are in its table, but `num_scheduled_tokens` does not count them.
+    """
+
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+
+
+def look_up(ngram_size: int, seq: Sequence, num_drafts: int) -> list[int]:
+    """The tokens that followed the last `ngram_size` ones where they last stood before; [] if they never did.
+
+    The copy may run into itself: ngram_size = 2, tokens 1 2 3 4 1 2, num_drafts = 5: 3 4 1 2 3.
+    """
+    token_ids, tail = seq.token_ids, seq.token_ids[-ngram_size:]
+    for end in range(len(token_ids) - 1, ngram_size - 1, -1):  # behind each earlier place, the latest first
+        if token_ids[end - 1] == tail[-1] and token_ids[end - ngram_size : end] == tail:
+            return list(islice(cycle(token_ids[end:]), num_drafts))
+    return []
+
+
+def with_drafts(seq: Sequence, draft_ids: list[int]) -> Sequence:
+    """The sequence if these drafts are its next tokens. It has the same table, not a copy."""
+    place = seq.num_computed_tokens, seq.num_scheduled_tokens + len(draft_ids), seq.block_table
+    return Sequence(seq.request, seq.token_ids + draft_ids, seq.index, [], [], None, *place)
+
+
+class SpeculatingScheduler(Scheduler):
+    """Adds drafts to the decodes of a step, and accepts those that are right.
+
+    Attributes:
+        propose: (sequence, n) → guesses of its next tokens, n at most; by default `look_up`.
+        num_draft_tokens, num_accepted_tokens: since the engine was made.
+    """
+
+    def __init__(self, config: EngineConfig, *args: Any) -> None:
+        super().__init__(*args)
+        if not isinstance(config, SpeculationConfig):
+            raise TypeError(f"drafts need a SpeculationConfig, got {config!r}")
+        self.num_speculative_tokens = config.num_speculative_tokens
+        self.propose: Callable[[Sequence, int], list[int]] = partial(look_up, config.ngram_size)
+        self.num_draft_tokens = self.num_accepted_tokens = 0
+
+    def schedule(self) -> DraftBatch:
+        """As `Scheduler.schedule`. Drafts take what is left of the budget and of the blocks."""
+        plain = super().schedule()
+        batch = DraftBatch(*(getattr(plain, each.name) for each in fields(plain)))
+        # Memory was set aside for the logits of so many rows (`memory.largest_step`).
+        num_rows = max(self.max_num_seqs, LOGITS_TILE) - sum(request.num_seqs for request in self.running)
+        budget = self.max_num_batched_tokens - sum(seq.num_scheduled_tokens for seq in batch.sequences)
+        for seq in batch.sequences[: batch.num_decodes]:
+            if draft_ids := self.find_drafts(seq, min(num_rows, budget)):
+                batch.drafts[seq] = draft_ids
+                num_rows, budget = num_rows - len(draft_ids), budget - len(draft_ids)
+        return batch
+
+    def find_drafts(self, seq: Sequence, most: int) -> list[int]:
+        """Up to `most` drafts for a decode, with slots in its table; [] if it gets none.
+
+        With 3 tokens left of `max_tokens`, 2 drafts are of use: so they need no more blocks than the text.
+        """
+        if seq.request.is_beam_search or seq.request.awaits_fork:
+            return []
+        most = min(most, self.num_speculative_tokens, seq.request.stop_rules.max_length - 1 - seq.num_tokens)
+        draft_ids = self.propose(seq, most)[:most] if most > 0 else []
+        fits = draft_ids and self.block_manager.append_slots([with_drafts(seq, draft_ids)]) is not None
+        return draft_ids if fits else []
+
+    def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
+        """As `Scheduler.update`, and once more after each accepted draft, whose K/V is in the cache.
+
+        tokens a b c, drafts x y z, samples x y w v: c x y count as computed, and x y w are appended.
+        """
+        drafts = batch.drafts if isinstance(batch, DraftBatch) else {}
+        samples = dict(zip(batch.sequences, result.samples, strict=True))
+        rest: dict[Sequence, list[Sample]] = {}  # of each, the samples that follow right drafts: y w
+        for seq, draft_ids in drafts.items():
+            its = [sample.token_id for sample in samples[seq]]
+            rest[seq] = samples[seq][1 : 1 + len(commonprefix([draft_ids, its]))]
+        first = [its[:1] if seq in rest else its for seq, its in samples.items()]
+        advanced = super().update(batch, StepResult(first, result.prompt_logprobs))
+        while going := [seq for seq, its in rest.items() if its and not seq.finished]:
+            for seq in going:  # one token is scheduled, which is known now; it may fill a block
+                self.block_manager.publish(seq)
+            its = [[rest[seq].pop(0)] for seq in going]
+            advanced += super().update(ScheduledBatch(going), StepResult(its))
+            self.num_accepted_tokens += len(going)
+        for seq, draft_ids in drafts.items():
+            self.block_manager.trim(seq)
+            self.num_draft_tokens += len(draft_ids)
+        return list(dict.fromkeys(advanced))
+
+
+class SpeculatingRunner(ModelRunner):
+    """Computes drafts after the known tokens, and draws a token after each."""
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """As `ModelRunner.execute`; of a sequence with k drafts, there are 1 + k samples."""
+        if not isinstance(batch, DraftBatch) or not batch.drafts:
+            return super().execute(batch)
+        drafts, moves = batch.drafts, (batch.swap_out, batch.swap_in, batch.copies)
+        # With drafts x y, a b x y is a prefill, behind the decodes; tokens follow a b, a b x and a b x y.
+        order = sorted(batch.sequences, key=lambda seq: seq in drafts or seq.num_scheduled_tokens > 1)
+        texts = {seq: [seq] for seq in order}
+        for seq, draft_ids in drafts.items():
+            texts[seq] += [with_drafts(seq, draft_ids[: i + 1]) for i in range(len(draft_ids))]
+        longest = ScheduledBatch([its[-1] for its in texts.values()], batch.num_decodes - len(drafts), *moves)
+        inputs, tiles = prepare(longest, self.block_size)
+        sampling = [its for seq, its in texts.items() if seq.needs_sample]
+        ends = zip(inputs.logit_rows[0], sampling, strict=True)  # with two drafts, row 7 is: rows 5 6 7
+        rows = [end - i for end, its in ends for i in reversed(range(len(its)))]
+        hidden = self.forward(inputs)
+        every, logits = list(chain(*texts.values())), self.model.logits(take_rows(hidden, rows))
+        try:
+            draws = iter(sample_next_tokens(ScheduledBatch(every), logits))
+        except NonFiniteLogits:  # of no text, if they come after a wrong draft: compute again, without drafts
+            blocks, offsets = np.divmod(inputs.metadata.slot_mapping, self.block_size)
+            self.kv_cache.data[blocks, :, :, :, offsets] = 0  # a draft's may be NaN, which decodes read
+            return super().execute(ScheduledBatch(batch.sequences, batch.num_decodes))  # its blocks are moved
+        samples = {seq: list(chain(*islice(draws, len(its)))) for seq, its in texts.items()}
+        return StepResult([samples[seq] for seq in batch.sequences], self.score_prompts(tiles, hidden))
+
+
+class SpeculatingEngine(LLMEngine):
+    """An `LLMEngine` with drafts; its options are a `SpeculationConfig`."""
+
+    make_config, make_runner = SpeculationConfig, SpeculatingRunner
+
+    def make_scheduler(self, *args: Any) -> SpeculatingScheduler:
+        """The scheduler, with the options for drafts."""
+        return SpeculatingScheduler(self.config, *args)
+
+
+class LLM(nanopaged.LLM):
+    """An `LLM` with drafts; its keywords are `SpeculationConfig`'s."""
+
+    engine_class = SpeculatingEngine
