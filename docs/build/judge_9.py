@@ -414,6 +414,34 @@ def test_ranks_as_threads(size: int) -> None:
     check_close(results[0][1], logits, f"On rank 0 of {size} the logits")
 
 
+class Noting:
+    """In the place of the group: notes whether the tensors that it is given are contiguous."""
+
+    def __init__(self) -> None:
+        self.contiguous: list[bool] = []
+
+    def allreduce(self, tensors: list[Tensor], *_: Any) -> Noting:
+        self.contiguous += [x.is_contiguous() for x in tensors]
+        return self
+
+    def gather(self, _outputs: Any, inputs: list[Tensor], *_: Any) -> Noting:
+        return self.allreduce(inputs)
+
+    def wait(self) -> None:
+        """Nothing is exchanged."""
+
+
+def test_what_is_sent_is_contiguous() -> None:
+    ranks, group = Ranks.__new__(Ranks), Noting()  # a rank without the others
+    ranks.rank, ranks.size, ranks.group, ranks.device = 1, 2, group, CPU
+    ranks.gather(torch.arange(6.0).view(2, 3).T)
+    assert group.contiguous, "`gather` on rank 1 calls neither `gather` nor `allreduce` of its group."
+    assert all(group.contiguous), (
+        "`gather` of a transposed x gives the group a tensor that is not contiguous, which not every group "
+        "takes: `x.contiguous()` makes one."
+    )
+
+
 # ── two processes ─────────────────────────────────────────────────────────────────────────────────
 
 
