@@ -78,7 +78,9 @@ def scatter(k: Tensor, block_size: int, rng: random.Random, table: list[int] | N
     """K [KV heads, keys, width] in scattered blocks; all other slots hold NaN. → (cache, block table)."""
     needed = -(-k.shape[1] // block_size)
     table = table or rng.sample(range(needed + 4), needed + 1)  # with one block for tokens to come
-    cache = torch.full((needed + 4, len(k), block_size, k.shape[2]), math.nan, dtype=k.dtype)
+    # Between the K/V of other layers, as in the engine: a view, whose memory is not contiguous.
+    whole = torch.full((needed + 4, 2, 2, len(k), block_size, k.shape[2]), math.nan, dtype=k.dtype)
+    cache = whole[:, 1, 0]
     for p in range(k.shape[1]):
         cache[table[p // block_size], :, p % block_size] = k[:, p]
     return cache, table
@@ -118,10 +120,15 @@ def test_gather_keeps_heads_apart() -> None:
 def test_gather_every_length() -> None:
     rng = random.Random(1)
     for block_size in (1, 4, 16):
-        for num_keys in (1, 3, 4, 5, 16, 17, 33):
+        for num_keys in (1, 3, 4, 5, 16, 17, 33, 700):
             k = torch.randn(2, num_keys, 3)
             cache, table = scatter(k, block_size, rng)
-            got = gather_context(cache, torch.tensor(table), num_keys)
+            before, ids = cache.clone(), torch.tensor(table)
+            got = gather_context(cache, ids, num_keys)
+            is_as_before = (
+                torch.equal(cache.nan_to_num(7.0), before.nan_to_num(7.0)) and ids.tolist() == table
+            )
+            assert is_as_before, "gather_context has changed the cache or the block table: it only copies."
             assert got.shape == k.shape, (
                 f"gather_context of {num_keys} keys in blocks of {block_size}, with the table {table}, gives "
                 f"{list(got.shape)} instead of {list(k.shape)}."
@@ -182,7 +189,7 @@ def test_attend_of_two_sequences() -> None:
 def test_attend_equals_dense_attention() -> None:
     torch.manual_seed(4)
     for before in ((), (3,)):
-        for num_heads, num_rows, num_keys in ((1, 1, 1), (2, 3, 5), (2, 6, 40)):
+        for num_heads, num_rows, num_keys in ((1, 1, 1), (2, 3, 5), (2, 6, 40), (1, 1, 700)):
             for name, mod in MODS.items():
                 q = torch.randn(*before, num_heads, num_rows, 4)
                 k, v = torch.randn(2, *before, num_heads, num_keys, 4)
@@ -230,7 +237,7 @@ def test_attend_in_half_precision() -> None:
 
 def test_attend_to_scores_beyond_exp() -> None:
     """exp(89) is infinite in float32."""
-    for scores in ((1000.0, 990.0), (-1000.0, -1010.0), (0.0, -3e4), (200.0, 0.0)):
+    for scores in ((1000.0, 990.0), (-1000.0, -1010.0), (0.0, -3e4), (200.0, 0.0), (-1e30, -3e30)):
         k, v = torch.tensor(scores).view(1, 2, 1), torch.tensor([4.0, 3.0]).view(1, 2, 1)
         expected = k.double().softmax(1).mul(v).sum(1, keepdim=True)
         got = attend(torch.ones(1, 1, 1), k, v, torch.tensor([[1]]), 2, None)
@@ -253,7 +260,14 @@ def test_the_example_of_the_chapter() -> None:
         (k_cache, _), (v_cache, _) = (
             scatter(x[:, :context_len], 2, random.Random(0), [2, 0, 1]) for x in (k, v)
         )
-        got = reference_paged_attention(q, k_cache, v_cache, [2, 0, 1], context_len, 0.5)
+        table, before = [2, 0, 1], q.clone()
+        got = reference_paged_attention(q, k_cache, v_cache, table, context_len, 0.5)
+        assert table == [2, 0, 1], (
+            f"reference_paged_attention has changed its block table [2, 0, 1] to {table}, the sequence's own."
+        )
+        assert torch.equal(q, before), (
+            f"reference_paged_attention has changed its q from {shown(before)} to {shown(q)}: it only reads."
+        )
         assert got.shape == (1, 4), (
             f"reference_paged_attention of q [1, 4] has the shape {list(got.shape)} instead of [1, 4]."
         )
@@ -280,7 +294,9 @@ def test_each_query_head_has_its_own_sums() -> None:
 
 def test_the_maximum_may_come_in_any_block() -> None:
     """Scores far beyond 88, where exp overflows in float32."""
-    for scores in ((100.0, 200.0, 300.0), (300.0, 200.0, 100.0), (-500.0, -400.0, -450.0), (0.0, 1e4, -1e4)):
+    risen, fallen = (100.0, 200.0, 300.0), (300.0, 200.0, 100.0)
+    low = (-500.0, -400.0, -450.0), (-6e3, -5e3, -5500.0), (-3e30, -1e30, -2e30)
+    for scores in (risen, fallen, (0.0, 1e4, -1e4), *low):
         for block_size in (1, 2):
             k = torch.tensor(scores).view(1, 3, 1)
             v = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1)
@@ -289,7 +305,8 @@ def test_the_maximum_may_come_in_any_block() -> None:
             expected = v.flatten()[k.argmax()].view(1, 1)
             assert close(got, expected), (
                 f"Scores {scores} in blocks of {block_size} with the values 1 2 3: reference_paged_attention "
-                f"gives {shown(got)} instead of {shown(expected)}, the value of the largest score."
+                f"gives {shown(got)} instead of {shown(expected)}, the value of the largest score "
+                "(scores may be far below 0: begin with the lowest finite number)."
             )
 
 
@@ -347,7 +364,18 @@ def test_reference_equals_dense_attention() -> None:
                 k_cache, table = scatter(k, block_size, rng)
                 v_cache, _ = scatter(v, block_size, rng, table)
                 for name, mod in MODS.items():
+                    given = [x.clone() for x in (q, k_cache, v_cache)], list(table)
                     got = reference_paged_attention(q[0], k_cache, v_cache, table, num_keys, 0.7, mod)
+                    for name_of, x, before in zip(
+                        ("q", "k_cache", "v_cache"), (q, k_cache, v_cache), given[0], strict=True
+                    ):
+                        assert torch.equal(x.nan_to_num(7.0), before.nan_to_num(7.0)), (
+                            f"reference_paged_attention has written to its {name_of}: it only reads."
+                        )
+                    assert table == given[1], (
+                        f"reference_paged_attention has changed the block table {given[1]} to {table}: it is "
+                        "the sequence's, so go through it without taking anything out."
+                    )
                     expected = dense(q, k, v, 0.7, mod)[0]
                     assert close(got, expected), (
                         f"reference_paged_attention (keys: {num_keys}, block_size: {block_size}, query "
@@ -372,4 +400,17 @@ def test_reference_in_half_precision() -> None:
     assert close(got, full[0, :1]), (
         f"200 values of 1000 in float16 have the mean 1000; reference_paged_attention gives "
         f"{got[0, 0].item()}: float16 ends at 65504, so add in float32."
+    )
+
+
+def test_sums_of_many_blocks_in_bfloat16() -> None:
+    """In bfloat16 256 + 1 is 256."""
+    k = torch.zeros(1, 600, 1, dtype=torch.bfloat16)
+    v = torch.tensor([0.0] * 300 + [1.0] * 300, dtype=torch.bfloat16).view(1, 600, 1)
+    (k_cache, table), (v_cache, _) = (scatter(x, 1, random.Random(4)) for x in (k, v))
+    got = reference_paged_attention(k[0, :1], k_cache, v_cache, table, 600, 1.0)
+    assert close(got, torch.tensor([[0.5]]), 1e-2), (
+        f"600 keys with equal scores in bfloat16, in blocks of 1, half of the values 0 and half 1, have the "
+        f"mean 0.5; reference_paged_attention gives {got.item()}: l and acc must be float32, because in "
+        "bfloat16 256 + 1 is 256."
     )

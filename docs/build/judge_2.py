@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import traceback
 from collections import Counter
@@ -47,10 +48,21 @@ def refs(manager: BlockManager) -> list[int]:
 def admitted(manager: BlockManager, num_tokens: int) -> Sequence:
     seq, free = sequence(num_tokens), manager.num_free_blocks
     call = f"`allocate` of {num_tokens} tokens, blocks of {manager.block_size}, {free} of them free,"
+    given = [seq]
     with saying(call):
-        done = manager.allocate([seq])
+        done = manager.allocate(given)
     assert done is True, f"{call} gives {done}, not True."
+    check_argument("allocate", given, [seq])
     return seq
+
+
+def check_argument(function: str, given: list[Sequence], before: list[Sequence]) -> None:
+    """The list belongs to the request: `request.live` is passed."""
+    is_as_before = len(given) == len(before) and all(map(operator.is_, given, before))
+    assert is_as_before, (
+        f"`{function}` has changed the list of sequences that it was given, which is the request's own: it "
+        f"had {len(before)} and now has {len(given)}."
+    )
 
 
 # ── take, share, release ──────────────────────────────────────────────────────────────────────────
@@ -76,6 +88,22 @@ def test_free_ids_is_a_stack() -> None:
     manager.release(0)
     again = manager.take()
     assert again == 0, f"block 0 was released last, but the next `take` gives block {again}."
+
+
+def test_take_and_release_change_the_pool_in_place() -> None:
+    manager = pool(3)
+    free_ids, cached = manager.free_ids, manager.cached
+    manager.release(manager.take())
+    publish(manager, block_id := manager.take())
+    manager.release(block_id)
+    manager.share(block_id)
+    assert manager.free_ids is free_ids, (
+        "`take` or `release` has put another list in the place of `free_ids`: a copy takes as many steps as "
+        "the pool has blocks, and `pop` and `append` take one."
+    )
+    assert manager.cached is cached, (
+        "`share` or `release` has put another dictionary in the place of `cached`: change this one."
+    )
 
 
 def test_share_and_release() -> None:
@@ -144,6 +172,62 @@ def test_a_block_with_a_key_is_cached_and_used_again() -> None:
     assert not manager.cached, "`share` of a cached block must remove it from `cached`: it is in use again."
 
 
+def test_several_blocks_are_cached() -> None:
+    """`cached` has the longest unused one first; `share` takes out just the one that it is given."""
+    for used in range(3):
+        manager = pool(4)
+        taken = [manager.take() for _ in range(3)]
+        for block_id in taken:
+            publish(manager, block_id)
+        for block_id in (order := [taken[1], taken[0], taken[2]]):
+            manager.release(block_id)
+        assert list(manager.cached) == order, (
+            f"three blocks with keys were released in the order {order}, but `cached` has "
+            f"{list(manager.cached)}."
+        )
+        manager.share(order[used])
+        left = [block_id for block_id in order if block_id != order[used]]
+        assert list(manager.cached) == left, (
+            f"of the cached blocks {order} `share` was called for {order[used]}, so {left} stay in `cached`, "
+            f"but it has {list(manager.cached)}."
+        )
+
+
+class Evicting(BlockManager):
+    """Its `take` also takes cached blocks, as that of chapter 6 does."""
+
+    def take(self) -> int:
+        if not self.free_ids:
+            block_id, block = self.cached.popitem(last=False)
+            block.key, block.ref_count = None, 0
+            self.index.clear()
+            self.free_ids.append(block_id)
+        return super().take()
+
+
+def test_cached_blocks_count_as_free() -> None:
+    """Three of four blocks are cached, so `num_free_blocks` is 4 and `free_ids` has one."""
+    for num_tokens in (4, 16):
+        manager = Evicting(4, 4, enable_prefix_caching=False)
+        for block_id in [manager.take() for _ in range(3)]:
+            publish(manager, block_id)
+            manager.release(block_id)
+        case = "Of 4 blocks 1 is free and 3 are cached, which can be evicted: `num_free_blocks` is 4."
+        seq = sequence(num_tokens)
+        with saying(f"{case} `allocate` of {num_tokens} tokens in blocks of 4"):
+            done = manager.allocate([seq])
+        assert done is True, (
+            f"{case} `allocate` of {num_tokens} tokens in blocks of 4 gives {done}, not True: compare with "
+            "`num_free_blocks`, and not with the length of `free_ids`."
+        )
+        if num_tokens == 4:
+            copies = grow(manager, seq, 9)
+            assert copies == [], (
+                f"{case} After one is taken, `append_slots` for 3 more blocks gives {copies}, not []: "
+                "compare with `num_free_blocks`, and not with the length of `free_ids`."
+            )
+
+
 # ── allocate ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -201,8 +285,11 @@ def grow(manager: BlockManager, seq: Sequence, num_tokens: int = 1) -> list[tupl
     seq.num_computed_tokens = seq.num_tokens
     seq.token_ids.extend([9] * num_tokens)
     free = manager.num_free_blocks
+    given = [seq]
     with saying(f"`append_slots` for {seq.num_tokens} tokens, table {seq.block_table}, {free} free blocks,"):
-        return manager.append_slots([seq])
+        copies = manager.append_slots(given)
+    check_argument("append_slots", given, [seq])
+    return copies
 
 
 def test_append_slots() -> None:
@@ -288,6 +375,17 @@ def test_trim() -> None:
         )
     assert manager.num_free_blocks == 4, (
         f"after `trim(seq, 0)` all 4 blocks are free, but `num_free_blocks` is {manager.num_free_blocks}."
+    )
+
+
+def test_a_long_table() -> None:
+    manager = pool(200)
+    seq = admitted(manager, 790)
+    table = list(seq.block_table)
+    manager.trim(seq, 10)
+    assert (seq.block_table, manager.num_free_blocks) == (table[:3], 197), (
+        f"`trim(seq, 10)` of a table of 198 blocks of 4 leaves {len(seq.block_table)} blocks in it and "
+        f"{manager.num_free_blocks} of 200 free, not 3 and 197."
     )
 
 

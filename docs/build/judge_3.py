@@ -350,7 +350,7 @@ def test_the_limit_of_sequences() -> None:
     for request in (make_request("a", 3), make_request("b", 3), make_request("two", 3, n=2)):
         scheduler.add(request)
     add(scheduler, ("late", 3))
-    got = list(computed_by(scheduler.schedule()))
+    got = sorted(computed_by(scheduler.schedule()))  # the order of prefills in a batch is free
     assert got == ["a", "b", "two"], (
         "Requests with 1, 1, 2 and 1 outputs wait, and max_num_seqs is 4: a request for 2 outputs counts 2 "
         f"from the start, so the first three are admitted. `schedule` admits {got}."
@@ -423,20 +423,21 @@ def test_the_one_that_needs_a_block_may_be_the_last() -> None:
 
 
 def test_several_are_preempted_for_one() -> None:
-    scheduler = make_scheduler(num_blocks=4)
-    group, b, c = make_request("group", 5, n=2), make_request("B", 3), make_request("C", 3)
-    group.live = [Sequence(group, [0] * 5, index=i, num_computed_tokens=4) for i in range(2)]
+    scheduler = make_scheduler(num_blocks=6)
+    group, *others = make_request("group", 5, n=3), *(make_request(name, 3) for name in "BCD")
+    group.live = [Sequence(group, [0] * 5, index=i, num_computed_tokens=4) for i in range(3)]
     group.sequences = list(group.live)
-    for request in (group, b, c):
+    for rank, request in enumerate((group, *others)):
+        request.rank = rank
         for seq in request.live:
             seq.block_table.append(scheduler.block_manager.free_blocks.pop())
             seq.num_computed_tokens = seq.num_tokens - 1
         scheduler.running.append(request)
     batch = scheduler.schedule()
     preempted, got = [request.request_id for request, _ in batch.preempted], computed_by(batch)
-    assert (preempted, got) == (["C", "B"], {"group": 2}), (
-        "A request with two sequences needs a block for each of them; B and C, after it, have one block "
-        "each, and none is free: first C and then B is preempted, and both sequences compute a token. "
+    assert (preempted, got) == (["D", "C", "B"], {"group": 3}), (
+        "A request with three sequences needs a block for each of them; B, C and D, after it, have one block "
+        "each, and none is free: first D, then C and B are preempted, and all three compute a token. "
         f"Preempted are {preempted}, and the step computes {got}."
     )
 
@@ -454,6 +455,17 @@ def test_none_is_preempted_without_need() -> None:
         f"this step, so it needs no block and keeps its own. Preempted are {preempted}, the step computes "
         f"{got}, and the tables have {tables} blocks, and not [2, 1]."
     )
+
+
+def test_many_requests() -> None:
+    scheduler = make_scheduler(num_blocks=300, budget=400, max_num_seqs=150)
+    add(scheduler, *((str(i), 2) for i in range(151)))
+    for _ in range(2):
+        got = step(scheduler)
+        assert len(got) == 150, (
+            f"151 short prompts come, max_num_seqs is 150, budget and blocks are enough for all: {len(got)} "
+            "requests are served in a step, and not 150."
+        )
 
 
 def test_copies_are_passed_on() -> None:
@@ -481,6 +493,12 @@ class Plain:
     to_generate: int
     computed: int = 0
     blocks: int = 0
+
+
+def settings_of(scheduler: Scheduler) -> dict[str, object]:
+    """What no step changes: the numbers and words of the configuration, and the names of all attributes."""
+    plain = {name: value for name, value in vars(scheduler).items() if isinstance(value, int | str | float)}
+    return plain | {"attributes": sorted(vars(scheduler))}
 
 
 class Queues:
@@ -564,7 +582,7 @@ def test_random_workloads() -> None:
             f"blocks of {size}, {num_blocks} in the pool, budget {budget}, max_num_seqs {max_num_seqs}, "
         )
         options += f"{'chunks' if chunked else 'no chunks'}, {int(watermark * num_blocks)} blocks in reserve"
-        number = 0
+        number, settings = 0, settings_of(scheduler)
         while number <= max(arrivals) or queues.running or queues.waiting:
             for i, (num_prompt, num_output) in enumerate(lengths):
                 if arrivals[i] == number:
@@ -592,4 +610,9 @@ def test_random_workloads() -> None:
             num_preempted += len(preempted)
             finish_step(scheduler, batch)
             queues.update(expected)
+            now = settings_of(scheduler)
+            assert now == settings, (
+                f"{where} The step has changed attributes of the scheduler that must stay: they were "
+                f"{settings}, and are {now}."
+            )
     assert num_preempted > 100, f"The workloads have {num_preempted} preemptions, too few to judge them."

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 
 import pytest
-from judge_2 import saying
+from judge_2 import check_argument, saying
 
 from nanopaged import block_manager
 from nanopaged.block_manager import NO_TOKEN, BlockManager
@@ -40,7 +40,11 @@ def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None)
 
 def allocate(manager: BlockManager, *sequences: Sequence, **options: int) -> bool:
     with saying(f"`allocate` of {[seq.token_ids for seq in sequences]} with {options or 'no options'}"):
-        return manager.allocate(list(sequences), **options)
+        given, tokens = list(sequences), [list(seq.token_ids) for seq in sequences]
+        done = manager.allocate(given, **options)
+    check_argument("allocate", given, list(sequences))
+    assert [seq.token_ids for seq in sequences] == tokens, "`allocate` has changed the tokens of a sequence."
+    return done
 
 
 def admitted(manager: BlockManager, *token_ids: int, computed: bool = True) -> Sequence:
@@ -131,6 +135,24 @@ def test_each_key_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         f"`keys_of(seq, 1)` after `keys_of(seq, 3)` gives {len(shorter)} keys, not 1."
     )
     assert seq.block_keys == third, f"`seq.block_keys` keeps {len(seq.block_keys)} keys, not the 3 computed."
+
+
+def test_a_long_chain() -> None:
+    """Also the hundredth key follows from the one before it, and its block is found."""
+    manager = BlockManager(210, 2)
+    first = admitted(manager, *range(200))
+    keys = manager.keys_of(first, 100)
+    assert len({*keys}) == 100, (
+        f"200 tokens fill 100 blocks of 2, but `keys_of` gives {len({*keys})} different keys."
+    )
+    parents = [key[:32] for key in keys[1:]]
+    assert parents == [sha256(key).digest() for key in keys[:-1]], (
+        "each of 100 keys begins with the hash of the one before it, but not all of `keys_of` do."
+    )
+    found = manager.find_prefix(sequence(*range(200), 7))
+    assert found == first.block_table, (
+        f"all 100 blocks of 200 tokens are published, but `find_prefix` finds {len(found)} of them."
+    )
 
 
 # ── publish and find_prefix ───────────────────────────────────────────────────────────────────────
@@ -383,6 +405,32 @@ def test_siblings_share_the_full_blocks_of_common_prefixes(prefix_caching: bool)
     )
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_later_siblings_share_with_each_other(prefix_caching: bool) -> None:
+    """What the second has in common with the third, and the first has not; also of four and of five."""
+    for width in (3, 4, 5):
+        manager = BlockManager(4 + width, 2, prefix_caching)
+        siblings = family([1, 2, 3, 4, 5], *([1, 2, 7, 8, 10 + i] for i in range(width - 2)), [1, 2, 7, 8, 5])
+        manager.take()  # exactly the blocks that are needed are left
+        call = f"`allocate` of 1 2|3 4|5 and {width - 1} siblings 1 2|7 8|…, {3 + width} free blocks,"
+        with saying(call):
+            done = allocate(manager, *siblings)
+        assert done is True, (
+            f"{call} gives {done}, not True: `1 2`, `3 4` and `7 8` are one block each, and each of the "
+            f"{width} siblings has a last one."
+        )
+        tables = [seq.block_table for seq in siblings]
+        is_shared = len({table[1] for table in tables[1:]}) == 1 and len({table[0] for table in tables}) == 1
+        assert is_shared, (
+            f"{call} makes the tables {tables}: `7 8` is common to all but the first, which share its block."
+        )
+        computed = [seq.num_computed_tokens for seq in siblings]
+        assert computed == [0, 2] + [4] * (width - 2), (
+            f"{call} sets `num_computed_tokens` to {computed}: a shared block counts as computed for all "
+            "but the first that has it."
+        )
+
+
 def test_siblings_keep_their_last_block_even_if_it_is_full() -> None:
     manager = BlockManager(6, 2)
     siblings = family([1, 2, 3, 4], [1, 2, 3, 4])
@@ -410,13 +458,16 @@ def test_siblings_that_do_not_fit_change_nothing() -> None:
     assert tables == [[], [], []], f"`allocate` gave False, but the tables are {tables}, not empty."
 
 
-def test_a_sibling_does_not_evict_what_another_has_found() -> None:
+@pytest.mark.parametrize("more_cached", [[], [7, 8]])
+def test_a_sibling_does_not_evict_what_another_has_found(more_cached: list[int]) -> None:
     manager = BlockManager(5, 1)
-    manager.free(admitted(manager, 1, 2, 3))
+    sequences = [admitted(manager, 1, 2, 3), *(admitted(manager, token_id) for token_id in more_cached)]
+    for seq in sequences:  # `1`, `2` and `3` would be evicted first
+        manager.free(seq)
     siblings = family([1, 8], [1, 2, 3, 9])
     done = allocate(manager, *siblings)
     assert done is True, (
-        f"three blocks are cached and found, two are free: `allocate` gives {done}, not True."
+        f"three blocks are cached and found, two are free or cached, too: `allocate` gives {done}, not True."
     )
     a, b = (seq.block_table for seq in siblings)
     assert len({*a, *b}) == 5, (
@@ -529,7 +580,7 @@ class Pool:
         stem = self.draw_tokens(rng.randint(1, 4 * size))
         siblings = [
             stem[: rng.randint(1, len(stem))] + self.draw_tokens(rng.randint(0, 2 * size))
-            for _ in range(rng.choice([1, 1, 1, 2, 3]))
+            for _ in range(rng.choice([1, 1, 1, 2, 3, 4]))
         ]
         sequences = family(*siblings, salt=rng.choice([b"", b"", b"", b"x"]))
         look_up, num_reserved = rng.random() < 0.9, rng.choice([0, 0, 0, 1, 2])

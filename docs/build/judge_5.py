@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import suppress
 
 import pytest
-from judge_2 import saying
+from judge_2 import check_argument, saying
 
 from nanopaged.beam_search import fork_samples
 from nanopaged.block_manager import BlockManager, blocks_to_grow
@@ -60,7 +60,10 @@ def append_slots(manager: BlockManager, sequences: list[Sequence]) -> Copies | N
     with saying(
         f"`append_slots` for the tables {tables_of(sequences)} with {lengths} tokens and {free} free blocks"
     ):
-        return manager.append_slots(sequences)
+        given = list(sequences)
+        copies = manager.append_slots(given)
+    check_argument("append_slots", given, sequences)
+    return copies
 
 
 def counts(manager: BlockManager) -> list[int]:
@@ -127,6 +130,8 @@ def test_a_fork_and_its_parent_go_different_ways() -> None:
         ([[7, 2], [7, 2], [7, 3]], 5, 1),
         ([[7], [7], [7]], 5, 3),
         ([[7], [7], [7]], 9, 6),
+        ([[7, 2]] * 12, 7, 11),
+        ([[7, 2]] * 5 + [[7, 3]] * 6, 6, 9),
     ],
 )
 def test_blocks_to_grow(tables: list[list[int]], num_tokens: int, expected: int) -> None:
@@ -142,7 +147,7 @@ def test_blocks_to_grow(tables: list[list[int]], num_tokens: int, expected: int)
 # ── append_slots ──────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("width", [2, 3, 4, 12])
 def test_a_shared_block_is_copied_before_it_is_written(width: int) -> None:
     """Exactly as many blocks are free as copies are needed."""
     manager = BlockManager(2 + width - 1, 4)
@@ -151,7 +156,8 @@ def test_a_shared_block_is_copied_before_it_is_written(width: int) -> None:
     draw(siblings)
     copies = append_slots(manager, siblings)
     tables = tables_of(siblings)
-    call = f"`append_slots` for {width} siblings {[full, shared]}, 7 tokens, free blocks of 4: {width - 1},"
+    free = "1 block is free" if width == 2 else f"{width - 1} blocks are free"
+    call = f"`append_slots` for {width} siblings {[full, shared]} with 7 tokens (blocks of 4 slots, {free})"
     assert copies is not None, (
         f"{call} gives None: {width - 1} copies are needed, the last writer needs none."
     )
@@ -218,7 +224,8 @@ def test_without_blocks_for_all_nothing_changes(num_tokens: int) -> None:
     draw(siblings)
     tables, before = tables_of(siblings), (counts(manager), sorted(manager.free_ids))
     copies = append_slots(manager, siblings)
-    call = f"`append_slots` for three siblings {tables[0]}, {num_tokens + 1} tokens, 1 free block of 4,"
+    call = f"`append_slots` for three siblings {tables[0]} with {num_tokens + 1} tokens (blocks of 4 slots, "
+    call += "1 block is free)"
     assert copies is None, f"{call} gives {copies}, not None."
     assert tables_of(siblings) == tables, f"{call} gives None, but the tables are {tables_of(siblings)}."
     after = counts(manager), sorted(manager.free_ids)
@@ -268,7 +275,9 @@ def test_fork_samples() -> None:
     manager = BlockManager(6, 4)
     parent = admitted(manager, 6)
     request, table = parent.request, list(parent.block_table)
-    fork_samples(request, [Sample(20 + i, -1.0 - i) for i in range(3)], manager)
+    samples = [Sample(20 + i, -1.0 - i) for i in range(3)]
+    fork_samples(request, samples, manager)
+    assert len(samples) == 3, f"`fork_samples` was given 3 samples, and has left {len(samples)} in the list."
     siblings = request.sequences
     assert len(siblings) == 3, f"after `fork_samples` with 3 samples there are {len(siblings)} sequences."
     assert [seq.index for seq in siblings] == [0, 1, 2], (

@@ -143,8 +143,20 @@ def test_the_moves_of_a_step(
     swap_out: Moves, swap_in: Moves, copies: Moves, device: list[int], host: list[int]
 ) -> None:
     cache = make_cache()
-    cache.move_blocks(swap_out, swap_in, copies)
-    got = contents(cache.data), contents(cache.host)
+    k, _ = cache.layer(1)  # attention holds such views from the beginning
+    data, at = cache.data, (cache.data.data_ptr(), cache.host.data_ptr())
+    given = [list(swap_out), list(swap_in), list(copies)]
+    cache.move_blocks(*given)
+    assert given == [swap_out, swap_in, copies], (
+        f"move_blocks was given the lists {swap_out}, {swap_in} and {copies}, and has left {given}: they "
+        "belong to the batch, which is counted and drawn afterwards."
+    )
+    got = contents(k), contents(cache.host)
+    is_in_place = cache.data is data and at == (cache.data.data_ptr(), cache.host.data_ptr())
+    assert is_in_place, (
+        "move_blocks has put another tensor in the place of `data` or `host`. Write into the memory that is "
+        "there (`copy_`, `index_copy_` or an assignment to `data[…]`): attention holds views of it."
+    )
     assert got == (device, host), (
         f"Device blocks hold the numbers 0 1 2 3 and host blocks 100 101 102. After move_blocks(swap_out="
         f"{swap_out}, swap_in={swap_in}, copies={copies}) they hold {got[0]} and {got[1]}, and not {device} "
@@ -451,6 +463,24 @@ def test_nothing_computed_is_nothing_to_swap() -> None:
     )
 
 
+def test_each_preemption_is_decided_anew() -> None:
+    """A full host pool is no reason never to swap again."""
+    scheduler, request, _ = preempt("swap", 1, 3, 2)
+    scheduler.swapper = Swapper(scheduler.block_manager, 2)
+    for seq, block_id in zip(request.live, (0, 1), strict=True):
+        scheduler.block_manager.blocks[block_id].ref_count = 1
+        seq.block_table, seq.num_computed_tokens = [block_id], 2
+    scheduler.waiting.remove(request)
+    batch = ScheduledBatch()
+    scheduler._preempt(request, batch)
+    hows = [how for _, how in batch.preempted]
+    assert (hows, scheduler.preemption) == (["swap"], "swap"), (
+        'preemption="swap", and the host pool was too full once. At the next preemption it has room, so the '
+        f"request is swapped; batch.preempted says {hows}, and `preemption` is {scheduler.preemption!r}: no "
+        "decision may stay for the next call."
+    )
+
+
 # ── random round trips ────────────────────────────────────────────────────────────────────────────
 
 
@@ -477,7 +507,7 @@ def draw_family(world: World, rng: random.Random) -> Request | None:
 def test_random_round_trips() -> None:
     """Blocks hold names; after any number of round trips each sequence must find its own names again."""
     num_swapped = 0
-    for seed in range(150):
+    for seed in range(120):
         rng = random.Random(seed)
         world = World(rng.randint(6, 20), rng.randint(2, 20))
         device: dict[int, str] = {}
@@ -501,7 +531,9 @@ def test_random_round_trips() -> None:
                 }
                 before, fits = world.state(request), 0 < len(computed) <= len(world.swapper.free_ids)
                 old = [list(table) for table in tables(request)]
+                live = list(request.live)
                 moves = world.swapper.swap_out(request)
+                assert request.live == live, f"{where} `swap_out` has changed `request.live`."
                 assert (moves is not None) == fits, (
                     f"{where} A request with the tables {old} has {len(computed)} computed blocks, and "
                     f"{len(before[3])} host blocks are free, but `swap_out` returns {moves}."

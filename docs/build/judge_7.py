@@ -188,6 +188,13 @@ def test_each_row_has_its_own_filters() -> None:
             )
 
 
+def test_a_large_vocabulary() -> None:
+    logits = torch.arange(40000.0)[None].flip(1) / 1e4  # token 0 is the most likely one
+    for k in (100, 3000, 35000):
+        got = int((filtered_probs(logits, metadata_of(SamplingParams(top_k=k))) > 0).sum())
+        assert got == k, f"filtered_probs of 40,000 tokens with top_k={k} keeps {got} tokens."
+
+
 def test_random_filters() -> None:
     """Against a model in Python numbers. Rows with a token on the edge of a filter are left out."""
     rng = random.Random(7)
@@ -286,7 +293,7 @@ def test_a_token_of_probability_0_is_never_drawn() -> None:
 
 def test_draws_invert_the_cumulative_distribution() -> None:
     generator = torch.Generator().manual_seed(5)
-    for vocab_size in (1, 2, 7, 255, 256, 257, 512, 1000, 5000):
+    for vocab_size in (1, 2, 7, 255, 256, 257, 512, 1000, 5000, 40000):
         rows = 60
         probs = (torch.randn(rows, vocab_size, generator=generator) * 3).exp()
         probs[torch.rand(rows, vocab_size, generator=generator) < 0.5] = 0.0
@@ -446,5 +453,11 @@ def test_sample_keeps_its_logits() -> None:
     logits = log(FIVE, FIVE)
     before = logits.clone()
     params = SamplingParams(temperature=0.5, top_k=2, top_p=0.9, min_p=0.1, presence_penalty=1.0)
-    sample(logits, metadata_of(params, GREEDY, u=0.5, token_counts={1: 1}, banned_token_ids=[3]))
+    metadata = metadata_of(params, GREEDY, u=0.5, token_counts={1: 1}, banned_token_ids=[3])
+    given = {name: x.clone() for name, x in vars(metadata).items() if isinstance(x, Tensor)}
+    first = sample(logits, metadata)
     assert torch.equal(logits, before), "sample changed the logits that it was given."
+    for name, x in given.items():
+        assert torch.equal(x, getattr(metadata, name)), f"sample changed `metadata.{name}`."
+    again = sample(logits, metadata)
+    assert again == first, f"sample of the same logits and metadata gives {first}, and then {again}."

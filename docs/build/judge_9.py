@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from one_sentence import wall_limit
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ from nanopaged.model.decoder import Linear, Model, allocate
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.parallel import Ranks
 
-SECONDS = 5  # that a rank waits for the other
+SECONDS = wall_limit(4)  # that a rank waits for the other, which must load PyTorch
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(
     vocab_size=11,
@@ -210,10 +211,12 @@ def test_a_linear_layer(ranks: Alone | None, bias: bool, reordered: bool) -> Non
     else:
         case += "and with ranks must return the sum over all ranks of x Wᵀ (+ b), here twice that of this one"
         expected, before = 2 * expected, ranks.num_calls
-    got = linear(x.clone())
+    given = x.clone()
+    got = linear(given)
+    assert torch.equal(given, x), f"{case}; and x must stay as it is: the layer before it may read it again."
     assert got.shape == expected.shape, f"{case}, {list(expected.shape)}, but returns {list(got.shape)}."
     off = (got - expected).abs().max().item()
-    assert off < 1e-4, f"{case}; numbers differ by up to {off:.3f}."
+    assert off < 1e-4, f"{case}; numbers differ by up to {off:.2g}."
     if ranks is not None:
         num_calls = ranks.num_calls - before
         assert num_calls == 1, f"{case}; `all_reduce` must be called once, not {num_calls} times."
@@ -243,9 +246,14 @@ def test_each_rank_has_some_embeddings(vocab_size: int, size: int) -> None:
         model = make_model(config, ranks)
         first, end = rank * num_rows, (rank + 1) * num_rows
         model.embed_tokens.weight.data.copy_(table[first:end])
-        part = model._embed_share(ids.clone(), ranks)
+        given = ids.clone()
+        part = model._embed_share(given, ranks)
         case = (
             f"Rank {rank} of {size} has the rows {first} to {end - 1} of an embedding of {vocab_size} tokens."
+        )
+        assert torch.equal(given, ids), (
+            f"{case} `_embed_share` has changed the token ids that it was given from {ids.tolist()} to "
+            f"{given.tolist()}."
         )
         assert ranks.num_calls == 1, (
             f"{case} `_embed_share` must call `all_reduce` once, not {ranks.num_calls} times."
@@ -297,7 +305,7 @@ def test_logits_are_gathered() -> None:
     )
     assert torch.allclose(got, expected, atol=1e-5), (
         f"{case} Rank 0 returns its own logits, then those of rank 1, but they differ by up to "
-        f"{(got - expected).abs().max():.3f}."
+        f"{(got - expected).abs().max():.2g}."
     )
 
 
@@ -406,6 +414,34 @@ def test_ranks_as_threads(size: int) -> None:
     check_close(results[0][1], logits, f"On rank 0 of {size} the logits")
 
 
+class Noting:
+    """In the place of the group: notes whether the tensors that it is given are contiguous."""
+
+    def __init__(self) -> None:
+        self.contiguous: list[bool] = []
+
+    def allreduce(self, tensors: list[Tensor], *_: Any) -> Noting:
+        self.contiguous += [x.is_contiguous() for x in tensors]
+        return self
+
+    def gather(self, _outputs: Any, inputs: list[Tensor], *_: Any) -> Noting:
+        return self.allreduce(inputs)
+
+    def wait(self) -> None:
+        """Nothing is exchanged."""
+
+
+def test_what_is_sent_is_contiguous() -> None:
+    ranks, group = Ranks.__new__(Ranks), Noting()  # a rank without the others
+    ranks.rank, ranks.size, ranks.group, ranks.device = 1, 2, group, CPU
+    ranks.gather(torch.arange(6.0).view(2, 3).T)
+    assert group.contiguous, "`gather` on rank 1 calls neither `gather` nor `allreduce` of its group."
+    assert all(group.contiguous), (
+        "`gather` of a transposed x gives the group a tensor that is not contiguous, which not every group "
+        "takes: `x.contiguous()` makes one."
+    )
+
+
 # ── two processes ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -472,7 +508,7 @@ def two_processes() -> tuple[dict[str, Any], dict[str, Any]]:
     ranks.processes.append(worker)  # they are killed when `ranks` ends
     worker.start()
     ours = do_all(ranks, folder)
-    worker.join(4 * SECONDS)
+    worker.join(SECONDS)
     theirs = {"error": "it ended without a result"}
     if worker.is_alive():
         theirs = {"error": "it waits for rank 0, which has finished", "waited": True}

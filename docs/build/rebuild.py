@@ -6,6 +6,8 @@
     python docs/build/rebuild.py hint 3 FOLDER        the next hint
     python docs/build/rebuild.py diff 3 FOLDER        your functions and the source's
     python docs/build/rebuild.py peek NAME            the source's own body, e.g. of BlockManager.take
+    python docs/build/rebuild.py look 3 FOLDER        your engine at work: the blocks, a page for the browser
+    python docs/build/rebuild.py race FOLDER          your engine beside the source's, in tokens per second
 
 `start` writes FOLDER/nanopaged. A later stage can be started in the same folder: it keeps what you have
 written. docs/build has a page for each stage. FOLDER may be left out after `start`: it is the last one.
@@ -18,27 +20,30 @@ import ast
 import difflib
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "docs" / "build"
 sys.path.insert(0, str(HERE))
-from stages import Stage, load  # noqa: E402
+from stages import load  # noqa: E402
 
 from nanopaged.terminal import run_program  # noqa: E402
 
 STAGES = load()
 LAST = Path(".rebuild.json")  # the folder of the last `start`, noted where the command was given
 NOTES = "rebuild.json"  # in a folder: what is known of each stage
-LIMIT = 120  # seconds for the tests of a stage, on a slow machine
+RACE = ["--shape", "28m", "--requests", "8", "--max-input", "64", "--max-output", "64", "--repeat", "3"]
 
 
 def main() -> None:
@@ -54,6 +59,8 @@ def main() -> None:
             list_stages(Path(args.stage) if args.stage else last_folder())
         elif args.command == "peek":
             peek(args.stage or "")
+        elif args.command == "race":
+            sys.exit(race(Path(args.stage) if args.stage else last_folder()))
         else:
             number = stage_number(args.stage)
             folder = args.folder or (None if args.command == "start" else last_folder())
@@ -77,6 +84,9 @@ def last_folder() -> Path | None:
 # ── the source, by name ───────────────────────────────────────────────────────────────────────────
 
 
+parse = cache(ast.parse)
+
+
 def find_function(source: str, name: str) -> ast.FunctionDef:
     """The definition of `Class.method` or `function`.
 
@@ -84,7 +94,7 @@ def find_function(source: str, name: str) -> ast.FunctionDef:
         ValueError: there is no such function, or the source is not Python.
     """
     try:
-        body: list[ast.stmt] = ast.parse(source).body
+        body: list[ast.stmt] = parse(source).body
     except SyntaxError as error:
         raise ValueError(
             f"the file of {name} cannot be read: {type(error).__name__} in line {error.lineno}: {error.msg}"
@@ -128,10 +138,17 @@ def read(folder: Path, file: str) -> str:
 
 def write_body(folder: Path, file: str, name: str, body: str) -> None:
     """Replace the body of a function in a file of the folder; it is indented as in the source."""
+    write_bodies(folder, file, {name: body})
+
+
+def write_bodies(folder: Path, file: str, bodies: dict[str, str]) -> None:
+    """The same for several functions of a file."""
     source = read(folder, file)
-    first, end = body_lines(find_function(source, name))
     lines = source.splitlines(keepends=True)
-    (folder / file).write_text("".join([*lines[:first], body, *lines[end:]]), encoding="utf-8")
+    places = {body_lines(find_function(source, name)): body for name, body in bodies.items()}
+    for (first, end), body in sorted(places.items(), reverse=True):  # the last first: line numbers stay
+        lines[first:end] = [body]
+    (folder / file).write_text("".join(lines), encoding="utf-8")
 
 
 # ── the commands ──────────────────────────────────────────────────────────────────────────────────
@@ -202,10 +219,7 @@ def start(number: int, folder: Path) -> int:
 
 def check(number: int, folder: Path) -> int:
     """Run the stage's tests on the package in the folder. Returns 0 if all pass."""
-    if not (folder / "nanopaged").is_dir():
-        raise ValueError(
-            f"there is no {folder / 'nanopaged'}: python docs/build/rebuild.py start {number} {folder}"
-        )
+    check_folder(folder, f"start {number} {folder}")
     if str(number) not in notes_of(folder):
         raise ValueError(f"stage {number} is not begun: python docs/build/rebuild.py start {number} {folder}")
     stage = STAGES[number]
@@ -214,58 +228,131 @@ def check(number: int, folder: Path) -> int:
         print(f"not written yet: {', '.join(blank)}")
         return 1
     with tempfile.TemporaryDirectory() as name:
-        copy = complete_copy(folder, Path(name))
-        began = time.monotonic()
-        wrong = judge(number, stage, copy)
-        took = time.monotonic() - began
+        began, copy, whole = time.monotonic(), Path(name, "stage"), Path(name, "whole")
+        complete_copy(folder, copy, {number})
+        wrong, note_on_others = [own_lines(each, copy, folder) for each in judge(number, copy)], ""
         if not wrong:
-            texts = {"yours": text_of(copy), "the engine's": text_of(ROOT)}
-            for whose, text in texts.items():
-                print(f"{whose}:\n{textwrap.indent(text, '    ')}")
-            if len(set(texts.values())) > 1:
-                wrong = [
-                    "The tests pass, but the two texts above differ: something else of your copy has changed."
-                ]
+            complete_copy(folder, whole, set(STAGES))
+            ours, yours, all_of_yours = texts_of(ROOT, copy, whole)
+            print(f"yours:\n{textwrap.indent(yours, '    ')}\nthe engine's:\n{textwrap.indent(ours, '    ')}")
+            if yours != ours:
+                wrong = [f"The tests pass, but the texts above differ. {changes_elsewhere(folder)}"]
+            elif all_of_yours != ours:
+                note_on_others = others_at_fault(folder, number, ours, Path(name))
+        took = time.monotonic() - began
     note(folder, number, state="failing" if wrong else "done")
     for sentence in wrong:
         print(f"- {sentence}")
     if not wrong:
-        print(f"stage {number} is done, after {took:.0f} s of tests.")
+        print(f"stage {number} is done, after {took:.0f} s of tests.{note_on_others}")
+        print(f"see it at work: python docs/build/rebuild.py look {number} {folder}")
     return 1 if wrong else 0
 
 
-def complete_copy(folder: Path, copy: Path) -> Path:
-    """A copy of the reader's package in which blanks of other stages have the source's bodies."""
+def check_folder(folder: Path, way_out: str) -> None:
+    if not (folder / "nanopaged").is_dir():
+        raise ValueError(f"there is no {folder / 'nanopaged'}: python docs/build/rebuild.py {way_out}")
+
+
+def complete_copy(folder: Path, copy: Path, numbers: set[int]) -> None:
+    """Copy the reader's package. Blanks, and functions of other stages than these, get the source's bodies.
+
+    So a stage is judged by its own functions: another one may be unfinished, or wrong.
+    """
     shutil.copytree(folder / "nanopaged", copy / "nanopaged", ignore=shutil.ignore_patterns("__pycache__"))
-    for file, name in {function for stage in STAGES.values() for function in stage.functions}:
-        if is_blank(read(copy, file), name):
-            write_body(copy, file, name, body_of(read(ROOT, file), name))
-    return copy
+    kept = {function for number in numbers for function in STAGES[number].functions}
+    functions = {function for stage in STAGES.values() for function in stage.functions}
+    for file in {file for file, _ in functions}:
+        source, ours = read(copy, file), read(ROOT, file)
+        names = [name for each, name in functions if each == file and source != ours]
+        names = [name for name in names if (file, name) not in kept or is_blank(source, name)]
+        write_bodies(copy, file, {name: body_of(ours, name) for name in names})
 
 
-def judge(number: int, stage: Stage, copy: Path) -> list[str]:
+def own_lines(sentence: str, copy: Path, folder: Path) -> str:
+    """A place such as (scheduler.py:98) of the copy, as a line of the reader's file."""
+
+    def own(found: re.Match[str]) -> str:
+        for file in (copy / "nanopaged").rglob(found[1]):
+            path = str(file.relative_to(copy))
+            ours, theirs = functions_of(read(copy, path)), functions_of(read(folder, path))
+            for name, node in ours.items():
+                if name in theirs and node.lineno <= int(found[2]) <= node.end_lineno:
+                    return f"({found[1]}:{int(found[2]) - node.lineno + theirs[name].lineno})"
+        return found[0]
+
+    return re.sub(r"\((\w+\.py):(\d+)\)", own, sentence)
+
+
+def functions_of(source: str) -> dict[str, ast.FunctionDef]:
+    """Functions by name, and methods as Class.method."""
+    found = {}
+    for node in parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.ClassDef):
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            found |= {f"{node.name}.{each.name}": each for each in methods}
+    return found
+
+
+def changes_elsewhere(folder: Path) -> str:
+    """Which lines of the reader's package differ from the source's, outside of all functions to write."""
+    with tempfile.TemporaryDirectory() as name:
+        complete_copy(folder, Path(name), set())
+        for file in sorted((ROOT / "nanopaged").rglob("*.py")):
+            path = str(file.relative_to(ROOT))
+            ours = read(ROOT, path).splitlines()
+            theirs = read(Path(name), path).splitlines() if Path(name, path).exists() else []
+            for i, (our, their) in enumerate(zip(ours + [""], theirs + [""], strict=False), start=1):
+                if our != their:
+                    return f"Outside of the functions to write, {path} differs from the source's in line {i}."
+    return "The functions of this stage change what the engine says."
+
+
+def others_at_fault(folder: Path, number: int, ours: str, scratch: Path) -> str:
+    """This stage is right, and the whole engine of the folder is not: a sentence that says why."""
+    others = [each for each in STAGES if each != number]
+    for each in others:
+        complete_copy(folder, scratch / str(each), {each})
+    texts = texts_of(*(scratch / str(each) for each in others))
+    wrong = [each for each, text in zip(others, texts, strict=True) if text != ours]
+    at_fault = " and ".join(map(str, wrong)) or "several that do not fit together"
+    return (
+        f" With all that you have written the engine says something else. The fault is not in stage {number} "
+        f"but in stage {at_fault}: `check` says more about it."
+    )
+
+
+def judge(number: int, copy: Path) -> list[str]:
     """What is wrong, a sentence each: of the stage's own tests and, if these pass, of the suite's."""
-    for tests in ([str(HERE / f"judge_{number}.py")], list(stage.suite)):
-        if not tests:
-            continue
-        report = copy / "report.json"
-        options = ["-p", "no:cacheprovider", "-p", "one_sentence", f"--report={report}", f"--rootdir={ROOT}"]
-        tests = [str(ROOT / each) if each.startswith("tests/") else each for each in tests]
-        command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), *tests, *options]
-        try:
-            done = run_python(command, copy, LIMIT)
-        except subprocess.TimeoutExpired:
-            return [f"The tests did not end within {LIMIT} seconds: is there a loop that never ends?"]
-        if done.returncode != 0:
-            if report.exists() and (sentences := json.loads(report.read_text(encoding="utf-8"))):
-                return sentences
-            lines = (done.stdout + done.stderr).strip().splitlines()
-            skipped = [line for line in lines if line.startswith("SKIPPED")]
-            return [f"The tests cannot run: {(skipped or lines)[-1]}"]
-    return []
+    run = f"import one_sentence; one_sentence.judge({number}, {str(copy / 'report.json')!r})"
+    done = run_python([sys.executable, "-c", run], copy)
+    return verdict(copy, done.returncode, done.stdout + done.stderr)
 
 
-def run_python(command: list[str], folder: Path, limit: float | None = None) -> subprocess.CompletedProcess:
+def verdict(copy: Path, status: int, printed: str) -> list[str]:
+    """The sentences that a run of the judge has left; none if all tests have passed."""
+    if status == 0:
+        return []
+    report = copy / "report.json"
+    said = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {"at": "", "sentences": []}
+    if said["at"]:  # the process ended in the middle of a test
+        said["sentences"].append(what_ended(status, said["at"]))
+    lines = printed.strip().splitlines()
+    lines = [line for line in lines if line.startswith("SKIPPED")] or lines or [f"status {status}"]
+    return said["sentences"] or [f"The tests cannot run: {lines[-1].removeprefix('E').strip()}"]
+
+
+def what_ended(status: int, at: str) -> str:
+    """Why the process of the tests is gone."""
+    if status < 0:
+        how = f"{signal.Signals(-status).name}: mostly an address outside of a tensor, or no memory left"
+        return f"The process crashes ({how}) where the tests look at this: {at}."
+    return f"The tests wait in vain where they look at this: {at}. Is there a loop that never ends?"
+
+
+def run_python(command: list[str], folder: Path) -> subprocess.CompletedProcess:
     """Run a command with the package of the folder, and the helpers of the tests."""
     paths = [folder.resolve(), HERE, ROOT / "tests"]
     env = os.environ | {
@@ -275,22 +362,47 @@ def run_python(command: list[str], folder: Path, limit: float | None = None) -> 
         "TRITON_INTERPRET": "1",
     }
     # In the folder, because Python looks for `nanopaged` first where it was started.
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=limit)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
-TEXT = """
-from nanopaged import LLM, SamplingParams
-llm = LLM(dtype="float32", block_size=4, num_blocks=40)
-prompts = ["ROMEO:\\n", "JULIET:\\n", "ROMEO:\\n"]
-params = SamplingParams(temperature=0, max_tokens=12)
-print(llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].text)
-"""
+def texts_of(*folders: Path) -> list[str]:
+    """What the tiny model says with the package of each folder, or why it says nothing."""
+    done = run_python([sys.executable, str(HERE / "texts.py"), *map(str, folders)], HERE)
+    with suppress(ValueError, IndexError):
+        return json.loads(done.stdout.splitlines()[-1])
+    return [(done.stderr.strip().splitlines() or [f"it ends with status {done.returncode}"])[-1]] * len(
+        folders
+    )
 
 
-def text_of(folder: Path) -> str:
-    """What the tiny model says with the package of the folder, or why it says nothing."""
-    done = run_python([sys.executable, "-c", TEXT], folder)
-    return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+def look(number: int, folder: Path) -> int:
+    """Show the reader's engine at work on a scene of the stage."""
+    check_folder(folder, f"start {number} {folder}")
+    with tempfile.TemporaryDirectory() as name:
+        complete_copy(folder, Path(name), set(STAGES))
+        page = folder.resolve() / f"look_{number}.html"
+        done = run_python([sys.executable, str(HERE / "look.py"), str(number), str(page)], Path(name))
+    print(done.stdout if done.returncode == 0 else (done.stderr.strip().splitlines() or ["nothing"])[-1])
+    return done.returncode
+
+
+def race(folder: Path | None) -> int:
+    """Run bench.py with the reader's engine beside the source's, on a size that takes less than a minute."""
+    if folder is None:
+        raise ValueError("which folder? python docs/build/rebuild.py race FOLDER")
+    check_folder(folder, f"start 1 {folder}")
+    blank = [
+        name
+        for stage in STAGES.values()
+        for file, name in stage.functions
+        if is_blank(read(folder, file), name)
+    ]
+    if blank:
+        print(f"not written yet, so the source's: {', '.join(dict.fromkeys(blank))}")
+    with tempfile.TemporaryDirectory() as name:
+        complete_copy(folder, Path(name, "yours"), set(STAGES))
+        command = [sys.executable, str(ROOT / "bench.py"), "--baseline", "yours", *RACE]
+        return subprocess.run(command, cwd=name).returncode
 
 
 def hint(number: int, folder: Path) -> int:
@@ -330,6 +442,7 @@ def diff(number: int, folder: Path) -> int:
 
 
 COMMANDS = {"list": None, "start": start, "check": check, "hint": hint, "diff": diff, "peek": None}
+COMMANDS |= {"look": look, "race": None}
 
 if __name__ == "__main__":
     run_program(main)

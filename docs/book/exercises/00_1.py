@@ -24,15 +24,16 @@ def preemptions(lengths: list[int], max_tokens: int, block_size: int, num_blocks
     for i, length in enumerate(lengths):
         engine.add_request(str(i), [i + 3] * length, params)
     engine.step()
-    at_once = engine.stats().num_running
+    num_waiting = engine.stats().num_waiting
     while engine.has_unfinished_requests():
         engine.step()
     stats = engine.stats()
-    return stats.num_preemptions_swap + stats.num_preemptions_recompute + len(lengths) - at_once
+    return stats.num_preemptions_swap + stats.num_preemptions_recompute + num_waiting
 
 
 def test_no_block_more_and_no_block_less() -> None:
-    for lengths, max_tokens, size in (([8, 8, 12], 8, 4), ([5, 5], 4, 4), ([3, 3], 9, 1), ([6, 6, 6], 2, 3)):
+    several = ([8, 8, 12], 8, 4), ([5, 5], 4, 4), ([3, 3], 9, 1), ([6, 6, 6], 2, 3)
+    for lengths, max_tokens, size in (*several, ([8, 5], 1, 4), ([6, 7, 3], 1, 3)):
         num_blocks = enough(lengths, max_tokens, size)
         call = f"enough({lengths}, {max_tokens}, {size}) is {num_blocks}"
         largest = (max(lengths) + max_tokens - 1) // size + 1

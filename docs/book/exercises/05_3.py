@@ -119,7 +119,7 @@ def test_the_outputs_are_those_of_the_reference_backend() -> None:
         worst = int(error.argmax())
         assert error[worst] < 1e-4, (
             f"With {num_prefix} blocks of prefix and {own[worst]} own keys, "
-            f"an output is wrong by {error[worst]:.3f}."
+            f"an output is wrong by {error[worst]:.2g}."
         )
 
 

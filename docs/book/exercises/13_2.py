@@ -67,11 +67,13 @@ def watched(num_blocks: int) -> LfuBlockManager:
     return Watched(num_blocks, 4)
 
 
-def serve(manager: BlockManager, prompts: list[list[int]], num_output: int = 1) -> int:
-    """Prompts one after another. Returns the tokens that were found in the cache."""
+def serve(manager: BlockManager, prompts: list[list[int]], num_output: int = 1, at_once: int = 1) -> int:
+    """Prompts one after another, or so many at once. Returns the tokens that were found in the cache."""
     scheduler, runner, found = Scheduler(manager, 100, 1000), NoModel(), 0
-    for i, prompt in enumerate(prompts):
-        scheduler.add(make_request(str(i), prompt, SamplingParams(max_tokens=num_output, ignore_eos=True)))
+    params = SamplingParams(max_tokens=num_output, ignore_eos=True)
+    for first in range(0, len(prompts), at_once):
+        for i, prompt in list(enumerate(prompts))[first : first + at_once]:
+            scheduler.add(make_request(str(i), prompt, params))
         while scheduler.waiting or scheduler.running:
             batch = scheduler.schedule()
             found += sum(
@@ -92,6 +94,8 @@ def test_the_block_with_the_fewest_hits_is_evicted() -> None:
     serve(manager, prompts, num_output=5)
     manager.reset()
     serve(manager, prompts[:40])
+    prompts = [[random.randrange(9)] * 9 + [100 + i] * random.randint(1, 9) for i in range(150)]
+    serve(watched(16), prompts, num_output=5, at_once=3)  # a block in use is shared, too
 
 
 def test_a_popular_prefix_survives() -> None:

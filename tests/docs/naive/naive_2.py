@@ -1,6 +1,8 @@
 """Stage 2 of docs/build/rebuild.py, written again: one sequence, no prefix cache, no bookkeeping ahead."""
 # ruff: noqa: F821
 
+# right: written naively
+
 
 class BlockManager:
     def take(self) -> int:

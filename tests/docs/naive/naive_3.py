@@ -1,6 +1,8 @@
 """Stage 3 of docs/build/rebuild.py, written again: sums and lists are made again where they are needed."""
 # ruff: noqa: F821
 
+# right: written naively
+
 
 class Scheduler:
     def schedule(self) -> ScheduledBatch:

@@ -1,6 +1,8 @@
 """Stage 4 of docs/build/rebuild.py, written again: sets of keys, and a search in place of an order."""
 # ruff: noqa: F821
 
+# right: written naively
+
 
 class BlockManager:
     def keys_of(self, seq: Sequence, num_blocks: int) -> list[bytes]:

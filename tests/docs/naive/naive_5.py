@@ -1,6 +1,8 @@
 """Stage 5 of docs/build/rebuild.py, written again: a block is copied if a later sibling has it, too."""
 # ruff: noqa: F821
 
+# right: written naively
+
 
 def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_size: int) -> int:
     total = 0

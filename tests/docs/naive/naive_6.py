@@ -1,6 +1,8 @@
 """Stage 6 of docs/build/rebuild.py, written once more: loops over lists, and every count made again."""
 # ruff: noqa: F821
 
+# right: written naively
+
 
 class Scheduler:
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:

@@ -8,5 +8,6 @@ WRONG_1 = [
     ("all tokens in one row", ALL, "-(-sum(n + max_tokens - 1 for n in lengths) // block_size)"),
     ("the prompts alone", "num_prompt + max_tokens - 1", "num_prompt"),
     ("a block more for each request", BLOCKS, "((num_prompt + max_tokens - 1) // block_size + 1)"),
+    ("a first token is not generated", "max_tokens - 1)", "max(max_tokens - 1, 1))"),
     ("the number of the example", "return sum", "return 13 if True else sum"),
 ]

@@ -17,9 +17,6 @@ WRONG_2 = [
     ("reserves the output only", "num_input + num_output", "num_output"),
     ("counts units, not slots", "// unit) * unit", "// unit)"),
     ("reservation rises", '"internal", "external", "reserved"', '"reserved", "external", "internal"'),
-    ("reservation vanishes", '"internal", "external", "reserved"', '"internal", "reserved", "external"'),
-    ("internal waste stays", '"internal", "external", "reserved"', '"internal", "external", "internal"'),
-    ("no such kind", '"internal", "external", "reserved"', '"internal", "external", "real"'),
 ]
 WRONG_3 = [
     ("one operation a weight", "2 * WEIGHTS", "WEIGHTS"),
@@ -28,5 +25,4 @@ WRONG_3 = [
     ("grows with the bytes", "/ bytes_per_token", "* bytes_per_token"),
     ("the number from the page", "2 * WEIGHTS / OPERATIONS * BANDWIDTH / bytes_per_token", "556"),
     ("reads the weights for each request", TIME, f"({TIME} - 2 * WEIGHTS / BANDWIDTH)"),
-    ("only by the roofline", "2 * WEIGHTS / OPERATIONS * BANDWIDTH", "OPERATIONS / BANDWIDTH"),
 ]

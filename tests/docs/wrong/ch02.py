@@ -1,7 +1,6 @@
 """Wrong solutions of the exercises of chapter 2."""
 
 CHUNKS = "min(budget, num_prompt - first) for first in range(0, num_prompt, budget)"
-SLOT = "table[position // block_size] * block_size + position % block_size"
 
 WRONG_1 = [
     ("a step of its own for the first token", "[1] * (num_output - 1)", "[1] * num_output"),
@@ -10,7 +9,6 @@ WRONG_1 = [
     ("an empty chunk", "range(0, num_prompt, budget)", "range(0, num_prompt + 1, budget)"),
     ("no chunks", CHUNKS, "num_prompt for _ in range(1)"),
     ("the rest of the prompt first", "range(0, num_prompt, budget)]", "range(0, num_prompt, budget)][::-1]"),
-    ("each pass computes all", "[1] * (num_output - 1)", "[num_prompt + i for i in range(1, num_output)]"),
 ]
 WRONG_2 = [
     ("a row for each sequence", "if end == num_tokens:", "if True:"),
@@ -19,10 +17,6 @@ WRONG_2 = [
     ("the row after the last token", "rows.append(len(slots) - 1)", "rows.append(len(slots))"),
     ("rows are numbers of sequences", "rows.append(len(slots) - 1)", "rows.append(len(rows))"),
     ("without the table", "table[position // block_size]", "(position // block_size)"),
-    ("without the offset", " + position % block_size", ""),
-    ("from the start of the sequence", "range(num_computed, end)", "range(num_scheduled)"),
-    ("up to the last known token", "range(num_computed, end)", "range(num_computed, num_tokens)"),
-    ("contiguous from the first block", SLOT, "table[0] * block_size + position"),
 ]
 WRONG_3 = [
     ("the failed step is left out", "return counts", "return counts[: fail_at - 1] + counts[fail_at:]"),
@@ -31,6 +25,4 @@ WRONG_3 = [
     ("the K/V of full blocks is kept", "stored = 0  #", "stored = stored // 4 * 4  #"),
     ("the generated tokens are lost", "stored = 0  #", "stored, known = 0, num_prompt  #"),
     ("the failed step's token is kept", "stored = 0  #", "known, stored = known + (stored == known), 0  #"),
-    ("without a budget", "min(known - stored, budget)", "known - stored"),
-    ("one token more", "while known < num_prompt", "while known <= num_prompt"),
 ]

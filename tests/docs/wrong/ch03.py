@@ -1,27 +1,5 @@
 """Wrong solutions of the exercises of chapter 3."""
 
-LISTS = '''
-class Pages:
-    """Two lists of tokens; the pages are taken and never written."""
-
-    def __init__(self, num_pages, size, dim):
-        self.k, self.v = torch.full((2, num_pages, size, dim), math.nan)
-        self.size, self.free, self.table, self.keys, self.values = size, list(range(num_pages)), [], [], []
-
-    def append(self, k, v):
-        if len(self.keys) % self.size == 0:
-            self.table.append(self.free.pop())
-        self.keys.append(k)
-        self.values.append(v)
-
-    def attend(self, q):
-        scores = torch.stack(self.keys) @ q / math.sqrt(len(q))
-        return torch.softmax(scores, dim=0) @ torch.stack(self.values)
-
-
-class Unused:
-'''
-
 RANGE = '''
 class Pages:
     """One contiguous range, with a table for show."""
@@ -74,7 +52,6 @@ GATHER = """    def attend(self, q):
 
     def unused(self, q):
 """
-ALL_COMPUTED = "torch.arange(seq.num_computed_tokens)"
 GATHERED = "engine.runner.kv_cache.data[blocks, layer, 0, :, positions % size]"
 
 WRONG_1 = [
@@ -84,26 +61,14 @@ WRONG_1 = [
     ("counts the blocks in use", "[97, 90, 77, 70, 77, 52]", "[3, 10, 23, 30, 23, 48]"),
     ("five numbers", "[97, 90, 77, 70, 77, 52]", "[97, 90, 77, 77, 52]"),
     ("the share that is free", "48.0", "52.0"),
-    ("the share of slots with a token", "48.0", "47.5"),
 ]
 WRONG_2 = [
-    ("no pages at all", "class Pages:\n", LISTS),
     ("a contiguous range", "class Pages:\n", RANGE),
     ("a second copy of the tokens", "class Pages:\n", BOTH),
     ("copies the pages together", "    def attend(self, q):\n", GATHER),
     ("pages from the front", "self.free.pop()", "self.free.pop(0)"),
     ("a page for each token", "if self.length % self.size == 0:", "if True:"),
     ("a page too early", "self.length % self.size == 0:", "self.length % self.size in (0, self.size - 1):"),
-    ("all in the first page", "self.table[self.length // self.size]", "self.table[0]"),
-    ("no scaling", " / math.sqrt(len(q))", ""),
-    ("scaled by the dimension", "math.sqrt(len(q))", "len(q)"),
-    ("reads slots without a token", "min(self.size, self.length - i * self.size)", "self.size"),
-    ("forgets the last page", "(self.table)", "(self.table[: max(1, len(self.table) - 1)])"),
-    ("no maximum", "torch.maximum(top, scores.max())", "torch.tensor(0.0)"),
-    ("the maximum begins at zero", "torch.tensor(-math.inf)", "torch.tensor(0.0)"),
-    ("the output is not rescaled", "out * rescale", "out"),
-    ("the output is not carried over", "out * rescale + p", "p"),
-    ("the sum is not rescaled", "total * rescale", "total"),
 ]
 WRONG_3 = [
     ("zeros", GATHERED, "torch.zeros(len(positions), 2, 32)"),
@@ -112,7 +77,9 @@ WRONG_3 = [
     ("without the table", "torch.tensor(seq.block_table)[positions // size]", "positions // size"),
     ("in the order of the blocks", "torch.tensor(seq.block_table)", "torch.tensor(sorted(seq.block_table))"),
     ("the first slot of each block", "positions % size]", "positions % 1]"),
-    ("all slots of the table", ALL_COMPUTED, "torch.arange(len(seq.block_table) * size)"),
-    ("all known tokens", ALL_COMPUTED, "torch.arange(seq.num_tokens)"),
-    ("tokens in reverse", ALL_COMPUTED, f"{ALL_COMPUTED}.flip(0)"),
+    (
+        "zeros for generated tokens",
+        "positions % size]",
+        "positions % size] * (positions < 30)[:, None, None]",
+    ),
 ]

@@ -11,8 +11,6 @@ WRONG_1 = [
     ("one sequence too many", "len(running) == max_num_seqs", "len(running) == max_num_seqs + 1"),
     ("no limit of sequences", "(name in waiting and len(running) == max_num_seqs)", "False"),
     ("a token after each chunk", "num_tokens, to_generate\n", "num_tokens + 1, to_generate - 1\n"),
-    ("the last token is computed", "elif to_generate > 1:", "elif to_generate > 0:"),
-    ("static batching", "[*running, *waiting]", "list(running) or list(waiting)"),
 ]
 WRONG_2 = [
     ("order of arrival", "request.num_prompt_tokens + arrived", "arrived"),
@@ -21,9 +19,6 @@ WRONG_2 = [
     ("latest first", "+ arrived", "- arrived"),
     ("ages too slowly", "+ arrived[request.request_id]", "+ 0.2 * arrived[request.request_id]"),
     ("ages too fast", "+ arrived[request.request_id]", "+ 3 * arrived[request.request_id]"),
-    ("only for the first forty steps", "+ arrived", "if arrived[request.request_id] < 40 else arrived"),
-    ("a constant", AGED, "0"),
-    ("the long one by its name", AGED, '40 if request.request_id == "long" else arrived[request.request_id]'),
 ]
 WRONG_3 = [
     ("empty steps", BEGIN, "    return [{} for _ in range(num_steps)]\n" + BEGIN),
@@ -32,8 +27,4 @@ WRONG_3 = [
     ("prompts whole, without a budget", "min(to_compute[name], rest)", "to_compute[name]"),
     ("one prompt a step", NAMES, "for name in prompts[:1] or to_compute"),
     ("the newest prompt first", NAMES, "for name in prompts[::-1] or to_compute"),
-    ("a decode is a prompt, too", "if name not in decoding]", "if to_compute[name] > 0]"),
-    ("one decode a step", NAMES, "for name in prompts or list(to_compute)[:1]"),
-    ("prompts of all times at once", "arrivals.get(number, [])", "sum(arrivals.values(), [])"),
-    ("one step too few", "range(1, num_steps + 1)", "range(1, num_steps)"),
 ]

@@ -17,11 +17,8 @@ ASK_AGAIN = """def pin(engine, prefix):
 
 def unused(engine, prefix):
 """
-ALL_BLOCKS = "engine.block_manager.find_prefix(holder)"
-TO_THE_END = "(engine.block_manager.index[key].block_id for key in list(engine.block_manager.index)[1:])"
 
 SHARE = "        engine.block_manager.share(block_id)\n"
-CLEAR = "    engine.block_manager.cached.clear()\n"
 
 WRONG_1 = [
     ("the block of the last token is looked up", "min(common, length - 1)", "min(common, length)"),
@@ -30,7 +27,6 @@ WRONG_1 = [
     ("rounded up", "min(common, length - 1) //", "-(-min(common, length - 1) // block_size) + 0 *"),
     ("one token too few", "min(common, length - 1)", "min(common - 1, length - 1)"),
     ("what is common is ignored", "min(common, length - 1)", "(length - 1)"),
-    ("always a block less", "// block_size * block_size", "// block_size * block_size - block_size"),
 ]
 WRONG_2 = [
     ("the last token is found, too", "min(found, len(prompt) - 1)", "found"),
@@ -39,7 +35,6 @@ WRONG_2 = [
     ("the prompt before alone", "node, found = root, 0", "node, found = root, 0\n        root = {}"),
     ("the first prompt alone", "node.setdefault(token_id, {})", "node.get(token_id, {})"),
     ("only whole prompts", "total += min(found, len(prompt) - 1)", "total += found == len(prompt)"),
-    ("the last prompt alone", "total += min", "total = min"),
 ]
 WRONG_3 = [
     ("no reference", SHARE, ""),
@@ -48,8 +43,4 @@ WRONG_3 = [
     ("the last block is not looked up", "[*prefix, 0]", "prefix"),
     ("a block for the token that follows", "def pin(engine, prefix):\n", ALLOCATE),
     ("asks for it once more", "def pin(engine, prefix):\n", ASK_AGAIN),
-    ("still in the list of cached blocks", "share(block_id)", "blocks[block_id].ref_count += 1"),
-    ("the first block is left out", f"in {ALL_BLOCKS}", f"in {ALL_BLOCKS}[1:]"),
-    ("all that is cached", ALL_BLOCKS, TO_THE_END),
-    ("other cached blocks are lost", "    return holder", CLEAR + "    return holder"),
 ]

@@ -33,8 +33,6 @@ WRONG_1 = [
     ("one copy for all", "(n - 1) * has_partial", "int(has_partial and n > 1)"),
     ("the original stays beside the copies", BLOCKS, "-(-num_tokens // block_size) + n"),
     ("one new block for all samples", BLOCKS, "num_tokens // block_size + 1"),
-    ("the prompt's blocks for each sample", BLOCKS, "n * (num_tokens // block_size + 1)"),
-    ("no new block after a full one", "block_size + n", "block_size + n * has_partial"),
 ]
 WRONG_2 = [
     ("only counts that are too large", MISCOUNT, "block.ref_count > entries[block.block_id]"),
@@ -43,9 +41,6 @@ WRONG_2 = [
     ("only blocks in a table", FILTER, f"{FILTER} block.block_id in entries and"),
     ("only blocks in no table", "manager.blocks if", "manager.blocks if block.block_id not in entries and"),
     ("blocks that are in use", MISCOUNT, "block.ref_count > 0"),
-    ("shared blocks", MISCOUNT, "block.ref_count > 1"),
-    ("the last sequence's table is forgotten", "for seq in sequences", "for seq in sequences[:-1]"),
-    ("nothing", MISCOUNT, "False"),
 ]
 WRONG_3 = [
     ("the engine's own search", DEF, ENGINE),
@@ -54,10 +49,4 @@ WRONG_3 = [
     ("the worst beams", "reverse=True", "reverse=False"),
     ("each beam's best token", "logprobs=2 * width", "logprobs=1"),
     ("the first candidates, not the best", SORTED, "candidates[:width]"),
-    ("as many beams as there are candidates", SORTED, SORTED.replace("[:width]", "")),
-    ("one beam alone", SORTED, SORTED.replace("width", "1")),
-    ("a token too few", "range(num_tokens)", "range(num_tokens - 1)"),
-    ("the prompt is returned, too", "tokens[len(prompt) :]", "tokens"),
-    ("later tokens count more", "so_far + entry.logprob", "so_far + entry.logprob * 2 ** len(tokens)"),
-    ("a candidate forgets its beam's text", "[*tokens, token_id]", "[*beams[0][1], token_id]"),
 ]

@@ -17,7 +17,6 @@ WRONG_2 = [
     ("copied", SHARES, "{9: 7 / 16}"),
     ("not the captured sizes, but powers of two", SIZE, "2 ** (n - 1).bit_length()"),
     ("the best batch", "max(shares", "min(shares"),
-    ("without the largest batch", "range(1, max(sizes) + 1)", "range(2, max(sizes))"),
 ]
 WRONG_3 = [
     ("one program for each context", "range(0, n, split)", "range(0, n, n)"),

@@ -3,16 +3,7 @@
 OUTPUT, PROMPT = "request.live[0].num_output_tokens", "request.num_prompt_tokens"
 TOKENS, ARRIVAL = "request.live[0].num_tokens", "request.arrival_time"
 
-EVICT_CACHED_FIRST = """
-        free, self.free_ids = self.free_ids, [] if self.cached else self.free_ids
-        block_id = super().take()
-        self.free_ids = free
-"""
-COUNTS_OUTLIVE_A_RESET = """
-        self.num_evicted = getattr(self, "num_evicted", 0)
-        self.num_computed_again = getattr(self, "num_computed_again", 0)
-"""
-ZEROS = "        self.num_evicted = self.num_computed_again = 0\n"
+CACHED = "cached = self.blocks[block_id].ref_count == 0\n        "
 AGAIN = "again = self.evicted & self.index.keys()"
 
 WRONG_1 = [
@@ -22,11 +13,6 @@ WRONG_1 = [
     ("outputs alone", f", {PROMPT}", ", 0"),
     ("prompt before output", f"-{OUTPUT}, {PROMPT}", f"{PROMPT}, -{OUTPUT}"),
     ("the prompt instead of all tokens", TOKENS, PROMPT),
-    ("most tokens first", TOKENS, f"-{TOKENS}"),
-    ("the longest possible text", TOKENS, "request.stop_rules.max_length"),
-    ("arrival before tokens", f"{TOKENS}, {ARRIVAL}", f"{ARRIVAL}, {TOKENS}"),
-    ("a guess", "3.21", "1.4"),
-    ("two numbers", "1.59, 1.61, 3.21", "1.61, 3.21"),
 ]
 WRONG_2 = [
     ("the most frequently used", "min(self.cached", "max(self.cached"),
@@ -34,9 +20,11 @@ WRONG_2 = [
     ("the most recently used of several", "min(self.cached,", "min(reversed(self.cached),"),
     ("moved to the wrong end", "last=False", "last=True"),
     ("hits of the block's former contents", "        self.num_hits[block_id] = 0\n", ""),
-    ("every hit counts as one", "+= 1", "= 1"),
-    ("the present references, not all hits", "+= 1", "= self.blocks[block_id].ref_count"),
-    ("evicts while blocks are free", "        block_id = super().take()\n", EVICT_CACHED_FIRST),
+    (
+        "hits in use",
+        "super().share(block_id)\n",
+        f"{CACHED}super().share(block_id)\n        if not cached:\n            return\n",
+    ),
 ]
 WRONG_3 = [
     ("every block taken while some are cached", "if not self.free_ids:", "if self.cached:"),
@@ -45,7 +33,4 @@ WRONG_3 = [
     ("all published blocks", AGAIN, "again = self.index.keys()"),
     ("all blocks that find no equal one", AGAIN, "again = set(seq.block_keys)"),
     ("several at a time count as one", "+= len(again)", "+= bool(again)"),
-    ("keys, not evictions", "self.num_evicted += 1", "self.num_evicted = len(self.evicted)"),
-    ("the counts outlive a reset", ZEROS, COUNTS_OUTLIVE_A_RESET),
-    ("evicted keys outlive a reset", "evicted = set()", "evicted = getattr(self, 'evicted', set())"),
 ]

@@ -1,0 +1,34 @@
+"""Solutions of stage 1 of docs/build: see tests/docs/judged.py."""
+# ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
+
+# wrong: the sums are in q's dtype
+replace("reference_paged_attention", "torch.zeros_like(m)", "torch.zeros_like(m, dtype=q.dtype)")
+replace("reference_paged_attention", "+ p.sum(-1, keepdim=True)", "+ p.sum(-1, keepdim=True).to(q.dtype)")
+replace("reference_paged_attention", "torch.exp(m - m_new)", "torch.exp(m - m_new).to(q.dtype)")
+# wrong: the maximum begins at -1000
+replace("reference_paged_attention", "torch.finfo(torch.float32).min", "-1000.0")
+# wrong: the block table is emptied
+replace(
+    "reference_paged_attention",
+    "enumerate(block_table)",
+    "enumerate(block_table.pop(0) for _ in block_table[:])",
+)
+# wrong: q is scaled in place
+replace("reference_paged_attention", "scale * queries", "queries.mul_(scale)")
+# right: a maximum of -inf
+replace("reference_paged_attention", "torch.finfo(torch.float32).min", "float('-inf')")
+replace("reference_paged_attention", "torch.exp(scores - m_new)", "torch.exp(scores - m_new).nan_to_num(0.0)")
+replace("reference_paged_attention", "torch.exp(m - m_new)", "torch.exp(m - m_new).nan_to_num(0.0)")
+
+
+# right: token by token
+def gather_context(cache, block_tables, num_keys):
+    size = cache.shape[2]
+    return torch.stack([cache[block_tables[..., p // size], :, p % size] for p in range(num_keys)], dim=-2)
+
+
+def attend(q, k, v, queries, num_seen, score_mod=None):
+    keys, scores = torch.arange(k.shape[-2]), q.float() @ k.float().mT
+    scores = scores if score_mod is None else score_mod(scores, queries, keys)
+    weights = torch.where(keys <= queries, scores, -torch.inf).softmax(-1)
+    return (weights[..., None] * v.float()[..., None, :, :]).sum(-2).to(q.dtype)
