@@ -458,6 +458,8 @@ def test_sample_keeps_its_logits() -> None:
     first = sample(logits, metadata)
     assert torch.equal(logits, before), "sample changed the logits that it was given."
     for name, x in given.items():
-        assert torch.equal(x, getattr(metadata, name)), f"sample changed `metadata.{name}`."
+        assert torch.equal(x, getattr(metadata, name)), (
+            f"sample changed `metadata.{name}`, which is the batch's: work on a copy."
+        )
     again = sample(logits, metadata)
     assert again == first, f"sample of the same logits and metadata gives {first}, and then {again}."

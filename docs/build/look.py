@@ -12,6 +12,7 @@ import torch
 
 from nanopaged import LLM, LLMEngine, SamplingParams
 from nanopaged.sampler import SamplingMetadata
+from nanopaged.terminal import run_program
 
 PROMPTS = ["ROMEO:\nBut soft, what light", "JULIET:\nO Romeo", "NURSE:\nMadam"]
 FIVE = [0.1, 0.4, 0.05, 0.3, 0.15]
@@ -182,7 +183,12 @@ SCENES: list[Callable[[str], None]] = [
     ranks,
 ]
 
-if __name__ == "__main__":
+
+def main() -> None:
     torch.set_num_threads(1)
     SCENES[int(sys.argv[1]) - 1](sys.argv[2])
     print(f"\nevery step, in a browser: {sys.argv[2]}")
+
+
+if __name__ == "__main__":
+    run_program(main)

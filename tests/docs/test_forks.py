@@ -65,11 +65,17 @@ def test_the_page_says_which_fork_uses_which_name() -> None:
     """A name of the engine that no fork gives another class or function is not needed."""
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(?:LLMEngine|ModelRunner)\.(\w+)` \| ([\w, ]+) \|$", page, flags=re.MULTILINE)
-    engine = "".join((ROOT / "nanopaged" / name).read_text() for name in ("engine.py", "model_runner.py"))
+    engine = "".join(
+        (ROOT / "nanopaged" / name).read_text(encoding="utf-8") for name in ("engine.py", "model_runner.py")
+    )
     assert [name for name, _ in rows] == re.findall(
         r"^    (make_\w+|sample): Any = ", engine, flags=re.MULTILINE
     )
     for name, forks in rows:
         given = re.compile(rf"^ +((\w+, )*{name}(, \w+)* =|(self\.)?{name} =|def {name}\()", re.MULTILINE)
-        users = [fork.name for fork in FORKS if given.search((fork / f"{fork.name}.py").read_text("utf-8"))]
+        users = [
+            fork.name
+            for fork in FORKS
+            if given.search((fork / f"{fork.name}.py").read_text(encoding="utf-8"))
+        ]
         assert users == forks.split(", "), name

@@ -261,7 +261,7 @@ def test_a_failure_outside_the_ranks_work_starts_over(
 ) -> None:
     """Before the inputs are sent, or when a request's token is drawn: as on one process."""
     engine = pair[0].engine
-    for name in ("prepare", "sample_next_tokens"):
+    for name in ("prepare", "ModelRunner.sample"):
         engine.add_request("a", [1, 2, 3], GREEDY)
         engine.step()
         with monkeypatch.context() as patch:

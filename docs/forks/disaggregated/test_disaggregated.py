@@ -219,7 +219,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_no_child_outlives_its_parent(is_killed: bool, tmp_path: Path) -> None:
     """It ends, or is killed, while prompts are being computed."""
-    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, tmp_path / "program.py"], env=env, **pipes) as parent:

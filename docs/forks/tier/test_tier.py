@@ -278,7 +278,7 @@ def test_what_is_refused(qwen3: Oracle, tmp_path: Path) -> None:  # noqa: F811
     ):
         with pytest.raises(ValueError, match="it is of .*, this engine of .*: delete it, or name another"):
             make(folder, file, **options)
-    (tmp_path / "text").write_text("A text that is no database." * 99)
+    (tmp_path / "text").write_bytes(b"A text that is no database." * 99)
     with pytest.raises(ValueError, match="not a database: delete it, or name another"):
         make(qwen3.folder, tmp_path / "text")
     with pytest.raises(ValueError, match=r"tier_bytes is 4,096, .* raise it to"):
