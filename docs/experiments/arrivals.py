@@ -23,7 +23,7 @@ from common import at_least, make_parser
 from no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
-from nanopaged.terminal import load_fork, run_program
+from nanopaged.terminal import run_program
 
 Lengths = tuple[int, int]  # (input, output) tokens of a request
 Times = tuple[float, float, float]  # of a request: its arrival, its first and its last token
@@ -67,7 +67,7 @@ def make_arguments(given: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(given)
     if args.fork is not None:
         try:
-            load_fork(args.fork)
+            make_scheduler(1000, 16, fork=args.fork)
         except ValueError as error:
             parser.error(str(error))
     return args

@@ -6,8 +6,6 @@ Only this file of the experiments uses the inner parts of the bookkeeping.
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
-from typing import Any
 
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.block_manager import BlockManager
@@ -26,6 +24,7 @@ class NoModel:
     def __init__(self, seed: int = 0, vocab_size: int = 32000) -> None:
         self.rng = random.Random(seed)
         self.vocab_size = vocab_size
+        self.num_blocks = self.num_host_blocks = 0  # which the engine of a fork asks for
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         return StepResult([self._samples(seq) if seq.needs_sample else [] for seq in batch.sequences])
@@ -52,13 +51,24 @@ def make_scheduler(
     """A scheduler with a pool of its own. Its limits are so high that only memory makes a request wait.
 
     Args:
-        fork: the file of a fork, whose scheduler and block manager are taken.
+        fork: the file of a fork, whose engine makes the scheduler.
+
+    Raises:
+        ValueError: the file has no fork, or one that needs a model.
     """
-    engine: Any = SimpleNamespace(make_block_manager=BlockManager, make_scheduler=Scheduler)
-    if fork is not None:
-        engine = load_fork(fork).engine_class
-    manager = engine.make_block_manager(num_blocks, block_size, enable_prefix_caching)
-    return engine.make_scheduler(manager, max_num_seqs, max_num_batched_tokens, watermark=watermark)
+    if fork is None:
+        manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
+        return Scheduler(manager, max_num_seqs, max_num_batched_tokens, watermark=watermark)
+    engine = load_fork(fork).engine_class
+    runner = NoModel()
+    runner.num_blocks = num_blocks
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    pool = {"num_blocks": num_blocks, "block_size": block_size, "watermark": watermark}
+    others = {"enable_prefix_caching": enable_prefix_caching, "preemption": "recompute"}
+    try:
+        return engine(engine.make_config(**limits, **pool, **others), runner).scheduler
+    except (AttributeError, KeyError) as error:
+        raise ValueError(f"{fork} needs a model: its engine asks the runner for {error}") from error
 
 
 def make_request(name: str, prompt: list[int], params: SamplingParams | BeamSearchParams) -> Request:

@@ -246,10 +246,11 @@ def test_programs_run_a_fork(fork: str) -> None:
     assert "steps           10," in printed
     small = ("--shape", "test", "--requests", "3", *LENGTHS, "--fork", fork)
     assert re.search(r"steps, sequences in each +[\d.]+ +1\.0", run("bench.py", *small))
-    rows = [
-        experiment("arrivals", "--requests", "8", "--rate", "9", *more) for more in ((), ("--fork", fork))
-    ]
-    assert rows[0].splitlines()[-1] != rows[1].splitlines()[-1]
+    few, sinks = ("--requests", "8", "--rate", "9", "--fork"), "docs/forks/sinks/sinks.py"
+    one, all_at_once = (experiment("arrivals", *few, file) for file in (fork, sinks))
+    assert one.splitlines()[-1] != all_at_once.splitlines()[-1]
+    tier = run("docs/experiments/arrivals.py", "--fork", "docs/forks/tier/tier.py", status=2)
+    assert "tier.py needs a model: its engine asks the runner for 'tier'" in tier
     assert "gone.py is no fork, which has a class LLM" in run("bench.py", "--fork", "gone.py", status=2)
 
 

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from nanopaged import SamplingParams
 from nanopaged.model.checkpoint import TINY_MODEL
+from nanopaged.terminal import run_program
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -83,4 +84,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -212,6 +212,15 @@ def test_statistics(qwen3: Oracle) -> None:
     assert stats.slot_utilization == 1.0
 
 
+def test_the_watermark(qwen3: Oracle) -> None:
+    """Of 16 blocks four stay free for the requests that run: of five that need three each, one waits."""
+    llm = make_llm(qwen3, num_blocks=16, watermark=0.3, max_num_batched_tokens=160)
+    for i in range(5):
+        llm.engine.add_request(str(i), tokens(i, 20), GREEDY)
+    llm.engine.step()
+    assert llm.engine.stats().num_free_blocks == 16 - 4 * 3
+
+
 def test_what_is_refused(qwen3: Oracle) -> None:
     llm = make_llm(qwen3, num_blocks=2 * MOST)
     several = replace(GREEDY, n=2, temperature=1.0, max_tokens=60)
