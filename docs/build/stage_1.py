@@ -26,7 +26,7 @@ STAGE = Stage(
         "The picked blocks are [..., blocks, num_kv_heads, block_size, head_dim]. Blocks and slots become "
         "one dimension when they lie side by side: `transpose`, `flatten`, and cut at `num_keys` last.",
         "`attend` is q kᵀ, `score_mod`, the mask, softmax, times v. The mask replaces scores by -inf "
-        "(`masked_fill`) where `keys > queries`. Shapes broadcast, whatever stands before the last two.",
+        "(`masked_fill`) where `keys > queries`. Shapes broadcast over all dimensions before the last two.",
         "The loop over blocks keeps m, l and acc for each query head. For each block: its scores, the new "
         "maximum, exp(score - new maximum), and the factor exp(old maximum - new maximum) for l *and* acc.",
         "If a `score_mod` masks a whole block, the maximum stays -inf, and -inf - -inf is NaN. Begin with "

@@ -387,7 +387,7 @@ def test_workers_end_when_their_engine_is_killed(
         process.kill()
     _, left = psutil.wait_procs(workers, timeout=30)
     assert not left
-    for folder in stores():  # nobody is left to remove it
+    for folder in stores():  # no process is left to remove it
         shutil.rmtree(folder)
 
 

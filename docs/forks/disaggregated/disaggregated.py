@@ -145,7 +145,7 @@ class DecodeScheduler(Scheduler):
     def abort(self, request: Request) -> None:
         """As `Scheduler.abort`, also of a request that is away."""
         for future in [future for future, each in self.away.items() if each is request]:
-            future.cancel()  # if its prompt is being computed, nobody reads the answer
+            future.cancel()  # if its prompt is being computed, no one reads the answer
             super().add(self.away.pop(future))
         super().abort(request)
 

@@ -43,7 +43,7 @@ from nanopaged.model.model_config import FAMILIES, ModelConfig, read_json
 from nanopaged.model_runner import ModelRunner
 from nanopaged.parallel import Ranks
 
-# transformers computes Mistral without biases, whatever its config.json says.
+# transformers computes Mistral without biases, also if its config.json has them.
 FAMILIES.update({"mistral": {"qkv_bias": False, "o_bias": False}, "qwen3_moe": {"qk_norm": True}})
 LOADING = Lock()  # held while `checkpoint.Model` is another class
 

@@ -4,7 +4,7 @@
 
 A sum of floating-point numbers depends on the order of its terms, and in the engine the batch decides about
 some orders: a library chooses a kernel by the number of rows, chunks cut a prompt, decodes and prefills are
-computed in two ways. Here every product has one shape, whatever is computed together:
+computed in two ways. Here every product has one shape for all that is computed together:
 
     linear layers    16 rows at a time, the last ones filled up with rows of zeros
     attention        16 tiles at a time, each of 4 queries of a sequence and 64 keys

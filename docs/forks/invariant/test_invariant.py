@@ -118,7 +118,7 @@ def test_it_says_what_transformers_says(oracle: Oracle) -> None:
 
 
 def test_every_product_has_one_shape(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers, the activation and attention: whatever is computed, on any machine."""
+    """Linear layers, the activation and attention: all that is computed, on any machine."""
     shapes: dict[str, set[tuple[int, ...]]] = {}
 
     def note(name: str, *arrays: torch.Tensor) -> None:
