@@ -233,6 +233,12 @@ def test_attend_in_half_precision() -> None:
         f"200 values of 1000 in float16 have the mean 1000; attend gives {got.flatten()[0].item()}: float16 "
         "ends at 65504, so divide before you add, or add in float32."
     )
+    zeros, ones = torch.zeros(1, 1000, 1, dtype=torch.bfloat16), torch.ones(1, 1000, 1, dtype=torch.bfloat16)
+    got = attend(zeros[:, :1], zeros, ones, torch.tensor([[999]]), 1000, None)
+    assert close(got, ones[:, :1], 1e-2), (
+        f"1000 values of 1 in bfloat16, with equal scores, have the mean 1; attend gives {got.item():.3f}: "
+        "in bfloat16 256 + 1 is 256, so add the weights in float32."
+    )
 
 
 def test_attend_to_scores_beyond_exp() -> None:
@@ -245,6 +251,12 @@ def test_attend_to_scores_beyond_exp() -> None:
             f"Scores {scores[0]:g} and {scores[1]:g} with the values 4 and 3: attend gives {shown(got)}, not "
             f"{shown(expected)}; the softmax needs its maximum subtracted."
         )
+    k, v = torch.full((1, 3, 1), -2e4), torch.tensor([3.0, 5.0, 10.0]).view(1, 3, 1)
+    got = attend(torch.ones(1, 1, 1), k, v, torch.tensor([[1]]), 0, None)
+    assert close(got, torch.full((1, 1, 1), 4.0)), (
+        f"Three scores of -20000 with the values 3 5 10, and a row at position 1: attend gives {shown(got)}, "
+        "not 4; mask with -inf, since a score may be below any other number."
+    )
 
 
 # ── reference_paged_attention ─────────────────────────────────────────────────────────────────────
@@ -401,6 +413,29 @@ def test_reference_in_half_precision() -> None:
         f"200 values of 1000 in float16 have the mean 1000; reference_paged_attention gives "
         f"{got[0, 0].item()}: float16 ends at 65504, so add in float32."
     )
+
+
+def test_products_beyond_float16() -> None:
+    """300 · 300 · 8 is 720000, and float16 ends at 65504."""
+    q, k = torch.full((1, 8), 300.0, dtype=torch.float16), torch.full((1, 2, 8), 300.0, dtype=torch.float16)
+    (k_cache, table), (v_cache, _) = (scatter(x, 1, random.Random(4)) for x in (k, torch.ones_like(k)))
+    got = reference_paged_attention(q, k_cache, v_cache, table, 2, 8**-0.5)
+    assert close(got, torch.ones(1, 8)), (
+        f"Queries and keys of 300 in float16, head_dim 8 and values of 1: reference_paged_attention gives "
+        f"{got[0, 0].item()} instead of 1: a product is 720000, so multiply in float32."
+    )
+
+
+def test_a_masked_value_has_no_weight() -> None:
+    k, v = torch.zeros(1, 2, 1), torch.tensor([1e9, 1.0]).view(1, 2, 1)
+    for size in (1, 2):
+        (k_cache, table), (v_cache, _) = (scatter(x, size, random.Random(2)) for x in (k, v))
+        first = lambda s, q, k: s.masked_fill(k == 0, -math.inf)  # noqa: E731
+        got = reference_paged_attention(torch.ones(1, 1), k_cache, v_cache, table, 2, 1.0, first)
+        assert close(got, torch.ones(1, 1)), (
+            f"A score_mod masks the first of two keys with -inf, in blocks of {size}, and the values are 1e9 "
+            f"and 1: reference_paged_attention gives {shown(got)} instead of 1: exp(-inf) is exactly 0."
+        )
 
 
 def test_sums_of_many_blocks_in_bfloat16() -> None:

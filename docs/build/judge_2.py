@@ -88,6 +88,11 @@ def test_free_ids_is_a_stack() -> None:
     manager.release(0)
     again = manager.take()
     assert again == 0, f"block 0 was released last, but the next `take` gives block {again}."
+    manager.take()
+    for block_id in (0, 2):  # the one released last is on top, and not the one with the smallest id
+        manager.release(block_id)
+    again = manager.take()
+    assert again == 2, f"blocks 0 and then 2 were released, but the next `take` gives block {again}, not 2."
 
 
 def test_take_and_release_change_the_pool_in_place() -> None:
@@ -138,6 +143,15 @@ def test_one_release_too_many_is_an_error() -> None:
         pass
     else:
         pytest.fail("`release` of a block without references must raise RuntimeError, and it returned.")
+    other = manager.take(), manager.take()
+    for free in other:  # the first of them does not lie on top of the stack
+        manager.release(free)
+    try:
+        manager.release(other[0])
+    except RuntimeError:
+        pass
+    else:
+        pytest.fail("two blocks are free; `release` of the one released first must raise RuntimeError, too.")
     after = refs(manager), sorted(manager.free_ids)
     assert after == before, (
         f"the refused `release` has changed the pool: counts and `free_ids` were {before}, and are {after}."
@@ -170,6 +184,10 @@ def test_a_block_with_a_key_is_cached_and_used_again() -> None:
     count = manager.blocks[block_id].ref_count
     assert count == 1, f"`share` of a cached block gives it {count} references, not 1."
     assert not manager.cached, "`share` of a cached block must remove it from `cached`: it is in use again."
+    manager.release(block_id)
+    assert list(manager.cached) == [block_id], (
+        "a cached block was shared and released again, and is not in `cached`: `share` leaves its key alone."
+    )
 
 
 def test_several_blocks_are_cached() -> None:

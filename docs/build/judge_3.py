@@ -380,6 +380,22 @@ def test_a_running_request_counts_all_its_outputs() -> None:
     )
 
 
+def test_a_preempted_request_does_not_count() -> None:
+    scheduler = make_scheduler(num_blocks=4, block_size=2, max_num_seqs=2)
+    a, b, c = (make_request(*request) for request in (("A", 2), ("B", 6), ("C", 2)))
+    for rank, request in enumerate((a, c, b)):
+        request.arrival_time = rank
+    for request in (a, b):
+        scheduler.add(request)
+    step(scheduler)
+    scheduler.add(c)
+    got = computed_by(scheduler.schedule())
+    assert got == {"A": 1, "C": 2}, (
+        "A and B run, max_num_seqs is 2, and C, which comes before B in the order, waits. B is preempted, so "
+        f"it counts no more, and C is admitted. The step computes {got}, and not {{'A': 1, 'C': 2}}."
+    )
+
+
 def test_no_request_overtakes() -> None:
     scheduler = make_scheduler(num_blocks=8)
     add(scheduler, ("running", 15))
