@@ -21,10 +21,11 @@ TRACES = {"Alpaca-like": (19, 58), "ShareGPT-like": (161, 338)}
 class NoModel:
     """A runner that returns random tokens: what remains of a step is scheduling and bookkeeping."""
 
+    num_blocks = num_host_blocks = 0  # an engine asks for them
+
     def __init__(self, seed: int = 0, vocab_size: int = 32000) -> None:
         self.rng = random.Random(seed)
         self.vocab_size = vocab_size
-        self.num_blocks = self.num_host_blocks = 0  # which the engine of a fork asks for
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         return StepResult([self._samples(seq) if seq.needs_sample else [] for seq in batch.sequences])
