@@ -428,6 +428,7 @@ def test_finding(browser: Browser, small_page: Path) -> None:
 ROOT = Path(__file__).parents[2]
 TOUR = ROOT / "docs" / "play" / "tour.html"
 SCREENS = {"desktop": (1440, 900), "laptop": (1280, 720), "phone": (390, 844)}
+SCREENS_TO_TEST = [pytest.param("desktop", marks=pytest.mark.slow), "laptop", "phone"]
 WHERE = """(() => ["pool", "tables", "picture", "caption"].map((id) => {
   const { left, top, right, bottom } = document.getElementById(id).getBoundingClientRect();
   return [left, top, right, bottom];
@@ -447,7 +448,7 @@ def presets(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
     return pages
 
 
-@pytest.mark.parametrize("screen", SCREENS)
+@pytest.mark.parametrize("screen", SCREENS_TO_TEST)
 def test_pool_and_tables_are_in_view(browser: Browser, presets: dict[Path, str], screen: str) -> None:
     """At each stop of the tour and in each preset, without scrolling; on a phone, the caption and the pool.
 
@@ -471,7 +472,7 @@ def test_pool_and_tables_are_in_view(browser: Browser, presets: dict[Path, str],
         assert "".join(browser.texts("#pool .slot")).strip()
 
 
-@pytest.mark.parametrize("screen", SCREENS)
+@pytest.mark.parametrize("screen", SCREENS_TO_TEST)
 def test_the_view_never_jumps(browser: Browser, screen: str) -> None:
     """The pool and the tables keep their places in all parts of the tour, and at all its stops."""
     browser.screen(*SCREENS[screen])
