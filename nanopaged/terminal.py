@@ -28,13 +28,15 @@ def run_program(main: Callable[[], object]) -> None:
         pressed.append(number)
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    if is_ours := signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     try:
         try:
             main()
         finally:
             sys.stdout.flush()
+        if is_ours:  # not within finalizers
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
     except OSError as error:
         # Its reader has gone (`| head`), or the disk is full; Python would write again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,6 +1,6 @@
 """Writes what happens in each step into a page that a browser shows: `LLM(..., trace="run.html")`.
 
-The file begins with `page.html`, the whole viewer. A line of JSON follows for the engine, then one for each
+The file begins with `page.html`. A line of JSON follows for the engine, then one for each
 step. The file is closed after every line, so the page is complete at any time.
 
 A line has two whole states: when the batch was scheduled, and after the update. The page compares them.
@@ -75,10 +75,8 @@ class Recorder:
         names, swapper = ("block_size", "preemption"), scheduler.swapper
         header: dict[str, Any] = {name: getattr(scheduler, name) for name in names}
         header |= {"model": Path(model_name).name, "budget": scheduler.max_num_batched_tokens}
-        header |= {
-            "num_blocks": scheduler.block_manager.num_blocks,
-            "num_host_blocks": swapper.num_host_blocks,
-        }
+        num_blocks, num_host_blocks = scheduler.block_manager.num_blocks, swapper.num_host_blocks
+        header |= {"num_blocks": num_blocks, "num_host_blocks": num_host_blocks}
         self.path.write_bytes(PAGE.read_bytes() + _as_json(header))
 
     def batch_scheduled(self, batch: ScheduledBatch) -> None:

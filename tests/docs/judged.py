@@ -86,8 +86,10 @@ SECONDS = [0.0]  # that the imports of `judge_all` have taken
 
 def run_judge(stage: int, folder: Path, printed: Path) -> None:
     """In the forked process: as rebuild.judge, with the modules that are loaded already."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "nanopaged"]:
-        del sys.modules[name]
+    ours = tuple(str(ROOT / folder) for folder in ("nanopaged", "docs", "tests"))
+    for name, module in list(sys.modules.items()):  # also tests that have imported another nanopaged
+        if name != "__main__" and str(getattr(module, "__file__", None)).startswith(ours):
+            del sys.modules[name]
     os.chdir(folder)
     file = os.open(printed, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1), os.dup2(file, 2)
