@@ -84,7 +84,14 @@ def test_python_prints_what_the_page_shows(page: Path, copy: Path) -> None:
     run_python(page, copy)
 
 
-@pytest.mark.parametrize("page", pages_to_run("console", "sh"), ids=named)
+SLOW = {"10-parallel", "11-measuring"}  # two ranks, a bench
+COMMANDS = [
+    pytest.param(page, marks=[pytest.mark.slow] * (page.stem in SLOW))
+    for page in pages_to_run("console", "sh")
+]
+
+
+@pytest.mark.parametrize("page", COMMANDS, ids=named)
 def test_commands_print_what_the_page_shows(page: Path, copy: Path) -> None:
     run_commands(page, copy)
 
