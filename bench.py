@@ -4,7 +4,7 @@
     python bench.py --baseline hf --requests 8 --max-output 64    transformers as well; a minute, too
     python bench.py --baseline hf --repeat 3      all 32 requests, three times: ten minutes
     python bench.py --baseline PATH --repeat 5    another checkout of nanopaged: what does a change cost?
-    python bench.py --fork FILE --baseline .      the engine of a fork (docs/book/13-forks.md) beside this one
+    python bench.py --fork FILE --baseline .      the engine of a fork (docs/book/12-forks.md) beside this one
     python bench.py --baseline vllm --peer-python vllm-venv/bin/python --threads 1
 
 All requests arrive at once. Decoding is greedy and ignores end-of-sequence, so every request generates

@@ -4,7 +4,7 @@ python example.py                             the tiny model in the box: no GPU,
 python example.py --prompt "To be, or not"    your own prompt; --prompt may be given several times
 python example.py --model Qwen/Qwen3-0.6B     a real model: a folder or a hub id, with its chat template
 python example.py --trace run.html            a page that shows every block of every step in a browser
-python example.py --fork my_scheduler.py      the engine of a fork (docs/book/13-forks.md)
+python example.py --fork my_scheduler.py      the engine of a fork (docs/book/12-forks.md)
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class LLMEngine:
         listeners: such as a trace. They are told `batch_scheduled(batch)` before anything is computed,
             `step_ended(batch)`, and `step_failed(error)` when all requests wait again.
 
-    A fork (docs/book/13-forks.md) is a subclass with other classes here.
+    A fork (docs/book/12-forks.md) is a subclass with other classes here.
 
     Raises:
         FileNotFoundError: the model or a file of it is missing.

@@ -43,9 +43,10 @@ LIVE = re.compile(r"!\[[^\]]+\]\([\w./]*figures/write_a_token\.svg\)")
 # Where pages were before they had these folders: old addresses lead on.
 MOVED = [("book/", ""), ("reference/", ""), ("records/", ""), ("build/", "rebuild/")]
 MOVED += [("play/tour.html", "tour.html"), ("play/index.html", "playground/index.html")]
-# Chapters that are pages of reference now.
+# Chapters that are pages of reference now, and the one that has another number.
 CHAPTERS = [("reference/wrong-claims.html", "12-wrong-claims.html")]
 CHAPTERS += [("reference/after-2023.html", "14-after-2023.html")]
+CHAPTERS += [("book/12-forks.html", "13-forks.html")]
 MOVED += CHAPTERS + [(page, f"book/{old}") for page, old in CHAPTERS]
 MOVED += [("zh/wrong-claims.html", "zh/12-wrong-claims.html")]
 MOVED_PAGE = """<!doctype html>

@@ -13,16 +13,16 @@ import pytest
 from doc_pages import ROOT
 from programs import environment, load_file, run_program
 
-EXERCISES = {file.stem: file for file in sorted((ROOT / "docs" / "book" / "exercises").glob("[0-9]*.py"))}
+EXERCISES = {file.stem: file for file in sorted((ROOT / "docs" / "book" / "exercises").glob("*_[0-9].py"))}
 APPENDIX = ROOT / "docs" / "reference" / "wrong-claims.md"  # it has the exercises 12_1 and 12_2
 WRONG: dict[str, list[tuple[str, str, str]]] = {}  # exercise → (what is wrong, a piece, its replacement)
-for file in sorted((Path(__file__).parent / "wrong").glob("ch*.py")):
+for file in sorted((Path(__file__).parent / "wrong").glob("c*.py")):
     lists = vars(import_module(f"wrong.{file.stem}")).items()
-    WRONG |= {file.stem[2:] + name[5:]: wrong for name, wrong in lists if name.startswith("WRONG_")}
+    WRONG |= {file.stem.removeprefix("ch") + name[5:]: wrong for name, wrong in lists if name.startswith("WRONG_")}
 
 
 def page_of(exercise: str) -> Path:
-    if exercise.startswith("12"):
+    if exercise.startswith("claims"):
         return APPENDIX
     (page,) = (ROOT / "docs" / "book").glob(f"{exercise[:2]}-*.md")
     return page
@@ -31,7 +31,7 @@ def page_of(exercise: str) -> Path:
 def solution_of(exercise: str) -> str:
     """The first block of Python in the solution that is folded in the chapter."""
     sections = re.split(r"^### Exercise ", page_of(exercise).read_text(encoding="utf-8"), flags=re.MULTILINE)
-    (section,) = (each for each in sections[1:] if each.startswith(f"{int(exercise[3:])}:"))
+    (section,) = (each for each in sections[1:] if each.startswith(f"{int(exercise[-1])}:"))
     folded = section[section.index("<details") : section.index("</details>")]
     return re.search(r"^```python\n(.*?)^```$", folded, re.MULTILINE | re.DOTALL)[1]
 
@@ -73,7 +73,7 @@ def test_a_wrong_solution_is_told_why(exercise: str, wrong: tuple[str, str, str]
 def test_each_exercise_has_wrong_solutions() -> None:
     for page in [*sorted((ROOT / "docs" / "book").glob("[0-9]*.md")), APPENDIX]:
         for number in re.findall(r"^### Exercise (\d+):", page.read_text(encoding="utf-8"), re.MULTILINE):
-            assert f"{'12' if page == APPENDIX else page.name[:2]}_{number}" in EXERCISES
+            assert f"{'claims' if page == APPENDIX else page.name[:2]}_{number}" in EXERCISES
     assert all(len(WRONG[exercise]) >= 3 for exercise in EXERCISES)
 
 

@@ -48,13 +48,13 @@ def test_the_forks_are_small_together() -> None:
 
 
 def test_the_pages_have_the_sizes() -> None:
-    """The table of all forks, in order of size; the one beside other engines; the places in chapter 13."""
+    """The table of all forks, in order of size; the one beside other engines; the places in chapter 12."""
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[(\w+)\]\(\w+/README\.md\) \| file \| (\d+) \|", page, flags=re.MULTILINE)
     assert rows == sorted(rows, key=lambda row: int(row[1]))
     assert sorted(fork for fork, _ in rows) == [fork.name for fork in FORKS]
     rows += re.findall(r"^\| (\w+) \| (\d+) \| [\w, ]+ \| \[", page, flags=re.MULTILINE)
-    chapter = (ROOT / "docs" / "book" / "13-forks.md").read_text(encoding="utf-8")
+    chapter = (ROOT / "docs" / "book" / "12-forks.md").read_text(encoding="utf-8")
     in_chapter = re.findall(r"\[(\w+)\]\(\.\./forks/\w+/README\.md\) (\d+)", chapter)
     assert len(rows) > len(FORKS)
     assert len(in_chapter) > 10

@@ -1,6 +1,6 @@
-"""Exercise 13.3, what evictions cost: see docs/book/13-forks.md.
+"""Exercise 12.3, what evictions cost: see docs/book/12-forks.md.
 
-python -m pytest docs/book/exercises/13_3.py
+python -m pytest docs/book/exercises/12_3.py
 """
 
 import sys
