@@ -18,7 +18,9 @@ APPENDIX = ROOT / "docs" / "reference" / "wrong-claims.md"  # it has the exercis
 WRONG: dict[str, list[tuple[str, str, str]]] = {}  # exercise → (what is wrong, a piece, its replacement)
 for file in sorted((Path(__file__).parent / "wrong").glob("c*.py")):
     lists = vars(import_module(f"wrong.{file.stem}")).items()
-    WRONG |= {file.stem.removeprefix("ch") + name[5:]: wrong for name, wrong in lists if name.startswith("WRONG_")}
+    WRONG |= {
+        file.stem.removeprefix("ch") + name[5:]: wrong for name, wrong in lists if name.startswith("WRONG_")
+    }
 
 
 def page_of(exercise: str) -> Path:
