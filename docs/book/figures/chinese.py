@@ -251,7 +251,7 @@ LABELS = {
     "rank {}: a worker": "rank {}：worker",
     "scheduler, block manager, model runner, sampler": "调度器、块管理器、model runner、采样器",
     "model runner; it does what a message says": "model runner；按消息执行",
-    "query heads {}–{}": "query 头 {}–{}",
+    "query heads {}–{}": "查询头 {}–{}",
     "MLP columns {}–{}": "MLP 的列 {}–{}",
     "h{}: K and V of KV head {}, all layers": "h{}：KV 头 {} 的 K 和 V，所有层",
     "message": "消息",
