@@ -259,14 +259,14 @@ LABELS = {
     "{} a step": "每步 {} 次",
     # saturation
     "Requests served and good, and the wait for the first token, over the rate of arrivals": (
-        "随到达率变化：服务的请求、合格的请求、首 token 延迟"
+        "随到达率变化：完成的请求、合格的请求、首 token 延迟"
     ),
     "requests a second": "每秒请求数",
     "requests a second, arriving": "每秒到达的请求数",
-    "served": "服务",
+    "served": "完成",
     "good": "合格",
     "seconds to the first token": "首 token 延迟（秒）",
-    "limit for a good request": "合格的限度",
+    "limit for a good request": "合格请求的上限",
     "median": "中位数",
 }
 # Words of the code, formulas, and pieces of a prompt.
