@@ -231,7 +231,7 @@ LABELS = {
     "tile {}: keys {}–{}": "tile {}：key {}–{}",
     "blocks of all sequences, in any order": "所有序列的块，次序任意",
     "{} keys of KV head {}, loaded at once and multiplied with all query heads that share it;": (
-        "{} 个 key，属于 KV 头 {}：一次读入，与共享这个 KV 头的所有 query 头相乘；"
+        "{} 个 key，属于 KV 头 {}：一次读入，与共享这个 KV 头的所有查询头相乘；"
     ),
     "the program keeps m, l and acc from tile to tile, and writes out and LSE after its last tile": (
         "程序实例逐个 tile 更新 m、l、acc，算完最后一个 tile 再写出 out 和 LSE"
