@@ -31,8 +31,8 @@ R = TypeVar("R")
 
 
 def option(default: Any = MISSING, rule: Rule | None = None) -> Any:
-    """A field of a dataclass with a rule. Without a default, it must be given."""
-    return field(default=default, metadata={"rule": rule})
+    """A field with a rule. Without a default, it must be given."""
+    return field(default=default, metadata={"rule": rule} if rule else {})
 
 
 class Options:
@@ -49,7 +49,7 @@ class Options:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for each in fields(self):
+        for each in [each for each in fields(self) if each.metadata]:  # a fork may have plain fields
             value = each.metadata["rule"](each.name, getattr(self, each.name))
             object.__setattr__(self, each.name, value)
 
@@ -121,7 +121,7 @@ def optional(rule: Rule) -> Rule:
 
 
 def device_name(name: str, value: Any) -> str:
-    """The name of a device, or torch's own, such as torch.device("cuda")."""
+    """The name of a device, or a torch.device."""
     value = str(value) if type(value).__module__ == "torch" else value
     return instance(str, "a name such as 'cpu' or 'cuda:0'")(name, value)
 

@@ -302,6 +302,11 @@ def test_the_book_stays_short() -> None:
     assert words_of((ROOT / "README.md").read_text(encoding="utf-8")) <= 1_200
 
 
+def test_the_pages_beside_the_book_stay_short() -> None:
+    pages = [page for page in DOCS.rglob("*.md") if page.parent.name not in ("book", "zh")]
+    assert sum(words_of(page.read_text(encoding="utf-8")) for page in pages) <= 33_000
+
+
 LINKING = [page for page in sorted(DOCS.rglob("0[1-8]-*.md")) if page.parent.name in ("book", "zh")]
 
 

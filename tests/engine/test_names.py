@@ -6,7 +6,7 @@ import copy
 import inspect
 import pickle
 import re
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 
 import pytest
 import torch
@@ -132,6 +132,22 @@ def test_options_do_not_change() -> None:
         for other in (copy.deepcopy(options), pickle.loads(pickle.dumps(options)), replace(options)):
             assert other == options
     assert hash(SamplingParams(n=2)) == hash(replace(SamplingParams(), n=2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithTenant(SamplingParams):
+    """Params of a fork, with a plain field."""
+
+    tenant: str = ""
+
+
+def test_a_field_of_a_fork_needs_no_rule(llm: LLM) -> None:
+    params = WithTenant(max_tokens=2, tenant="a")
+    llm.engine.add_request("0", [1, 2], params)
+    assert llm.engine.requests["0"].params.tenant == "a"
+    llm.engine.abort_request("0")
+    with pytest.raises(ValueError, match="max_tokens"):  # the others keep theirs
+        WithTenant(max_tokens=0)
 
 
 def test_a_dtype_of_torch(qwen3: Oracle) -> None:

@@ -22,6 +22,10 @@ FIGURES = {
     "chunks",
     "shared_prefix",
     "beams",
+    "grid",
+    "limits",
+    "ranks",
+    "saturation",
 }
 # {} is a number. The numbers of a label stand in the same order in both languages.
 LABELS = {
@@ -209,6 +213,61 @@ LABELS = {
     "B:{} is a block with the K/V of four tokens of B. An arrow is a copy, to where it is afterwards.": (
         "B:{} 表示一个块，里面有 B 的四个 token 的 K/V。箭头表示复制，指向复制之后的位置。"
     ),
+    # grid
+    "The grid of the decode kernel, and a tile of keys that spans four scattered blocks": (
+        "decode kernel 的网格，以及一个跨四个分散的块的 tile"
+    ),
+    "Grid": "网格",
+    "{} splits × {} KV heads = {} programs; a cell shows its keys": (
+        "{} 个分段 × {} 个 KV 头 = {} 个程序实例；格子里是它负责的 key"
+    ),
+    "KV head {}": "KV 头 {}",
+    "sequence A: {} keys": "序列 A：{} 个 key",
+    "sequence B: {} keys": "序列 B：{} 个 key",
+    "sequence C: {} keys": "序列 C：{} 个 key",
+    "split {}": "分段 {}",
+    "Block table of C": "C 的块表",
+    "blocks of {} keys; tiles of {}": "每块 {} 个 key，每个 tile {} 个",
+    "tile {}: keys {}–{}": "tile {}：key {}–{}",
+    "blocks of all sequences, in any order": "所有序列的块，次序任意",
+    "{} keys of KV head {}, loaded at once and multiplied with all query heads that share it;": (
+        "{} 个 key，属于 KV 头 {}：一次读入，与共享这个 KV 头的所有查询头相乘；"
+    ),
+    "the program keeps m, l and acc from tile to tile, and writes out and LSE after its last tile": (
+        "程序实例逐个 tile 更新 m、l、acc，算完最后一个 tile 再写出 out 和 LSE"
+    ),
+    # limits
+    "The roofline of an H{}, and steps of Llama-{}-{}B": "H{} 的 roofline，以及 Llama-{}-{}B 的几种步",
+    "arithmetic intensity: FLOP for each byte that is read": "算术强度：每读一个字节做的 FLOP",
+    "TFLOP a second": "TFLOP/s",
+    "memory-bound: {} TB a second": "访存受限：{} TB/s",
+    "compute-bound": "计算受限",
+    "decode of {} sequence: {}% of the FLOP": "{} 个序列的 decode：用到算力的 {}%",
+    "decode of {}: {}% of the FLOP": "{} 个序列：{}%",
+    "prefill of {} tokens: {}% of the FLOP": "{} 个 token 的 prefill：{}%",
+    # ranks
+    "Two ranks with the same block tables": "两个 rank，块表相同",
+    "rank {}: the process of the engine": "rank {}：引擎所在的进程",
+    "rank {}: a worker": "rank {}：worker",
+    "scheduler, block manager, model runner, sampler": "调度器、块管理器、model runner、采样器",
+    "model runner; it does what a message says": "model runner；按消息执行",
+    "query heads {}–{}": "查询头 {}–{}",
+    "MLP columns {}–{}": "MLP 的列 {}–{}",
+    "h{}: K and V of KV head {}, all layers": "h{}：KV 头 {} 的 K 和 V，所有层",
+    "message": "消息",
+    "each step": "每一步",
+    "{} a step": "每步 {} 次",
+    # saturation
+    "Requests served and good, and the wait for the first token, over the rate of arrivals": (
+        "随到达率变化：完成的请求、合格的请求、首 token 延迟"
+    ),
+    "requests a second": "每秒请求数",
+    "requests a second, arriving": "每秒到达的请求数",
+    "served": "完成",
+    "good": "合格",
+    "seconds to the first token": "首 token 延迟（秒）",
+    "limit for a good request": "合格请求的上限",
+    "median": "中位数",
 }
 # Words of the code, formulas, and pieces of a prompt.
 SAME = {
@@ -220,6 +279,9 @@ SAME = {
     "decode B",
     "decode C",
     "prompt",
+    "Tile",
+    "all-reduce",
+    "logits",
 }
 SAME |= {"max", "pow{}", "oracle", "paging", "prefill", "decode", "m, l, acc", "acc", "acc / l"}
 SAME |= {"Σ exp(s − m)", "Σ exp(s − m) · v", "w = exp(lse − LSE)", "LSE = ln Σ exp(lse) = {}"}

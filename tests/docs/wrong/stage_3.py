@@ -15,3 +15,6 @@ replace(
     "return batch",
     "self.enable_chunked_prefill &= len(self.waiting) < 5\n        return batch",
 )
+
+# wrong: no waiting request is admitted
+replace("Scheduler.schedule", "for request in self.waiting:", "for request in self.waiting[:0]:")
