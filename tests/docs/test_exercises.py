@@ -14,7 +14,7 @@ from doc_pages import ROOT
 from programs import environment, load_file, run_program
 
 EXERCISES = {file.stem: file for file in sorted((ROOT / "docs" / "book" / "exercises").glob("*_[0-9].py"))}
-APPENDIX = ROOT / "docs" / "reference" / "wrong-claims.md"  # it has the exercises 12_1 and 12_2
+APPENDIX = ROOT / "docs" / "reference" / "wrong-claims.md"  # it has the exercises claims_1 and claims_2
 WRONG: dict[str, list[tuple[str, str, str]]] = {}  # exercise → (what is wrong, a piece, its replacement)
 for file in sorted((Path(__file__).parent / "wrong").glob("c*.py")):
     lists = vars(import_module(f"wrong.{file.stem}")).items()
