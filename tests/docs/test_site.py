@@ -79,6 +79,7 @@ def test_every_page_is_there(site: Path) -> None:
         ("rebuild/1.html", "../build/1.html"),
         ("12-wrong-claims.html", "reference/wrong-claims.html"),
         ("book/14-after-2023.html", "../reference/after-2023.html"),
+        ("book/13-forks.html", "12-forks.html"),
     ):
         assert f'location.replace("{to}" + location.hash)' in (site / old).read_text(encoding="utf-8")
     assert "<title>nanopaged: PagedAttention" in (site / "index.html").read_text(encoding="utf-8")
