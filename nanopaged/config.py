@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 def option(default: Any = MISSING, rule: Rule | None = None) -> Any:
     """A field with a rule. Without a default, it must be given."""
-    return field(default=default, metadata={"rule": rule} if rule else {})
+    return field(default=default, metadata={"rule": rule})
 
 
 class Options:
@@ -49,9 +49,9 @@ class Options:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for each in [each for each in fields(self) if each.metadata]:  # a fork may have plain fields
-            value = each.metadata["rule"](each.name, getattr(self, each.name))
-            object.__setattr__(self, each.name, value)
+        for each in fields(self):
+            if rule := each.metadata.get("rule"):  # a fork may have plain fields
+                object.__setattr__(self, each.name, rule(each.name, getattr(self, each.name)))
 
 
 def require(condition: bool, message: str) -> None:
