@@ -79,7 +79,8 @@ def sdist(dist: Path) -> Path:
     """The source distribution, unpacked."""
     (file,) = dist.glob("*.tar.gz")
     with tarfile.open(file) as archive:
-        archive.extractall(dist / "unpacked", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # from Python 3.11.4 on
+        archive.extractall(dist / "unpacked")
     return dist / "unpacked" / f"nanopaged-{nanopaged.__version__}"
 
 
