@@ -69,7 +69,7 @@ def ray_batch(code: list[str], prompts: Path, results: Path, *options: str, **en
 def tag_of(process: psutil.Process) -> str | None:
     """All processes of a Ray inherit the environment of the command that started it.
 
-    One that has ended has none, also if nobody has waited for it.
+    One that has ended has none, also if its parent has not waited for it.
     """
     try:
         return process.environ().get(TAG)
