@@ -120,9 +120,9 @@ def rule_of(item: Any) -> str:
 def sentence(item: pytest.Item, error: BaseException) -> str:
     """The message of a judge; of any other error, the function that raised it and the rule that is tested."""
     said = str(error).split("\nassert ")[0].splitlines() or [""]
-    inside = of_package(item, traceback.extract_tb(error.__traceback__)[-1:])
-    invariant = not inside or inside[0][1].startswith("check_")  # its message says enough
-    if isinstance(error, AssertionError | pytest.fail.Exception) and is_judge(item) and invariant:
+    inside = of_package(item, traceback.extract_tb(error.__traceback__)[-1:])  # raised by the engine itself
+    says_enough = not inside or inside[0][1].startswith("check_")  # `check_blocks` names what is broken
+    if isinstance(error, AssertionError | pytest.fail.Exception) and is_judge(item) and says_enough:
         return " ".join(said)
     what, rule = where(item, error), f"Tested is the rule: {rule_of(item)}"
     rule += "." if is_judge(item) else f" ({item.path.name})."
