@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.5.0"
 
-__all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "EngineConfig", "EngineStats", "LLMEngine"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EngineConfig",
+    "EngineStats",
+    "LLMEngine",
+]
 __all__ += ["Logprob", "RequestMetrics", "RequestOutput", "SamplingParams"]
 
 _WITH_TORCH = {"LLM": "nanopaged.llm", "LLMEngine": "nanopaged.engine"}

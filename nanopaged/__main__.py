@@ -40,7 +40,11 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
         if line == "/blocks":
             print(blocks)
         elif line == "/stats":
-            print("\n".join(f"{name:25} {value}" for name, value in asdict(llm.engine.stats()).items()))
+            print(
+                "\n".join(
+                    f"{name:25} {value}" for name, value in asdict(llm.engine.stats()).items()
+                )
+            )
         elif line == "/reset":
             turns.clear()
         elif line.startswith("/"):
@@ -66,21 +70,29 @@ def make_prompt(llm: nanopaged.LLM, turns: list[str]) -> str | dict[str, Any]:
     """The conversation in the model's chat template; without one, the text so far."""
     if getattr(llm.get_tokenizer(), "chat_template", None) is None:
         return "\n".join("".join(turns[i : i + 2]) for i in range(0, len(turns), 2))
-    messages = [{"role": role, "content": text} for role, text in zip(cycle(["user", "assistant"]), turns)]
+    messages = [
+        {"role": role, "content": text} for role, text in zip(cycle(["user", "assistant"]), turns)
+    ]
     return llm.chat_prompt(messages, {"enable_thinking": False})  # Qwen3 thinks if it may
 
 
 def main() -> None:
-    parser = ArgumentParser(usage=SUPPRESS, description=__doc__, formatter_class=RawTextHelpFormatter)
+    parser = ArgumentParser(
+        usage=SUPPRESS, description=__doc__, formatter_class=RawTextHelpFormatter
+    )
     parser.prog = "python -m nanopaged"
-    parser.add_argument("--model", help="a model folder or a hub id; default: the tiny one in the box")
+    parser.add_argument(
+        "--model", help="a model folder or a hub id; default: the tiny one in the box"
+    )
     parser.add_argument("--max-tokens", type=int, default=200, help="of an answer; default: 200")
     parser.add_argument("--temperature", type=float, default=0.7, help="default: 0.7; 0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     try:  # what can be checked without PyTorch comes first
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-        config = EngineConfig(args.model, seed=args.seed, max_num_seqs=1)  # so the pool is small, to be drawn
+        config = EngineConfig(
+            args.model, seed=args.seed, max_num_seqs=1
+        )  # so the pool is small, to be drawn
         llm = nanopaged.LLM(**vars(config))
     except (ValueError, OSError) as error:
         parser.error(one_line(error))

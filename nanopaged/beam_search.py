@@ -52,12 +52,16 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     at_limit = beams[0].num_tokens + 1 >= request.stop_rules.max_length
 
     hypotheses = list(request.hypotheses)
-    for _, beam, sample in candidates[:width]:  # as in transformers, a candidate below these is no hypothesis
+    for _, beam, sample in candidates[
+        :width
+    ]:  # as in transformers, a candidate below these is no hypothesis
         if at_limit or sample.token_id in stop_token_ids:
             hypotheses.append(_finish(beam, sample))
     hypotheses = sorted(hypotheses, key=attrgetter("score"), reverse=True)[:width]
 
-    going_on = [candidate for candidate in candidates if candidate[2].token_id not in stop_token_ids][:width]
+    going_on = [
+        candidate for candidate in candidates if candidate[2].token_id not in stop_token_ids
+    ][:width]
     next_beams: list[Sequence] = []
     if going_on and not at_limit and not _is_over(request, hypotheses, best=going_on[0][0]):
         for index, (_, beam, sample) in enumerate(going_on):
@@ -67,14 +71,20 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
         block_manager.free(beam)
     for index, hypothesis in enumerate(hypotheses):
         hypothesis.index = index
-    request.sequences, request.live, request.hypotheses = next_beams or hypotheses, next_beams[:], hypotheses
+    request.sequences, request.live, request.hypotheses = (
+        next_beams or hypotheses,
+        next_beams[:],
+        hypotheses,
+    )
 
 
 def _finish(beam: Sequence, sample: Sample) -> Sequence:
     """A hypothesis: the tokens of `beam`, ended by `sample`."""
     hypothesis = beam.copy_tokens(0)
     hypothesis.append(sample)
-    hypothesis.score = _score(beam.request, hypothesis.cumulative_logprob, hypothesis.num_output_tokens)
+    hypothesis.score = _score(
+        beam.request, hypothesis.cumulative_logprob, hypothesis.num_output_tokens
+    )
     return hypothesis
 
 

@@ -66,7 +66,9 @@ class Block:
 class BlockManager:
     """Block tables over one pool of `num_blocks` blocks of `block_size` token slots."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+    ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.reset()
@@ -75,8 +77,12 @@ class BlockManager:
         """Make all blocks free, and empty the prefix index."""
         self.blocks = [Block(i) for i in range(self.num_blocks)]
         self.free_ids = list(range(self.num_blocks))[::-1]  # a stack: block 0 is handed out first
-        self.cached: OrderedDict[int, Block] = OrderedDict()  # without references, least recently used first
-        self.index: dict[bytes, Block] = {}  # the prefix index: key → the one block published under it
+        self.cached: OrderedDict[int, Block] = (
+            OrderedDict()
+        )  # without references, least recently used first
+        self.index: dict[
+            bytes, Block
+        ] = {}  # the prefix index: key → the one block published under it
 
     @property
     def num_free_blocks(self) -> int:
@@ -112,7 +118,9 @@ class BlockManager:
         """
         block = self.blocks[block_id]
         if block.ref_count == 0:
-            raise RuntimeError(f"block {block_id} was released more often than it was taken and shared")
+            raise RuntimeError(
+                f"block {block_id} was released more often than it was taken and shared"
+            )
         block.ref_count -= 1
         if block.ref_count == 0:
             if block.key is None:
@@ -122,7 +130,9 @@ class BlockManager:
 
     # ── block tables: allocate, grow, fork, free ──────────────────────────────────────────────────
 
-    def allocate(self, sequences: list[Sequence], look_up: bool = True, num_reserved: int = 0) -> bool:
+    def allocate(
+        self, sequences: list[Sequence], look_up: bool = True, num_reserved: int = 0
+    ) -> bool:
         """Give block tables for all their tokens to the sequences of one request, which have no blocks yet.
 
         A sequence's table begins with the blocks found in the prefix cache; the others are taken.
@@ -182,13 +192,20 @@ class BlockManager:
         size, seq = self.block_size, sequences[0]
         if len(sequences) == 1 and len(seq.token_ids) <= len(seq.block_table) * size:
             return []  # the usual case: a free slot, and no sibling that could share the block
-        if blocks_to_grow(sequences, [seq.block_table for seq in sequences], size) > self.num_free_blocks:
+        if (
+            blocks_to_grow(sequences, [seq.block_table for seq in sequences], size)
+            > self.num_free_blocks
+        ):
             return None
         copies = []
         for seq in sequences:
             newest = (seq.num_tokens - 1) // size
-            is_written = seq.num_computed_tokens < seq.num_tokens  # not if a beam waits for its siblings
-            is_shared = newest < len(seq.block_table) and self.blocks[seq.block_table[newest]].ref_count > 1
+            is_written = (
+                seq.num_computed_tokens < seq.num_tokens
+            )  # not if a beam waits for its siblings
+            is_shared = (
+                newest < len(seq.block_table) and self.blocks[seq.block_table[newest]].ref_count > 1
+            )
             if is_written and is_shared:
                 src = seq.block_table[newest]
                 seq.block_table[newest] = self.take()
@@ -217,7 +234,9 @@ class BlockManager:
 
         block_size = 4, table [7, 2, 5], 6 tokens: block 5 is given back
         """
-        num_kept = blocks_needed(seq.num_tokens if num_tokens is None else num_tokens, self.block_size)
+        num_kept = blocks_needed(
+            seq.num_tokens if num_tokens is None else num_tokens, self.block_size
+        )
         for block_id in reversed(seq.block_table[num_kept:]):
             self.release(block_id)
         seq.block_table = seq.block_table[:num_kept]
@@ -270,7 +289,9 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         first = seq.num_computed_tokens // self.block_size
-        keys = self.keys_of(seq, (seq.num_computed_tokens + seq.num_scheduled_tokens) // self.block_size)
+        keys = self.keys_of(
+            seq, (seq.num_computed_tokens + seq.num_scheduled_tokens) // self.block_size
+        )
         for key, block_id in zip(keys[first:], seq.block_table[first:], strict=False):
             if key not in self.index:
                 self.index[key] = self.blocks[block_id]

@@ -9,12 +9,12 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cached_property, partial, wraps
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "cpp", "torch", "reference")
@@ -109,7 +109,10 @@ def one_of(*choices: str | bool) -> Rule:
     def rule(name: str, value: Any) -> Any:
         value = value if isinstance(value, bool) else str(value).removeprefix("torch.")
         value = short.get(value, value)
-        require(value in choices, f"{name} is {value!r}, but must be one of {', '.join(map(str, choices))}")
+        require(
+            value in choices,
+            f"{name} is {value!r}, but must be one of {', '.join(map(str, choices))}",
+        )
         return value
 
     return rule
@@ -128,9 +131,13 @@ def device_name(name: str, value: Any) -> str:
 
 def new_file(name: str, value: Any) -> str | Path:
     """The name of a file in a folder that exists."""
-    path = Path(instance((str, Path), "the name of a file such as 'run.html'")(name, value)).absolute()
+    path = Path(
+        instance((str, Path), "the name of a file such as 'run.html'")(name, value)
+    ).absolute()
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"{name} is {str(value)!r}, but there is no folder {str(path.parent)!r}")
+        raise FileNotFoundError(
+            f"{name} is {str(value)!r}, but there is no folder {str(path.parent)!r}"
+        )
     require(not path.is_dir(), f"{name} is {str(value)!r}, which is a folder: name a file in it")
     return value
 
@@ -227,33 +234,30 @@ class EngineConfig(Options):
     trace: str | Path | None = option(None, optional(new_file))
 
 
-class ResolvedConfig(EngineConfig):
-    """The options of an engine, with its lengths chosen: they are never None."""
-
-    max_model_len: int
-    max_num_batched_tokens: int
-
-
-def resolve_lengths(config: EngineConfig, longest: int) -> ResolvedConfig:
-    """The options with `max_model_len` and `max_num_batched_tokens` chosen.
+def resolve_lengths(config: EngineConfig, longest: int) -> tuple[int, int]:
+    """The maximum length of a sequence, and the token budget of a step, where `config` leaves them open.
 
     Args:
         longest: tokens of the longest sequence that the model was made for.
 
     Raises:
-        ValueError: `max_model_len` is more than that; or the longest prompt may not be cut, and does not fit.
+        ValueError: `max_model_len` is more than that; or without chunked prefill the longest prompt does not
+            fit in one step.
     """
     max_model_len = config.max_model_len or longest
     if max_model_len > longest:
-        raise ValueError(f"max_model_len is {max_model_len}, but the model was made for at most {longest}")
-    least = 0 if config.enable_chunked_prefill else max_model_len
-    budget = config.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, least)
-    if budget < least:
-        way_out = "raise max_num_batched_tokens, lower max_model_len, or set enable_chunked_prefill=True"
-        what = f"without chunked prefill a prompt of up to max_model_len = {max_model_len} tokens must fit"
-        raise ValueError(f"max_num_batched_tokens is {budget}, but {what} in one step: {way_out}")
-    chosen: dict[str, Any] = {"max_model_len": max_model_len, "max_num_batched_tokens": budget}
-    return cast(ResolvedConfig, replace(config, **chosen))
+        raise ValueError(
+            f"max_model_len is {max_model_len}, but the model was made for at most {longest}"
+        )
+    minimum = 0 if config.enable_chunked_prefill else max_model_len
+    budget = config.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, minimum)
+    if budget < minimum:
+        raise ValueError(
+            f"max_num_batched_tokens is {budget}, but without chunked prefill a prompt of up to "
+            f"max_model_len = {max_model_len} tokens must fit in one step: raise max_num_batched_tokens, "
+            "lower max_model_len, or set enable_chunked_prefill=True"
+        )
+    return max_model_len, budget
 
 
 class RequestOptions(Options):
@@ -262,7 +266,9 @@ class RequestOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         least, most = vars(self)["min_tokens"], vars(self)["max_tokens"]
-        require(most is None or least <= most, f"min_tokens is {least}, but max_tokens is only {most}")
+        require(
+            most is None or least <= most, f"min_tokens is {least}, but max_tokens is only {most}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,7 +392,9 @@ def foreign_names(kind: str) -> dict[str, str]:
     Args:
         kind: "options", "beam_options" (where they differ), "attributes" or "imports".
     """
-    return json.loads(Path(__file__).with_name("foreign_names.json").read_text(encoding="utf-8"))[kind]
+    return json.loads(Path(__file__).with_name("foreign_names.json").read_text(encoding="utf-8"))[
+        kind
+    ]
 
 
 def explain(given: Iterable[str], known: Collection[str], theirs: dict[str, str]) -> str:
@@ -421,9 +429,13 @@ def with_hints(params: type[Options]) -> Callable[[Callable[P, R]], Callable[P, 
             if not options.keys() <= known.keys():
                 name, theirs = getattr(method, "__name__", ""), foreign_names("options")
                 theirs |= foreign_names("beam_options") if params is not SamplingParams else {}
-                for option, ours in ({each: each for each in params.__dataclass_fields__} | theirs).items():
+                for option, ours in (
+                    {each: each for each in params.__dataclass_fields__} | theirs
+                ).items():
                     if ours in params.__dataclass_fields__ and option not in known:
-                        theirs[option] = f"put it into the params: {name}(…, {params.__name__}({ours}=…))"
+                        theirs[option] = (
+                            f"put it into the params: {name}(…, {params.__name__}({ours}=…))"
+                        )
                 raise TypeError(f"{name} has no option {explain(options, known, theirs)}")
             return method(*args, **options)
 

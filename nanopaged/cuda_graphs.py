@@ -25,7 +25,9 @@ from nanopaged.attention.triton_backend import TritonAttention
 from nanopaged.kv_cache import to_device
 from nanopaged.model.decoder import Model
 
-PADDING = np.array([[0], [0], [-1], [0], [0]])  # token id, position, slot, block table row, context length
+PADDING = np.array(
+    [[0], [0], [-1], [0], [0]]
+)  # token id, position, slot, block table row, context length
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -51,7 +53,9 @@ class DecodeGraphs:
     ) -> None:
         self.model, self.attention, self.tables = model, attention, attention.tables
         self.capture = capture or Capture()
-        self.tables.reserve(max_num_seqs, -(-max_context_len // attention.cache.block_size))  # ceil division
+        self.tables.reserve(
+            max_num_seqs, -(-max_context_len // attention.cache.block_size)
+        )  # ceil division
         self.captured_tables, self.sizes = self.tables.data, graph_sizes(max_num_seqs)
         # Garbage collection could free the CUDA memory of another engine during a capture, which is illegal.
         gc.collect()
@@ -69,7 +73,9 @@ class DecodeGraphs:
         """Inputs (int64, see `_layout`), output [size, hidden_size], and its computation."""
         inputs = to_device(self._layout(size, PADDING[:, :0]), self.captured_tables.device)
         input_ids, positions, slot_mapping = inputs[: 3 * size].view(3, size)
-        attention = copy.copy(self.attention)  # the same cache and block tables, but this graph's buffers
+        attention = copy.copy(
+            self.attention
+        )  # the same cache and block tables, but this graph's buffers
         attention.num_decodes, attention.slot_mapping = size, slot_mapping
         attention.set_decodes(inputs[3 * size :], size)
         return inputs, *self.capture(lambda: self.model(input_ids, positions, attention))
@@ -79,16 +85,22 @@ class DecodeGraphs:
         inputs = np.repeat(PADDING, size, axis=1)
         inputs[:, : rows.shape[1]] = rows
         decodes = self.attention.pack_decodes(*inputs[3:])
-        unused = np.zeros(2 * size + 1 + 3 * (size + self.attention.most_cuts) - len(decodes), dtype=np.int64)
+        unused = np.zeros(
+            2 * size + 1 + 3 * (size + self.attention.most_cuts) - len(decodes), dtype=np.int64
+        )
         return np.concatenate([inputs[:3].ravel(), decodes, unused])
 
-    def run(self, input_ids: np.ndarray, positions: np.ndarray, metadata: AttentionMetadata) -> Tensor:
+    def run(
+        self, input_ids: np.ndarray, positions: np.ndarray, metadata: AttentionMetadata
+    ) -> Tensor:
         """Compute decodes [num_seqs] → hidden states [num_seqs, hidden_size], valid until the next run."""
         n = len(input_ids)
         size = next(size for size in self.sizes if size >= n)
         buffers, hidden, replay = self.graphs[size]
         table_rows = self.tables.update(metadata.seq_ids, metadata.block_tables)
-        assert self.tables.data is self.captured_tables, "block tables moved: graphs read the old ones"
+        assert self.tables.data is self.captured_tables, (
+            "block tables moved: graphs read the old ones"
+        )
         rows = [input_ids, positions, metadata.slot_mapping, table_rows, metadata.context_lens]
         to_device(self._layout(size, np.array(rows)), buffers.device, out=buffers)
         replay()

@@ -22,9 +22,17 @@ from nanopaged.parallel import start
 from nanopaged.prompts import Prompt, PromptProcessor
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, ScheduledBatch, StepResult
-from nanopaged.snapshot import Snapshot, check_blocks, check_host_blocks, engine_stats, take_snapshot
+from nanopaged.snapshot import (
+    Snapshot,
+    check_blocks,
+    check_host_blocks,
+    engine_stats,
+    take_snapshot,
+)
 
-FORKED = "this engine was made in process {}, and its forks cannot use it: start processes by 'spawn'"
+FORKED = (
+    "this engine was made in process {}, and its forks cannot use it: start processes by 'spawn'"
+)
 
 
 class Runner(Protocol):
@@ -72,30 +80,48 @@ class LLMEngine:
         model_config = read_model_config(folder)
         model_config.share(config.tensor_parallel_size)  # raises ValueError if it cannot be divided
         self.pid = os.getpid()
-        self.config = config = resolve_lengths(config, model_config.max_position_embeddings)
+        self.max_model_len, self.max_num_batched_tokens = resolve_lengths(
+            config, model_config.max_position_embeddings
+        )
+        self.config = config
         self.model_name = str(config.model or folder.name)
-        self.max_model_len, self.vocab_size = config.max_model_len, model_config.vocab_size
+        self.vocab_size = model_config.vocab_size
         self.tokenizer = load_tokenizer(folder)
         if runner is None:
-            make_runner = partial(self.make_runner, config, model_config, folder)
+            make_runner = partial(
+                self.make_runner,
+                config=config,
+                model_config=model_config,
+                folder=folder,
+                max_model_len=self.max_model_len,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+            )
             runner = start(config.tensor_parallel_size, config.device, make_runner)
         self.runner: Runner = runner
         pool = runner.num_blocks, config.block_size, config.enable_prefix_caching
         self.block_manager = self.make_block_manager(*pool)
-        limits = config.max_num_seqs, config.max_num_batched_tokens, config.enable_chunked_prefill
-        preemption = runner.cheaper_preemption() if config.preemption == "auto" else config.preemption
+        limits = config.max_num_seqs, self.max_num_batched_tokens, config.enable_chunked_prefill
+        preemption = (
+            runner.cheaper_preemption() if config.preemption == "auto" else config.preemption
+        )
         swaps = preemption, runner.num_host_blocks, config.watermark
         self.scheduler = self.make_scheduler(self.block_manager, *limits, *swaps)
         eos = read_eos_token_ids(folder, self.tokenizer)
-        self.prompts = PromptProcessor(config, self.tokenizer, self.vocab_size, runner.num_blocks, eos)
-        self.requests: dict[str, Request] = {}  # unfinished or not yet reported, in order of arrival
+        self.prompts = PromptProcessor(
+            config, self.tokenizer, self.vocab_size, runner.num_blocks, eos, self.max_model_len
+        )
+        self.requests: dict[
+            str, Request
+        ] = {}  # unfinished or not yet reported, in order of arrival
         self.unreported: dict[str, Request] = {}  # the finished ones among them
         self.num_steps = 0
         self.listeners: list[Any] = []
         if config.trace is not None:
             from nanopaged.trace import Recorder
 
-            self.listeners.append(Recorder(config.trace, self.scheduler, self.tokenizer, self.model_name))
+            self.listeners.append(
+                Recorder(config.trace, self.scheduler, self.tokenizer, self.model_name)
+            )
 
     def step(self, report: bool = True) -> list[RequestOutput]:
         """Compute one batch. Returns the outputs of the requests that got a token or have ended.
@@ -139,7 +165,9 @@ class LLMEngine:
             while True:
                 with suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave this half done
                     self.scheduler.start_over(self.requests.values())
-                    self.unreported = {name: each for name, each in self.requests.items() if each.finished}
+                    self.unreported = {
+                        name: each for name, each in self.requests.items() if each.finished
+                    }
                     break
             for listener in self.listeners:
                 listener.step_failed(error)

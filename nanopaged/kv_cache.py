@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanopaged.sequence import Moves
+
 
 def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None) -> Tensor:
     """Copy a host array to the device (into `out`, if given).
@@ -25,7 +27,11 @@ def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None
     tensor, no_wait = torch.from_numpy(array), device.type == "cuda"
     if no_wait:
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=no_wait) if out is None else out.copy_(tensor, non_blocking=no_wait)
+    return (
+        tensor.to(device, non_blocking=no_wait)
+        if out is None
+        else out.copy_(tensor, non_blocking=no_wait)
+    )
 
 
 def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:
@@ -50,7 +56,14 @@ class KVShape:
         Llama-3-8B (32 layers, 8 KV heads of 128, bfloat16): 2·32·8·128·2 B = 128 KiB a token, so a
         block of 16 tokens is 2 MiB.
         """
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize * block_size
+        return (
+            2
+            * self.num_layers
+            * self.num_kv_heads
+            * self.head_dim
+            * self.dtype.itemsize
+            * block_size
+        )
 
 
 class KVCache:
@@ -60,41 +73,52 @@ class KVCache:
     """
 
     def __init__(
-        self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device, num_host_blocks: int = 0
+        self,
+        shape: KVShape,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        num_host_blocks: int = 0,
     ) -> None:
         self.shape, self.block_size = shape, block_size
         self.no_wait = device.type == "cuda"  # see `to_device`
         # Not initialised: a slot without a token is not read, or is zeroed by `TorchAttention`.
         self.data = self._allocate(num_blocks, device)
-        self.host = self._allocate(num_host_blocks, torch.device("cpu"), self.no_wait and num_host_blocks > 0)
+        self.host = self._allocate(
+            num_host_blocks, torch.device("cpu"), self.no_wait and num_host_blocks > 0
+        )
 
     def _allocate(self, num_blocks: int, device: torch.device, pin_memory: bool = False) -> Tensor:
         shape = self.shape
         sizes = num_blocks, shape.num_layers, 2, shape.num_kv_heads, self.block_size, shape.head_dim
         try:
             return torch.empty(sizes, dtype=shape.dtype, device=device, pin_memory=pin_memory)
-        except (RuntimeError, TypeError, OverflowError) as error:  # no memory, or more than 64 bits hold
+        except (
+            RuntimeError,
+            TypeError,
+            OverflowError,
+        ) as error:  # no memory, or more than 64 bits hold
             num_bytes = math.prod(sizes) * shape.dtype.itemsize
             what = f"{num_blocks:,} blocks of {self.block_size:,} tokens need {num_bytes:,} bytes on {device}"
-            way_out = "lower num_blocks, num_host_blocks or block_size, or leave them at their defaults"
+            way_out = (
+                "lower num_blocks, num_host_blocks or block_size, or leave them at their defaults"
+            )
             raise ValueError(f"{what}, more than can be allocated: {way_out}") from error
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's K and V, each [num_blocks, num_kv_heads, block_size, head_dim]."""
         return self.data[:, layer, 0], self.data[:, layer, 1]
 
-    def move_blocks(
-        self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]], copies: list[tuple[int, int]]
-    ) -> None:
+    def move_blocks(self, moves: Moves) -> None:
         """Move the blocks of a step: out to the host, in from the host, then copies on write.
 
         A block that is swapped out may be used in the same step, and one swapped in may be the source of a
         copy. On a GPU the host does not wait.
         """
-        for device_block, host_block in swap_out:
+        for device_block, host_block in moves.swap_out:
             self.host[host_block].copy_(self.data[device_block], non_blocking=self.no_wait)
-        for host_block, device_block in swap_in:
+        for host_block, device_block in moves.swap_in:
             self.data[device_block].copy_(self.host[host_block], non_blocking=self.no_wait)
-        if copies:
-            src, dst = to_device(np.array(copies).T, self.data.device)
+        if moves.copies:
+            src, dst = to_device(np.array(moves.copies).T, self.data.device)
             self.data.index_copy_(0, dst, self.data.index_select(0, src))

@@ -43,7 +43,9 @@ class LLM(ForeignAttributes):
 
     def __init__(self, model: str | Path | None = None, **config: Any) -> None:
         self.engine = self.engine_class(self.engine_class.make_config(model=model, **config))
-        self._lock = Lock()  # for the engine. Only `with` takes it, so that no Ctrl-C leaves it taken
+        self._lock = (
+            Lock()
+        )  # for the engine. Only `with` takes it, so that no Ctrl-C leaves it taken
         self._door = Lock()  # held by a call while it waits for `_lock` to queue its requests
         self._count = count()
         self._dropped: list[Request] = []  # of calls that have ended; to be aborted
@@ -105,7 +107,9 @@ class LLM(ForeignAttributes):
         return self.generate(prompts, params, use_tqdm)
 
     @with_hints(SamplingParams)
-    def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Generator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: Params | None = None
+    ) -> Generator[RequestOutput]:
         """Generate for one prompt, yielding its state after every step that gave it a token.
 
         Leaving the loop early aborts the request.
@@ -113,7 +117,9 @@ class LLM(ForeignAttributes):
         Raises: as `generate`, at the call, not at the first output.
         """
         if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | Mapping):
-            raise TypeError("stream takes one prompt: a str, a list of token ids, or a dict of one of them")
+            raise TypeError(
+                "stream takes one prompt: a str, a list of token ids, or a dict of one of them"
+            )
         return self._stream(self._make_requests([(prompt, sampling_params)]))
 
     def _stream(self, requests: list[Request]) -> Generator[RequestOutput]:
@@ -155,8 +161,12 @@ class LLM(ForeignAttributes):
             ValueError: the model has no chat template; or as `generate`.
         """
         given: Any = messages
-        several = isinstance(given, SequenceOf) and len(given) > 0 and isinstance(given[0], list | tuple)
-        prompts = [self.chat_prompt(each, chat_template_kwargs) for each in (given if several else [given])]
+        several = (
+            isinstance(given, SequenceOf) and len(given) > 0 and isinstance(given[0], list | tuple)
+        )
+        prompts = [
+            self.chat_prompt(each, chat_template_kwargs) for each in (given if several else [given])
+        ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def chat_prompt(
@@ -171,7 +181,9 @@ class LLM(ForeignAttributes):
             TypeError, ValueError: the conversation is malformed or empty, or the model has no chat template.
         """
         text = render_chat(self.engine.tokenizer, messages, chat_template_kwargs)
-        token_ids = self.engine.prompts.encode(text, add_special_tokens=False)  # they are in the template
+        token_ids = self.engine.prompts.encode(
+            text, add_special_tokens=False
+        )  # they are in the template
         return {"prompt": text, "prompt_token_ids": token_ids}
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -196,7 +208,9 @@ class LLM(ForeignAttributes):
         """Queue requests, each with an id that no unfinished request has."""
         with self._door, self._lock:
             for request in requests:
-                while not request.request_id or request.request_id in self.engine.requests:  # a user's own
+                while (
+                    not request.request_id or request.request_id in self.engine.requests
+                ):  # a user's own
                     request.request_id = f"llm-{next(self._count)}"
                 self.engine.queue(request)
 
@@ -225,7 +239,10 @@ class LLM(ForeignAttributes):
         """
         self._dropped += requests
         while self._dropped and not self._lock.locked():
-            with self._lock, suppress(KeyboardInterrupt):  # a second Ctrl-C leaves none of them queued
+            with (
+                self._lock,
+                suppress(KeyboardInterrupt),
+            ):  # a second Ctrl-C leaves none of them queued
                 while self._dropped:
                     request = self._dropped[0]
                     if self.engine.requests.get(request.request_id) is request:

@@ -12,11 +12,12 @@ import torch
 
 from nanopaged.attention import make_attention
 from nanopaged.attention.metadata import GATHER_KEYS, AttentionMetadata
-from nanopaged.config import ResolvedConfig, SamplingParams
+from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.kv_cache import KVCache, KVShape, to_device
 from nanopaged.model.decoder import Model
 from nanopaged.parallel import Ranks
 from nanopaged.sampler import LOGITS_TILE, Draw, SamplingMetadata, sample
+from nanopaged.sequence import Moves
 
 # The most host memory for a KV cache on a CPU, and for swapped requests, of all ranks, unless configured.
 HOST_BYTES = 4 << 30
@@ -27,17 +28,34 @@ logger = logging.getLogger("nanopaged")
 def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
     """The dtype of weights, activations and K/V. "auto" is the checkpoint's, if it is fast here."""
     dtype = checkpoint if name == "auto" else name
-    if dtype == "bfloat16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+    if (
+        dtype == "bfloat16"
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) < (8, 0)
+    ):
         dtype = "float16" if name == "auto" else dtype
-        advice = "dtype='float16' is faster" if dtype == "bfloat16" else "the checkpoint is read as float16"
+        advice = (
+            "dtype='float16' is faster"
+            if dtype == "bfloat16"
+            else "the checkpoint is read as float16"
+        )
         logger.warning("%s has no instructions for bfloat16: %s", device, advice)
     return getattr(torch, dtype)
 
 
-def count_blocks(config: ResolvedConfig, model: Model, shape: KVShape, ranks: Ranks | None) -> list[int]:
+def count_blocks(
+    config: EngineConfig,
+    model: Model,
+    shape: KVShape,
+    ranks: Ranks | None,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+) -> tuple[int, int]:
     """Blocks of the KV cache and in host memory: those of `config`, or measured."""
     num_host_blocks, block_bytes = config.num_host_blocks, shape.block_bytes(config.block_size)
-    num_blocks = config.num_blocks or measure_num_blocks(config, model, shape)
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        num_blocks = measure_num_blocks(config, model, shape, max_model_len, max_num_batched_tokens)
     num_blocks = ranks.smallest(num_blocks) if ranks is not None else num_blocks
     if num_host_blocks is None:
         most = HOST_BYTES // config.tensor_parallel_size // block_bytes
@@ -46,7 +64,7 @@ def count_blocks(config: ResolvedConfig, model: Model, shape: KVShape, ranks: Ra
         num_host_blocks = ranks.smallest(num_host_blocks) if ranks is not None else num_host_blocks
     size = f"{num_blocks:,} blocks of {config.block_size} tokens ({num_blocks * block_bytes >> 20:,} MiB)"
     logger.info("KV cache: %s, and %s blocks for swapped requests", size, f"{num_host_blocks:,}")
-    return [num_blocks, num_host_blocks]
+    return num_blocks, num_host_blocks
 
 
 def num_pinned(num_blocks: int, block_bytes: int, device: torch.device) -> int:
@@ -57,11 +75,19 @@ def num_pinned(num_blocks: int, block_bytes: int, device: torch.device) -> int:
             break
         except RuntimeError:
             num_blocks //= 2
-            logger.warning("too little host memory can be pinned for swaps: trying %s blocks", num_blocks)
+            logger.warning(
+                "too little host memory can be pinned for swaps: trying %s blocks", num_blocks
+            )
     return num_blocks
 
 
-def measure_num_blocks(config: ResolvedConfig, model: Model, shape: KVShape) -> int:
+def measure_num_blocks(
+    config: EngineConfig,
+    model: Model,
+    shape: KVShape,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+) -> int:
     """Blocks for the KV cache: as many as fit in memory with the largest step, and no more than can be used.
 
     On a GPU the largest step is run, and its peak memory beyond the weights is set aside:
@@ -71,9 +97,12 @@ def measure_num_blocks(config: ResolvedConfig, model: Model, shape: KVShape) -> 
     CUDA graphs, captured later, use the memory left over: 10 % by default. On a CPU, blocks take at most
     `HOST_BYTES` of all ranks, unless a share is configured or one sequence needs more.
     """
-    device, max_model_len = model.embed_tokens.weight.device, config.max_model_len
+    device = model.embed_tokens.weight.device
     if device.type == "cuda":
-        peak = peak_memory(lambda: largest_step(config, model, shape), device)
+        peak = peak_memory(
+            lambda: largest_step(config, model, shape, max_model_len, max_num_batched_tokens),
+            device,
+        )
         free, total = torch.cuda.mem_get_info(device)
         num_bytes = int(total * (config.memory_utilization or 0.9)) - (total - free) - peak
     else:
@@ -83,7 +112,9 @@ def measure_num_blocks(config: ResolvedConfig, model: Model, shape: KVShape) -> 
     fit = max(0, num_bytes) // block_bytes
     needed = -(-max_model_len // config.block_size)  # blocks of one sequence: ceil division
     if fit < needed:
-        what = f"one sequence of max_model_len tokens needs {needed} blocks of {block_bytes:,} bytes"
+        what = (
+            f"one sequence of max_model_len tokens needs {needed} blocks of {block_bytes:,} bytes"
+        )
         way_out = "lower max_model_len, raise memory_utilization, or set num_blocks yourself"
         raise ValueError(f"{what}, but only {fit} fit in memory: {way_out}")
     useful = needed * config.max_num_seqs
@@ -103,14 +134,20 @@ def peak_memory(work: Callable[[], None], device: torch.device) -> int:
 
 
 @torch.inference_mode()
-def largest_step(config: ResolvedConfig, model: Model, shape: KVShape) -> None:
+def largest_step(
+    config: EngineConfig,
+    model: Model,
+    shape: KVShape,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+) -> None:
     """Run a step that needs the most memory: the whole budget, the longest contexts, the most samples.
 
     Prefills are the ends of the longest contexts, enough to gather as many keys as a backend does at once.
     All share the blocks of one small cache of a single layer.
     """
-    device, max_model_len = model.embed_tokens.weight.device, config.max_model_len
-    budget = config.max_num_batched_tokens
+    device = model.embed_tokens.weight.device
+    budget = max_num_batched_tokens
     num_seqs = min(config.max_num_seqs, budget, -(-GATHER_KEYS // max_model_len))
     num_seqs = max(num_seqs, -(-budget // max_model_len))
     query_lens = np.diff(np.arange(num_seqs + 1) * budget // num_seqs)  # 10 tokens by 3: 3 3 4
@@ -123,7 +160,9 @@ def largest_step(config: ResolvedConfig, model: Model, shape: KVShape) -> None:
     attention = make_attention(backend, cache, 1.0)
     # The blocks are 0, 1, 2, ..., so a slot is a position.
     ends, tables = np.full(num_seqs, max_model_len), [list(range(num_blocks))] * num_seqs
-    attention.begin_step(AttentionMetadata(query_lens, ends, tables, positions, 0, [*range(num_seqs)]))
+    attention.begin_step(
+        AttentionMetadata(query_lens, ends, tables, positions, 0, [*range(num_seqs)])
+    )
     tokens = to_device(positions, device)
     hidden = model(tokens * 0, tokens, lambda layer, q, k, v: attention(0, q, k, v))
     # Top-p sorts all probabilities; penalties and bans copy the logits, and so do forks (`clone`).
@@ -143,14 +182,17 @@ def cheaper_preemption(model: Model, kv_cache: KVCache, budget: int) -> str:
     num_moves, device = min(8, len(kv_cache.data), len(kv_cache.host)), kv_cache.data.device
     if num_moves == 0:
         return "recompute"
-    moves = [(i, i) for i in range(num_moves)]
-    swap = seconds(lambda: kv_cache.move_blocks(moves, moves, []), device) / num_moves
+    blocks = [(i, i) for i in range(num_moves)]
+    moves = Moves(swap_out=blocks, swap_in=blocks)
+    swap = seconds(lambda: kv_cache.move_blocks(moves), device) / num_moves
     num_tokens = budget if device.type == "cuda" else min(64, budget)
     ids = torch.arange(num_tokens, dtype=torch.int64, device=device) % model.config.vocab_size
     prefill = seconds(lambda: model(ids, ids * 0, lambda layer, q, k, v: q), device)
     recompute = prefill * kv_cache.block_size / len(ids)
     choice = "swap" if swap < recompute else "recompute"
-    measured = f"{1e3 * swap:.3f} ms to swap a block out and in, {1e3 * recompute:.3f} ms to recompute it"
+    measured = (
+        f"{1e3 * swap:.3f} ms to swap a block out and in, {1e3 * recompute:.3f} ms to recompute it"
+    )
     logger.info("preemption by %s: %s", choice, measured)
     return choice
 
@@ -160,6 +202,8 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
     def wait_for_work() -> None:
         work()
-        torch.get_device_module(device).synchronize()  # a GPU may still compute; for a CPU this does nothing
+        torch.get_device_module(
+            device
+        ).synchronize()  # a GPU may still compute; for a CPU this does nothing
 
     return min(timeit.repeat(wait_for_work, number=1, repeat=3))

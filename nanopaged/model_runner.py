@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanopaged.attention import choose_backend, make_attention
 from nanopaged.attention.metadata import AttentionMetadata, StepInputs
-from nanopaged.config import ResolvedConfig
+from nanopaged.config import EngineConfig
 from nanopaged.kernels import cpp
 from nanopaged.kv_cache import KVCache, KVShape, take_rows, to_device
 from nanopaged.memory import cheaper_preemption, count_blocks, pick_dtype
@@ -42,9 +42,11 @@ class ModelRunner:
 
     def __init__(
         self,
-        config: ResolvedConfig,
+        config: EngineConfig,
         model_config: ModelConfig,
         folder: Path,
+        max_model_len: int,
+        max_num_batched_tokens: int,
         ranks: Ranks | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -53,21 +55,45 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # for Triton's kernels and CUDA graphs
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
-        self.block_size, self.budget = config.block_size, config.max_num_batched_tokens
-        share = model_config.share(ranks.size if ranks is not None else 1)  # the sizes of this rank's layers
+        self.block_size, self.budget = config.block_size, max_num_batched_tokens
+        share = model_config.share(
+            ranks.size if ranks is not None else 1
+        )  # the sizes of this rank's layers
         shape = self.make_shape(share.num_layers, share.num_kv_heads, share.head_dim, self.dtype)
         backend = choose_backend(config.attention_backend, self.device, shape)
         operations = choose_operations(backend, self.device, config.enforce_eager)
-        self.model = self.make_model(config, model_config, folder, self.dtype, self.device, ranks, operations)
-        self.num_blocks, self.num_host_blocks = count_blocks(config, self.model, shape, ranks)
+        self.model = self.make_model(
+            config=config,
+            model_config=model_config,
+            folder=folder,
+            max_model_len=max_model_len,
+            dtype=self.dtype,
+            device=self.device,
+            ranks=ranks,
+            operations=operations,
+        )
+        self.num_blocks, self.num_host_blocks = count_blocks(
+            config=config,
+            model=self.model,
+            shape=shape,
+            ranks=ranks,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
         pool = self.num_blocks, config.block_size, self.device, self.num_host_blocks
         self.kv_cache = self.make_cache(shape, *pool)
         self.attention = self.make_attention(backend, self.kv_cache, model_config.attention_scale)
         self.graphs = None
-        if self.device.type == "cuda" and self.attention.supports_cuda_graphs and not config.enforce_eager:
+        if (
+            self.device.type == "cuda"
+            and self.attention.supports_cuda_graphs
+            and not config.enforce_eager
+        ):
             from nanopaged.cuda_graphs import DecodeGraphs
 
-            self.graphs = DecodeGraphs(self.model, self.attention, config.max_num_seqs, config.max_model_len)
+            self.graphs = DecodeGraphs(
+                self.model, self.attention, config.max_num_seqs, max_model_len
+            )
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:
@@ -95,19 +121,26 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Move blocks and run the model → hidden states [num_tokens, hidden_size]."""
-        self.kv_cache.move_blocks(*inputs.moves)
-        if self.graphs is not None and inputs.metadata.num_decodes == len(inputs.metadata.query_lens):
+        self.kv_cache.move_blocks(inputs.moves)
+        if self.graphs is not None and inputs.metadata.num_decodes == len(
+            inputs.metadata.query_lens
+        ):
             return self.graphs.run(inputs.input_ids, inputs.positions, inputs.metadata)
         self.attention.begin_step(inputs.metadata)
         ids, where = to_device(np.stack((inputs.input_ids, inputs.positions)), self.device)
         return self.model(ids, where, self.attention)
 
-    def score_prompts(self, tiles: list[PromptTile], hidden: Tensor) -> dict[Request, list[Logprobs]]:
+    def score_prompts(
+        self, tiles: list[PromptTile], hidden: Tensor
+    ) -> dict[Request, list[Logprobs]]:
         """For each request of the tiles, the log-probabilities of the tokens scored."""
         scores: dict[Request, list[Logprobs]] = {}
         for request, rows, scored in tiles:
             logprobs = self.model.logits(take_rows(hidden, rows)).log_softmax(-1)
-            actual, num = to_device(np.array(scored), logprobs.device), request.params.prompt_logprobs or 0
+            actual, num = (
+                to_device(np.array(scored), logprobs.device),
+                request.params.prompt_logprobs or 0,
+            )
             tokens = gather_logprobs(logprobs, actual, [num] * len(rows), logprobs)
             scores.setdefault(request, []).extend(token.logprobs or {} for token in tokens)
         return scores
@@ -137,7 +170,9 @@ def choose_operations(backend: str, device: torch.device, enforce_eager: bool) -
     if backend == "cpp":
         return Operations(cpp.rms_norm, cpp.norm_rotate, cpp.silu_mul)
     if device.type == "cuda" and not enforce_eager:  # for any number of tokens
-        return Operations(*(torch.compile(f, dynamic=True) for f in (rms_norm, norm_rotate, silu_mul)))
+        return Operations(
+            *(torch.compile(f, dynamic=True) for f in (rms_norm, norm_rotate, silu_mul))
+        )
     return PLAIN
 
 
@@ -160,14 +195,15 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
     # All tokens at once: a sequence ends before row e, with a context of c tokens; row i is at c - (e - i).
     query_lens = np.array([seq.num_scheduled_tokens for seq in batch.sequences])
     context_lens = query_lens + [seq.num_computed_tokens for seq in batch.sequences]
-    positions = np.arange(len(input_ids)) - np.repeat(query_lens.cumsum() - context_lens, query_lens)
+    positions = np.arange(len(input_ids)) - np.repeat(
+        query_lens.cumsum() - context_lens, query_lens
+    )
     tables, ids = [seq.block_table for seq in batch.sequences], list(map(id, batch.sequences))
     owners = np.repeat(np.arange(len(tables)), query_lens).tolist()
     blocks = [tables[i][j] for i, j in zip(owners, (positions // block_size).tolist(), strict=True)]
     slots = np.array(blocks) * block_size + positions % block_size
     metadata = AttentionMetadata(query_lens, context_lens, tables, slots, batch.num_decodes, ids)
-    moves = batch.swap_out, batch.swap_in, batch.copies
-    return StepInputs(moves, np.array(input_ids), positions, metadata, logit_rows), tiles
+    return StepInputs(batch.moves, np.array(input_ids), positions, metadata, logit_rows), tiles
 
 
 def prompt_tiles(seq: Sequence, row: int) -> Iterator[PromptTile]:
@@ -184,4 +220,8 @@ def prompt_tiles(seq: Sequence, row: int) -> Iterator[PromptTile]:
     end = min(start + seq.num_scheduled_tokens, request.num_prompt_tokens - 1)
     for lo in range(first, end, LOGITS_TILE):
         hi = min(lo + LOGITS_TILE, end)
-        yield request, list(range(row + lo - start, row + hi - start)), seq.token_ids[lo + 1 : hi + 1]
+        yield (
+            request,
+            list(range(row + lo - start, row + hi - start)),
+            seq.token_ids[lo + 1 : hi + 1],
+        )

@@ -17,7 +17,9 @@ class ForeignAttributes:
 
         def __getattr__(self, name: str) -> NoReturn:
             hint = foreign_names("attributes").get(name, "see its class")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: {hint}")
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}: {hint}"
+            )
 
         def __getitem__(self, key: object) -> NoReturn:  # output["text"]
             hint = foreign_names("attributes").get(str(key), "see its class")

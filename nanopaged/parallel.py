@@ -38,9 +38,13 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 # Seconds that ranks wait for each other within a step; a rank that takes longer is lost.
 STEP_TIMEOUT = float(os.environ.get("NANOPAGED_STEP_TIMEOUT", 30))
 NUM_THREADS = torch.get_num_threads()  # before any engine has changed it
-UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # it has started this process, and all other ranks
+UNDER_TORCHRUN = (
+    "TORCHELASTIC_RUN_ID" in os.environ
+)  # it has started this process, and all other ranks
 
-MADE_IN: set[int] = set()  # this process, if it has made engines, and those from which it was forked
+MADE_IN: set[int] = (
+    set()
+)  # this process, if it has made engines, and those from which it was forked
 
 
 def pick_device(name: str, local_rank: int | None = None) -> torch.device:
@@ -50,18 +54,28 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     if local_rank is not None and name.startswith("cuda"):
         name = f"cuda:{local_rank}"
     try:
-        device = torch.empty(0, device=name).device  # "cuda" becomes "cuda:0": some functions need the number
+        device = torch.empty(
+            0, device=name
+        ).device  # "cuda" becomes "cuda:0": some functions need the number
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used here: PyTorch has no such device") from error
-    if device.type not in ("cpu", "cuda", "mps") or (local_rank is not None and device.type == "mps"):
-        raise ValueError(f"device {name!r} cannot be used here: only cpu, cuda and, by one rank, mps can")
+        raise ValueError(
+            f"device {name!r} cannot be used here: PyTorch has no such device"
+        ) from error
+    if device.type not in ("cpu", "cuda", "mps") or (
+        local_rank is not None and device.type == "mps"
+    ):
+        raise ValueError(
+            f"device {name!r} cannot be used here: only cpu, cuda and, by one rank, mps can"
+        )
     return device
 
 
 class Ranks:
     """This process as one of the `size` ranks of a model, which find each other by the `store`."""
 
-    def __init__(self, rank: int, size: int, store: Any, device: torch.device, folder: str = "") -> None:
+    def __init__(
+        self, rank: int, size: int, store: Any, device: torch.device, folder: str = ""
+    ) -> None:
         self.rank, self.size, self.store, self.device = rank, size, store, device
         self.lost: str | None = None  # why the engine has ended
         self.failed: str | None = None  # why a worker has
@@ -81,12 +95,18 @@ class Ranks:
             time.sleep(0.02)
         gloo, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()  # ty: ignore[missing-attribute]
         # Under torchrun, ports are on the interface that GLOO_SOCKET_IFNAME names.
-        here = gloo.create_default_device() if UNDER_TORCHRUN else gloo.create_device(hostname="127.0.0.1")
+        here = (
+            gloo.create_default_device()
+            if UNDER_TORCHRUN
+            else gloo.create_device(hostname="127.0.0.1")
+        )
         options._devices, options._timeout = [here], timedelta(seconds=STEP_TIMEOUT)
         store = dist.PrefixStore("gloo", self.store)
         self.group = self.messages = gloo(store, self.rank, self.size, options)
         if self.device.type == "cuda":
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # abort, do not end the process
+            os.environ.setdefault(
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
+            )  # abort, do not end the process
             options, store = dist.ProcessGroupNCCL.Options(), dist.PrefixStore("nccl", self.store)
             options._timeout = timedelta(seconds=STEP_TIMEOUT)
             self.group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
@@ -139,7 +159,9 @@ class Ranks:
                 self.workers.join(seconds)  # it ends all workers if one has failed
         except ProcessException as error:  # its message counts the workers from 0
             number = error.error_index
-            self.failed = error.msg.strip().replace(f"rocess {number} ", f"rocess of rank {number + 1} ")
+            self.failed = error.msg.strip().replace(
+                f"rocess {number} ", f"rocess of rank {number + 1} "
+            )
         return self.failed
 
     def check(self) -> None:
@@ -153,7 +175,9 @@ class Ranks:
         if self.lost is None:  # else `send` has raised it
             # A connection may end before its process does.
             reason = self.failure(3.0) if isinstance(error, RuntimeError) else None
-            self.lost = f"the engine has ended: {reason or f'rank 0 failed within a step: {error!r}'}"
+            self.lost = (
+                f"the engine has ended: {reason or f'rank 0 failed within a step: {error!r}'}"
+            )
             self.close()
         if isinstance(error, Exception):
             raise RuntimeError(self.lost) from error
@@ -186,7 +210,9 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
     """
     # A fork has none of PyTorch's threads, and would wait for them.
     if MADE_IN - {os.getpid()} and torch.get_num_threads() > 1:
-        raise RuntimeError("a fork of an engine's process would hang: use 'spawn', or set_num_threads(1)")
+        raise RuntimeError(
+            "a fork of an engine's process would hang: use 'spawn', or set_num_threads(1)"
+        )
     MADE_IN.add(os.getpid())
     if size == 1:
         return make_runner()
@@ -194,12 +220,16 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
     if UNDER_TORCHRUN:
         store, rank, num_launched = next(dist.rendezvous("env://"))
         if num_launched != size:
-            raise ValueError(f"tensor_parallel_size is {size}, but torchrun started {num_launched} processes")
+            raise ValueError(
+                f"tensor_parallel_size is {size}, but torchrun started {num_launched} processes"
+            )
         ranks = Ranks(rank, size, store, device)
         if rank > 0:
             make_runner(ranks=ranks, device=device).serve()
         if store.add("num_engines", 1) > 1:
-            raise ValueError("under torchrun a program can have one engine: its workers serve no other")
+            raise ValueError(
+                "under torchrun a program can have one engine: its workers serve no other"
+            )
     else:
         if device.type == "cpu":  # all ranks share the cores
             torch.set_num_threads(min(torch.get_num_threads(), max(1, NUM_THREADS // size)))
@@ -219,7 +249,9 @@ def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
         raise RuntimeError(f"the engine cannot start: {reason}") from error
 
 
-def _worker(index: int, size: int, device_name: str, folder: str, threads: int, make_runner: Any) -> None:
+def _worker(
+    index: int, size: int, device_name: str, folder: str, threads: int, make_runner: Any
+) -> None:
     """The life of a worker that was started here."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     parent: Any = multiprocessing.parent_process()

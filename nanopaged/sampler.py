@@ -24,7 +24,9 @@ from nanopaged.kv_cache import take_rows, to_device
 from nanopaged.outputs import Logprob
 from nanopaged.sequence import NonFiniteLogits, NoTokenAllowed, Sample, ScheduledBatch, Sequence
 
-LOGITS_TILE = 256  # positions of a prompt whose logits are computed at once: [256, vocab_size] in float32
+LOGITS_TILE = (
+    256  # positions of a prompt whose logits are computed at once: [256, vocab_size] in float32
+)
 VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
 GREEDY = SamplingParams(temperature=0)
 
@@ -51,14 +53,19 @@ class SamplingMetadata:
     def __init__(self, draws: list[Draw], device: torch.device) -> None:
         self.num_logprobs = [draw.num_candidates or draw.params.logprobs for draw in draws]
         # Nothing is banned in row 0, tokens 3 and 5 in row 1: (1, 3), (1, 5)
-        banned = [(row, token_id) for row, draw in enumerate(draws) for token_id in draw.banned_token_ids]
+        banned = [
+            (row, token_id) for row, draw in enumerate(draws) for token_id in draw.banned_token_ids
+        ]
         self.banned = to_device(np.array(banned).T, device) if banned else None  # [2, num_banned]
         self.penalties, counted = None, [draw.token_counts or {} for draw in draws]
         if any(counted):
             rows = np.repeat(np.arange(len(draws)), list(map(len, counted)))
             ids, counts = list(chain(*counted)), list(chain(*map(dict.values, counted)))
             penalties = np.array([draw.params.penalties or (1, 0, 0) for draw in draws])[rows].T
-            where, numbers = np.stack((rows, ids)), np.vstack((counts, penalties)).astype(np.float32)
+            where, numbers = (
+                np.stack((rows, ids)),
+                np.vstack((counts, penalties)).astype(np.float32),
+            )
             self.penalties = to_device(where, device), to_device(numbers, device)
         is_greedy = [draw.params.temperature == 0 for draw in draws]
         self.all_greedy, self.any_greedy = all(is_greedy), any(is_greedy)
@@ -67,14 +74,18 @@ class SamplingMetadata:
         noise = [uniform(draw.seed, draw.index, draw.position) for draw in draws]
         filters = zip(*[draw.params.filters for draw in draws], strict=True)
         numbers = np.array((*filters, noise, is_greedy), dtype=np.float32)  # [6, num_draws]
-        self.top_ks, self.top_ps, self.min_ps = numbers[1:4]  # on the host, to decide which filters to run
+        self.top_ks, self.top_ps, self.min_ps = numbers[
+            1:4
+        ]  # on the host, to decide which filters to run
         numbers = to_device(numbers[:, :, None], device)  # each [num_draws, 1]
         self.temperature, self.top_k, self.top_p, self.min_p, self.uniform, self.is_greedy = numbers
 
 
 def uniform(seed: int, index: int, position: int) -> float:
     """A pseudo-random number in [0, 1): 24 bits, which float32 holds exactly."""
-    return (xxhash.xxh3_64_intdigest(struct.pack("<QQQ", seed % 2**64, index, position)) >> 40) / 2**24
+    return (
+        xxhash.xxh3_64_intdigest(struct.pack("<QQQ", seed % 2**64, index, position)) >> 40
+    ) / 2**24
 
 
 def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
@@ -88,7 +99,9 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
     draws, rows = [], []  # rows: of each draw, in the logits
     for row, (seq, _) in enumerate(ready):
         request, params, banned = seq.request, seq.request.params, seq.banned_token_ids
-        if isinstance(params, BeamSearchParams):  # the most likely token, with the next ones in likelihood
+        if isinstance(
+            params, BeamSearchParams
+        ):  # the most likely token, with the next ones in likelihood
             num = min(request.num_candidates + len(banned), logits.shape[-1])
             draws.append(Draw(GREEDY, 0, 0, seq.num_tokens, banned, num_candidates=num))
         else:  # n outputs at the end of a prompt, else the next token of one
@@ -166,7 +179,9 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     vocab_size = logits.shape[-1]
     has_top_k = metadata.top_ks < vocab_size
     if has_top_k.any():
-        best = logits.topk(int(metadata.top_ks.max(where=has_top_k, initial=0)))  # [num_rows, largest k]
+        best = logits.topk(
+            int(metadata.top_ks.max(where=has_top_k, initial=0))
+        )  # [num_rows, largest k]
         last = metadata.top_k.clamp(max=best.values.shape[-1]).long() - 1
         threshold = best.values.gather(1, last).masked_fill(metadata.top_k >= vocab_size, -math.inf)
         logits.masked_fill_(logits < threshold, -math.inf)
@@ -211,15 +226,21 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     vocab_size = probs.shape[-1]
     length = min(VOCAB_CHUNK, vocab_size)
     whole = vocab_size // length * length
-    rest = probs[:, whole:].sum(-1, keepdim=True)  # the shorter chunk at the end, 0 if there is none
+    rest = probs[:, whole:].sum(
+        -1, keepdim=True
+    )  # the shorter chunk at the end, 0 if there is none
     chunks = torch.cat((probs[:, :whole].unflatten(1, (-1, length)).sum(-1), rest), dim=1).double()
     ends = chunks.cumsum(-1)
     target = u * ends[:, -1:]
-    chunk = torch.searchsorted(ends, target, right=True).clamp(max=chunks.shape[-1] - 1)  # NaN: past the end
+    chunk = torch.searchsorted(ends, target, right=True).clamp(
+        max=chunks.shape[-1] - 1
+    )  # NaN: past the end
     weight = chunks.gather(1, chunk)
     share = ((target - ends.gather(1, chunk) + weight) / weight).clamp(0.0, 1.0 - 2.0**-53)
     tokens = chunk * length + torch.arange(length, device=chunk.device)  # [num_rows, length]
-    inside = probs.gather(1, tokens.clamp(max=vocab_size - 1)).masked_fill(tokens >= vocab_size, 0.0)
+    inside = probs.gather(1, tokens.clamp(max=vocab_size - 1)).masked_fill(
+        tokens >= vocab_size, 0.0
+    )
     ends = inside.double().cumsum(-1)
     drawn = tokens[:, :1] + torch.searchsorted(ends, share * ends[:, -1:], right=True)
     return drawn[:, 0].clamp(max=vocab_size - 1)
@@ -250,7 +271,11 @@ def gather_logprobs(
     fetched = torch.cat(columns, dim=1).T.tolist()
     samples = list(map(Sample, map(int, fetched[0]), fetched[1]))
     for row, num in wanted:
-        token, values, ids = samples[row], fetched[3 : 3 + num], fetched[3 + most :]  # by falling likelihood
+        token, values, ids = (
+            samples[row],
+            fetched[3 : 3 + num],
+            fetched[3 + most :],
+        )  # by falling likelihood
         token.logprobs = {int(ids[i][row]): Logprob(values[i][row], i + 1) for i in range(num)}
         token.logprobs.setdefault(token.token_id, Logprob(token.logprob, int(fetched[2][row])))
     return samples

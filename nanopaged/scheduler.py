@@ -89,7 +89,7 @@ class Scheduler:
             if copies is None:  # out of blocks: preempt the last request, which may be this one
                 self._preempt(self.running.pop(), batch)
             else:
-                batch.copies += copies
+                batch.moves.copies += copies
                 budget = self._schedule_tokens(self.running[i], budget, batch)
                 i += 1
 
@@ -98,7 +98,11 @@ class Scheduler:
         num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
         for request in self.waiting:
             num_seqs += request.num_seqs
-            if budget == 0 or num_seqs > self.max_num_seqs or not self._admit(request, budget, batch):
+            if (
+                budget == 0
+                or num_seqs > self.max_num_seqs
+                or not self._admit(request, budget, batch)
+            ):
                 break  # no request overtakes the first one, even if it needs fewer blocks
             budget = self._schedule_tokens(request, budget, batch)
         del self.waiting[: len(batch.admitted)]
@@ -111,7 +115,9 @@ class Scheduler:
         6 of 10 tokens computed, budget 20: 4 tokens are scheduled, 16 of the budget are left
         """
         for seq in request.live:
-            num_tokens = len(seq.token_ids) - seq.num_computed_tokens  # 0 if a beam waits for its siblings
+            num_tokens = (
+                len(seq.token_ids) - seq.num_computed_tokens
+            )  # 0 if a beam waits for its siblings
             if num_tokens > budget:
                 if not self.enable_chunked_prefill or budget == 0:
                     break  # its siblings wait, too: they may share blocks that it has not computed yet
@@ -133,11 +139,13 @@ class Scheduler:
         """
         moves = self.swapper.swap_out(request) if self.preemption == "swap" else None
         if moves is not None:
-            batch.swap_out += moves
+            batch.moves.swap_out += moves
         else:
             for seq in request.live:
                 self.block_manager.free(seq)
-                seq.candidates = None  # recomputing the last token of a beam gives its candidates again
+                seq.candidates = (
+                    None  # recomputing the last token of a beam gives its candidates again
+                )
         batch.preempted.append((request, "recompute" if moves is None else "swap"))
         request.num_preemptions += 1
         request.rank = self.rank(request)
@@ -154,10 +162,10 @@ class Scheduler:
             moves = self.swapper.swap_in(request, num_reserved)
             if moves is None:
                 return False
-            batch.swap_in += moves
+            batch.moves.swap_in += moves
             copies = self.block_manager.append_slots(request.live)
             assert copies is not None  # `swap_in` counted them
-            batch.copies += copies
+            batch.moves.copies += copies
         else:
             # A token found in the cache is not computed, so a prompt that is to be scored is not looked up.
             look_up = not request.wants_prompt_logprobs
@@ -205,7 +213,9 @@ class Scheduler:
             if request.first_token_time is None:  # its prompt is computed
                 request.first_token_time = now
                 counters.num_prompt_tokens += request.num_prompt_tokens
-                if self.block_manager.enable_prefix_caching and request.prompt_logprobs is None:  # looked up
+                if (
+                    self.block_manager.enable_prefix_caching and request.prompt_logprobs is None
+                ):  # looked up
                     counters.prefix_cache_queries += request.num_prompt_tokens
                     counters.prefix_cache_hits += request.num_cached_tokens or 0
             counters.num_generated_tokens += len(samples)
@@ -213,9 +223,9 @@ class Scheduler:
             if not request.live:
                 request.finish_time = now
                 self.running.remove(request)
-        counters.num_blocks_copied += len(batch.copies)
-        counters.num_blocks_swapped_out += len(batch.swap_out)
-        counters.num_blocks_swapped_in += len(batch.swap_in)
+        counters.num_blocks_copied += len(batch.moves.copies)
+        counters.num_blocks_swapped_out += len(batch.moves.swap_out)
+        counters.num_blocks_swapped_in += len(batch.moves.swap_in)
         for _, way in batch.preempted:
             counters.num_preemptions_swap += way == "swap"
             counters.num_preemptions_recompute += way == "recompute"

@@ -52,7 +52,9 @@ class Sequence:
 
     # i-th logical block → physical block. Once used, it only grows, or is a new list (`BlockTables`).
     block_table: list[int] = field(default_factory=list)
-    host_table: list[int] = field(default_factory=list)  # the same in host memory, while swapped out
+    host_table: list[int] = field(
+        default_factory=list
+    )  # the same in host memory, while swapped out
     block_keys: list[bytes] = field(default_factory=list)  # see `BlockManager.keys_of`
 
     candidates: list[Sample] | None = None  # of a beam, until all beams of its request have theirs
@@ -94,7 +96,9 @@ class Sequence:
     def copy_tokens(self, index: int) -> Sequence:
         """A sequence with the same tokens and no blocks; `BlockManager.fork` shares the blocks."""
         logprobs = list(self.token_logprobs), list(self.logprobs)
-        copied = Sequence(self.request, list(self.token_ids), index, *logprobs, copy(self.detokenizer))
+        copied = Sequence(
+            self.request, list(self.token_ids), index, *logprobs, copy(self.detokenizer)
+        )
         copied.block_keys = list(self.block_keys)
         return copied
 
@@ -103,18 +107,26 @@ class Sequence:
         self.token_logprobs.append(sample.logprob)
         if sample.logprobs is not None:
             self.logprobs.append(sample.logprobs)
-        self.token_ids.append(sample.token_id)  # last, so `start_over` knows if the step got this far
+        self.token_ids.append(
+            sample.token_id
+        )  # last, so `start_over` knows if the step got this far
         return self.check_stop()
 
     def check_stop(self) -> bool:
         """Finish the sequence if its last generated token ends it; returns whether it does."""
         rules, token_id, stop = self.request.stop_rules, self.token_ids[-1], None
-        if self.detokenizer is not None and self.detokenizer.stop and token_id not in rules.token_ids:
+        if (
+            self.detokenizer is not None
+            and self.detokenizer.stop
+            and token_id not in rules.token_ids
+        ):
             output = self.token_ids[self.request.num_prompt_tokens :]
             stop = self.detokenizer.find_stop(output, len(self.token_ids) >= rules.min_length)
         if token_id in rules.token_ids or stop is not None:
             self.finish_reason = "stop"
-            self.stop_reason = token_id if token_id in rules.token_ids - rules.eos_token_ids else stop
+            self.stop_reason = (
+                token_id if token_id in rules.token_ids - rules.eos_token_ids else stop
+            )
         elif len(self.token_ids) >= rules.max_length:
             self.finish_reason = "length"
         return self.finish_reason is not None
@@ -134,11 +146,15 @@ class Sequence:
         """What a user gets of it so far. A stop token is not part of the text."""
         token_ids, text = self.token_ids[self.request.num_prompt_tokens :], ""
         if self.detokenizer is not None:
-            end = len(token_ids) - (self.finish_reason == "stop" and not isinstance(self.stop_reason, str))
+            end = len(token_ids) - (
+                self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+            )
             text = self.detokenizer.visible(token_ids[:end], self.finish_reason is not None)
         logprobs = list(self.logprobs) if self.request.params.logprobs is not None else None
         ended = self.finish_reason, self.stop_reason, self.score
-        return CompletionOutput(self.index, text, token_ids, self.cumulative_logprob, logprobs, *ended)
+        return CompletionOutput(
+            self.index, text, token_ids, self.cumulative_logprob, logprobs, *ended
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -156,17 +172,25 @@ class Request:
     width: int = field(init=False)  # sequences once the prompt is computed: n, or the beam width
     is_beam_search: bool = field(init=False)
 
-    sequences: list[Sequence] = field(default_factory=list)  # one until the prompt is computed, then all
+    sequences: list[Sequence] = field(
+        default_factory=list
+    )  # one until the prompt is computed, then all
     live: list[Sequence] = field(default_factory=list)  # the unfinished ones
-    hypotheses: list[Sequence] = field(default_factory=list)  # of a beam search: the best finished texts
-    prompt_logprobs: list[Logprobs | None] | None = None  # filled as the prompt is computed, if wanted
+    hypotheses: list[Sequence] = field(
+        default_factory=list
+    )  # of a beam search: the best finished texts
+    prompt_logprobs: list[Logprobs | None] | None = (
+        None  # filled as the prompt is computed, if wanted
+    )
     rank: Any = None  # its place in the order of service, see `Scheduler.rank`
     error: Exception | None = None  # why it was aborted, for the call that waits for it
 
     arrival_time: float = field(default_factory=time.monotonic)
     first_token_time: float | None = None
     finish_time: float | None = None
-    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at the first admission
+    num_cached_tokens: int | None = (
+        None  # prompt tokens found in the prefix cache at the first admission
+    )
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
@@ -205,7 +229,9 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether some prompt tokens still need a log-probability."""
-        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+        return (
+            self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+        )
 
     def start_over(self) -> None:
         """After a failed step, every sequence keeps its tokens and loses its K/V; some finish once more."""
@@ -219,9 +245,32 @@ class Request:
         """What a user gets of it so far, as plain data that the engine does not change again."""
         times = self.arrival_time, self.first_token_time, self.finish_time
         metrics = RequestMetrics(*times, self.num_cached_tokens or 0, self.num_preemptions)
-        prompt = self.prompt, self.prompt_token_ids, self.prompt_logprobs and list(self.prompt_logprobs)
+        prompt = (
+            self.prompt,
+            self.prompt_token_ids,
+            self.prompt_logprobs and list(self.prompt_logprobs),
+        )
         outputs = list(map(type(self.sequences[0]).output, self.sequences))
         return RequestOutput(self.request_id, *prompt, outputs, not self.live, metrics)
+
+
+Move = tuple[int, int]
+"""(source block, destination block)."""
+
+
+@dataclass(slots=True)
+class Moves:
+    """The blocks that a step moves before it computes anything: swaps out, then swaps in, then copies.
+
+    Fields:
+        swap_out: from a device block to a host block.
+        swap_in: from a host block to a device block.
+        copies: from a device block to another (copy-on-write). No block is both a source and a destination.
+    """
+
+    swap_out: list[Move] = field(default_factory=list)
+    swap_in: list[Move] = field(default_factory=list)
+    copies: list[Move] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -234,11 +283,11 @@ class ScheduledBatch:
 
     sequences: list[Sequence] = field(default_factory=list)
     num_decodes: int = 0
-    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination)
+    moves: Moves = field(default_factory=Moves)
     admitted: list[Request] = field(default_factory=list)  # requests that left the waiting queue
-    preempted: list[tuple[Request, str]] = field(default_factory=list)  # and how: "swap" or "recompute"
+    preempted: list[tuple[Request, str]] = field(
+        default_factory=list
+    )  # and how: "swap" or "recompute"
 
 
 @dataclass(slots=True)
@@ -277,4 +326,6 @@ class NoTokenAllowed(NonFiniteLogits):
     """Every token of the vocabulary is banned for a request, or masked. The engine can go on without it."""
 
     what = "no token is allowed for request {!r} at position {}"
-    way_out = "its banned tokens or its mask leave none of the vocabulary; abort it, or allow a token"
+    way_out = (
+        "its banned tokens or its mask leave none of the vocabulary; abort it, or allow a token"
+    )

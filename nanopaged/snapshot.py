@@ -83,9 +83,15 @@ class Snapshot:
 
     def __str__(self) -> str:
         """Block tables as in the paper (logical block → physical block, # filled), then the pool."""
-        total, cached, free = len(self.blocks), len(self.cached), self.num_free_blocks - len(self.cached)
+        total, cached, free = (
+            len(self.blocks),
+            len(self.cached),
+            self.num_free_blocks - len(self.cached),
+        )
         counts = f"{total - cached - free} in use, {cached} cached, {free} free"
-        lines = [f"after step {self.num_steps}: of {total} blocks with {self.block_size} slots, {counts}"]
+        lines = [
+            f"after step {self.num_steps}: of {total} blocks with {self.block_size} slots, {counts}"
+        ]
         for request in self.requests:
             for seq in request.sequences:
                 lines += ["", *self._draw_table(request, seq)]
@@ -101,11 +107,17 @@ class Snapshot:
         """
         table, computed = seq.host_table or seq.block_table, seq.num_computed_tokens
         place = "host block" if seq.host_table else "physical block"
-        lines = [f"{seq.name}, {request.state}: {len(seq.token_ids)} tokens, {computed} of them computed"]
+        lines = [
+            f"{seq.name}, {request.state}: {len(seq.token_ids)} tokens, {computed} of them computed"
+        ]
         for begin in range(0, len(table), COLUMNS):
             logical = range(len(table))[begin : begin + COLUMNS]
             filled = [filled_here(computed, i, self.block_size) for i in logical]
-            rows = {"logical block": logical, place: [table[i] for i in logical], "# filled": filled}
+            rows = {
+                "logical block": logical,
+                place: [table[i] for i in logical],
+                "# filled": filled,
+            }
             width = max(len(str(number)) for row in rows.values() for number in row) + 2
             for title, row in rows.items():
                 lines.append(f"  {title:<14} " + "".join(f"{number:>{width}}" for number in row))
@@ -118,7 +130,10 @@ class Snapshot:
           1  ██··  A.2
         2-7  free
         """
-        notes = {i: f" cached, number {turn} to be evicted" for turn, i in enumerate(self.cached, start=1)}
+        notes = {
+            i: f" cached, number {turn} to be evicted"
+            for turn, i in enumerate(self.cached, start=1)
+        }
         for seq in (seq for request in self.requests for seq in request.sequences):
             for block_id in seq.block_table:
                 notes[block_id] = f"{notes.get(block_id, '')} {seq.name}"
@@ -126,7 +141,9 @@ class Snapshot:
         for is_free, group in groupby(self.blocks, key=lambda block: block.state == "free"):
             run = list(group)
             if is_free:
-                rows.append(("-".join(dict.fromkeys([str(run[0].block_id), str(run[-1].block_id)])), "free"))
+                rows.append(
+                    ("-".join(dict.fromkeys([str(run[0].block_id), str(run[-1].block_id)])), "free")
+                )
                 continue
             for block in run:
                 slots = "█" * block.num_filled + "·" * (self.block_size - block.num_filled)
@@ -152,16 +169,26 @@ def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Reque
             state = "full" if num_filled == size else "partial"
         blocks.append(BlockState(block.block_id, state, block.ref_count, num_filled, block.key))
     for request in requests:
-        state = "running" if request not in waiting else "swapped" if request.is_swapped else "waiting"
+        state = (
+            "running" if request not in waiting else "swapped" if request.is_swapped else "waiting"
+        )
         sequences = []
         for seq in request.live:
             name = request.request_id + (f".{seq.index + 1}" if len(request.sequences) > 1 else "")
             tables = tuple(seq.block_table), tuple(seq.host_table)
-            sequences.append(SequenceState(name, tuple(seq.token_ids), seq.num_computed_tokens, *tables))
+            sequences.append(
+                SequenceState(name, tuple(seq.token_ids), seq.num_computed_tokens, *tables)
+            )
         if sequences:
             states.append(RequestState(request.request_id, state, tuple(sequences)))
-    free, cached, num_host_blocks = manager.num_free_blocks, manager.cached, scheduler.swapper.num_host_blocks
-    return Snapshot(num_steps, size, tuple(states), tuple(blocks), free, tuple(cached), num_host_blocks)
+    free, cached, num_host_blocks = (
+        manager.num_free_blocks,
+        manager.cached,
+        scheduler.swapper.num_host_blocks,
+    )
+    return Snapshot(
+        num_steps, size, tuple(states), tuple(blocks), free, tuple(cached), num_host_blocks
+    )
 
 
 def short_key(key: bytes) -> str:
@@ -189,7 +216,11 @@ def filled_here(num_computed_tokens: int, logical_block: int, block_size: int) -
 
 def engine_stats(num_steps: int, scheduler: Scheduler) -> EngineStats:
     """What the scheduler has counted, and the state of blocks and queues now."""
-    manager, swapper, sequences = scheduler.block_manager, scheduler.swapper, scheduler.running_sequences
+    manager, swapper, sequences = (
+        scheduler.block_manager,
+        scheduler.swapper,
+        scheduler.running_sequences,
+    )
     num_swapped = sum(request.is_swapped for request in scheduler.waiting)
     num_used = manager.num_blocks - manager.num_free_blocks
     filled = filled_slots(manager, sequences)
@@ -228,11 +259,15 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     everything = sorted([*references, *manager.free_ids, *manager.cached])
     assert everything == list(range(manager.num_blocks)), f"{counts} != {manager.num_blocks}"
     for block in manager.blocks:
-        counts = f"{block.ref_count} references, but stands {references[block.block_id]} times in tables"
+        counts = (
+            f"{block.ref_count} references, but stands {references[block.block_id]} times in tables"
+        )
         assert block.ref_count == references[block.block_id], f"block {block.block_id} has {counts}"
     published = {block.key: block for block in manager.blocks if block.key is not None}
     assert manager.index == published, "the index names another block"
-    holders: dict[int, tuple[int, Sequence]] = {}  # block → its position in the first table that has it
+    holders: dict[
+        int, tuple[int, Sequence]
+    ] = {}  # block → its position in the first table that has it
     computed: set[tuple[Request, int]] = set()
     for seq in sequences:
         _check_table(manager, seq)
@@ -242,7 +277,9 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
                 assert place == i, "a block stands at different places of two tables"
                 private = manager.blocks[block_id].key is None
                 assert not private or seq.request is other.request, "requests share a private block"
-                end = min((i + 1) * manager.block_size, seq.num_computed_tokens, other.num_computed_tokens)
+                end = min(
+                    (i + 1) * manager.block_size, seq.num_computed_tokens, other.num_computed_tokens
+                )
                 assert seq.token_ids[:end] == other.token_ids[:end], "shared, with different tokens"
             # The first sequence of a request that has a block computes it for its siblings.
             if manager.blocks[block_id].key is not None and (seq.request, block_id) not in computed:
@@ -260,7 +297,9 @@ def _check_table(manager: BlockManager, seq: Sequence) -> None:
     keys = manager.keys_of(seq, seq.num_tokens // size)
     for i, block_id in enumerate(seq.block_table):
         key = manager.blocks[block_id].key
-        assert key is None or [key] == keys[i : i + 1], f"block {block_id} is found under other tokens"
+        assert key is None or [key] == keys[i : i + 1], (
+            f"block {block_id} is found under other tokens"
+        )
 
 
 def check_host_blocks(swapper: Swapper, requests: Iterable[Request]) -> None:
@@ -271,4 +310,6 @@ def check_host_blocks(swapper: Swapper, requests: Iterable[Request]) -> None:
         for seq in request.live:
             assert not (seq.host_table and seq.block_table), "a swapped sequence has device blocks"
             assert not seq.host_table or seq.num_computed_tokens <= len(seq.host_table) * size
-    assert sorted(everything) == list(range(swapper.num_host_blocks)), "a host block is lost or used twice"
+    assert sorted(everything) == list(range(swapper.num_host_blocks)), (
+        "a host block is lost or used twice"
+    )

@@ -7,10 +7,7 @@ share is moved once.
 from __future__ import annotations
 
 from nanopaged.block_manager import BlockManager, blocks_needed, blocks_to_grow
-from nanopaged.sequence import Request
-
-Move = tuple[int, int]
-"""(source block, destination block): (device, host) when swapping out, (host, device) when swapping in."""
+from nanopaged.sequence import Move, Request
 
 
 class Swapper:
@@ -22,7 +19,9 @@ class Swapper:
 
     def reset(self) -> None:
         """Make all host blocks free."""
-        self.free_ids = list(range(self.num_host_blocks))[::-1]  # a stack: block 0 is handed out first
+        self.free_ids = list(range(self.num_host_blocks))[
+            ::-1
+        ]  # a stack: block 0 is handed out first
 
     def swap_out(self, request: Request) -> list[Move] | None:
         """Exchange the request's device blocks for host blocks.
@@ -34,7 +33,9 @@ class Swapper:
             there are too few host blocks.
         """
         size = self.block_manager.block_size
-        computed = [seq.block_table[: blocks_needed(seq.num_computed_tokens, size)] for seq in request.live]
+        computed = [
+            seq.block_table[: blocks_needed(seq.num_computed_tokens, size)] for seq in request.live
+        ]
         device_blocks = list(dict.fromkeys(block_id for table in computed for block_id in table))
         if not 0 < len(device_blocks) <= len(self.free_ids):
             return None
@@ -67,7 +68,9 @@ class Swapper:
         shared = set()
         for seq in request.live:
             seq.block_table = [moves[host_id] for host_id in seq.host_table]
-            for block_id in shared.intersection(seq.block_table):  # `take` has added the first reference
+            for block_id in shared.intersection(
+                seq.block_table
+            ):  # `take` has added the first reference
                 manager.share(block_id)
             shared.update(seq.block_table)
         self.release(request)

@@ -39,12 +39,18 @@ class Detokenizer:
 
     tokenizer: Tokenizer
     stop: SequenceOf[str] = ()
-    text: str = field(default="", init=False)  # what no later token can change, cut before a stop string
+    text: str = field(
+        default="", init=False
+    )  # what no later token can change, cut before a stop string
     _stopped: bool = field(default=False, init=False)  # whether one was found
     _num_read: int = field(default=0, init=False)  # output tokens decoded so far
     _num_searched: int = field(default=0, init=False)  # characters searched for stop strings
-    _window: tuple[int, ...] = field(default=(), init=False)  # the last tokens: context for the next ones
-    _num_shown: int = field(default=0, init=False)  # characters of the decoded window that are in `text`
+    _window: tuple[int, ...] = field(
+        default=(), init=False
+    )  # the last tokens: context for the next ones
+    _num_shown: int = field(
+        default=0, init=False
+    )  # characters of the decoded window that are in `text`
 
     def find_stop(self, token_ids: list[int], look_for_stop: bool = True) -> str | None:
         """Decode the output so far; return the stop string that its last token completed, or None.
@@ -143,10 +149,17 @@ class StopRules:
 
     @classmethod
     def of(
-        cls, params: Params, num_prompt_tokens: int, eos_token_ids: frozenset[int], max_model_len: int
+        cls,
+        params: Params,
+        num_prompt_tokens: int,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
     ) -> StopRules:
         """The rules for `params`, a prompt of this length, and a model with these end-of-sequence ids."""
-        eos, own = frozenset() if params.ignore_eos else eos_token_ids, frozenset(params.stop_token_ids)
+        eos, own = (
+            frozenset() if params.ignore_eos else eos_token_ids,
+            frozenset(params.stop_token_ids),
+        )
         max_length = min(num_prompt_tokens + (params.max_tokens or max_model_len), max_model_len)
         return cls(eos | own, eos - own, num_prompt_tokens + params.min_tokens, max_length)
 
@@ -157,7 +170,9 @@ Message = dict[str, Any]
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase | None, messages: SequenceOf[Message], options: dict[str, Any] | None
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: SequenceOf[Message],
+    options: dict[str, Any] | None,
 ) -> str:
     """The text of a conversation, in the model's own template; it ends where the model's answer begins.
 
@@ -168,12 +183,18 @@ def render_chat(
         TypeError, ValueError: the conversation is malformed or empty, or no chat template works.
     """
     if isinstance(messages, str) or not all(isinstance(message, dict) for message in messages):
-        raise TypeError(f"a conversation is a list of {{'role': …, 'content': …}}, got {messages!r}")
+        raise TypeError(
+            f"a conversation is a list of {{'role': …, 'content': …}}, got {messages!r}"
+        )
     if not messages:
         raise ValueError("the conversation is empty: it needs at least one message")
     if tokenizer is None or tokenizer.chat_template is None:
         raise ValueError("this model has no chat template: use generate")
-    arguments: dict[str, Any] = {"add_generation_prompt": True, **(options or {}), "tokenize": False}
+    arguments: dict[str, Any] = {
+        "add_generation_prompt": True,
+        **(options or {}),
+        "tokenize": False,
+    }
     texts = [{**message, "content": _text_of(message)} for message in messages]
     try:
         return str(tokenizer.apply_chat_template(texts, **arguments))
@@ -191,6 +212,12 @@ def _text_of(message: Message) -> str:
     if isinstance(content, str):
         return content
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"a message may have parts {{'type': 'text', 'text': …}} only, got {part!r}")
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise ValueError(
+                f"a message may have parts {{'type': 'text', 'text': …}} only, got {part!r}"
+            )
     return "\n".join(part["text"] for part in content)

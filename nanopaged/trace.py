@@ -62,7 +62,9 @@ class Recorder:
         OSError: the page cannot be written.
     """
 
-    def __init__(self, path: str | Path, scheduler: Scheduler, tokenizer: Any, model_name: str) -> None:
+    def __init__(
+        self, path: str | Path, scheduler: Scheduler, tokenizer: Any, model_name: str
+    ) -> None:
         self.path, self.scheduler, self.tokenizer = Path(path).absolute(), scheduler, tokenizer
         self.full = False  # the disk
         self.start, self.num_steps = time.monotonic(), 0
@@ -90,8 +92,14 @@ class Recorder:
         numbers, seqs = self.numbers, batch.sequences
         line: dict[str, Any] = {"admitted": [numbers[request] for request in batch.admitted]}
         line["preempted"] = [[numbers[request], way] for request, way in batch.preempted]
-        line |= {"out": batch.swap_out, "in": batch.swap_in, "copies": batch.copies}
-        line["batch"] = [[numbers[seq.request], seq.index, seq.num_scheduled_tokens] for seq in seqs]
+        line |= {
+            "out": batch.moves.swap_out,
+            "in": batch.moves.swap_in,
+            "copies": batch.moves.copies,
+        }
+        line["batch"] = [
+            [numbers[seq.request], seq.index, seq.num_scheduled_tokens] for seq in seqs
+        ]
         self._write(line, scheduled=self.scheduled, updated=updated)
 
     def step_failed(self, error: BaseException) -> None:
@@ -131,26 +139,34 @@ class Recorder:
             line[name] = queues | {"seqs": seqs}
         keys = {block.block_id: key for key, block in self.scheduler.block_manager.index.items()}
         changed = {block_id for block_id, _ in keys.items() ^ self.told_keys.items()}
-        new = [(number, each) for each, number in self.numbers.items() if number >= self.told_requests]
+        new = [
+            (number, each) for each, number in self.numbers.items() if number >= self.told_requests
+        ]
         told = attrgetter("request_id", "num_prompt_tokens", "width", "is_beam_search")
         line["requests"] = [[number, *told(request)] for number, request in new]
         line["keys"] = {i: short_key(keys[i]) if i in keys else None for i in sorted(changed)}
         if self.tokenizer is not None:
             texts -= self.told_texts
-            line["texts"] = {token_id: self.tokenizer.decode([token_id]) for token_id in sorted(texts)}
+            line["texts"] = {
+                token_id: self.tokenizer.decode([token_id]) for token_id in sorted(texts)
+            }
         line["generated"] = self.scheduler.counters.num_generated_tokens
         if not self.full:
             now = {"step": self.num_steps, "time": round(time.monotonic() - self.start, 6)}
             try:
                 with self.path.open("ab") as file:
-                    file.write(_as_json(now | {name: value for name, value in line.items() if value}))
+                    file.write(
+                        _as_json(now | {name: value for name, value in line.items() if value})
+                    )
             except OSError as error:
                 self.full = True
                 logger.warning("the trace %s ends here: %s", self.path, error)
         self.told_requests, self.told_tokens, self.told_keys = self.num_requests, tokens, keys
         self.told_texts |= texts
         left = {*self.scheduler.running, *self.scheduler.waiting}
-        self.numbers = {request: number for request, number in self.numbers.items() if request in left}
+        self.numbers = {
+            request: number for request, number in self.numbers.items() if request in left
+        }
 
 
 def _as_json(line: dict[str, Any]) -> bytes:

@@ -35,7 +35,9 @@ from nanopaged.kv_cache import KVCache, KVShape
 logger = logging.getLogger("nanopaged")
 
 
-def choose_backend(name: str, device: torch.device, shape: KVShape, score_mod: ScoreMod | None = None) -> str:
+def choose_backend(
+    name: str, device: torch.device, shape: KVShape, score_mod: ScoreMod | None = None
+) -> str:
     """The backend of that name, or a ValueError that says why it cannot run here; "auto" is the fastest one.
 
     The C++ kernels are built here.
@@ -46,7 +48,9 @@ def choose_backend(name: str, device: torch.device, shape: KVShape, score_mod: S
         if reason is None:
             return candidate
         if name != "auto":
-            raise ValueError(f"attention_backend={name!r} cannot run here: {reason}; 'auto' picks another")
+            raise ValueError(
+                f"attention_backend={name!r} cannot run here: {reason}; 'auto' picks another"
+            )
         if candidate == "cpp":
             logger.warning("the C++ kernels are not used: %s", reason)
     return "torch"

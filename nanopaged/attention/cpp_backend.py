@@ -34,8 +34,19 @@ class CppAttention(TorchAttention):
         """Write k, v [num_tokens, num_kv_heads, head_dim] to their slots."""
         k_cache, v_cache = self.layers[layer]
         # The heads of a token are contiguous.
-        assert (*k.stride()[1:], k.dtype) == (*v.stride()[1:], v.dtype) == (k.shape[2], 1, k_cache.dtype)
-        numbers = len(k), k.stride(0), v.stride(0), *k.shape[1:], self.cache.block_size, *k_cache.stride()[:2]
+        assert (
+            (*k.stride()[1:], k.dtype)
+            == (*v.stride()[1:], v.dtype)
+            == (k.shape[2], 1, k_cache.dtype)
+        )
+        numbers = (
+            len(k),
+            k.stride(0),
+            v.stride(0),
+            *k.shape[1:],
+            self.cache.block_size,
+            *k_cache.stride()[:2],
+        )
         addresses = *map(Tensor.data_ptr, (k, v, k_cache, v_cache)), self.slots.ctypes.data
         cpp.load().store_kv(*addresses, *numbers, cpp.DTYPES[k.dtype])
 
@@ -53,7 +64,10 @@ class CppAttention(TorchAttention):
         """
         size, n = self.cache.block_size, metadata.num_decodes
         lens, tables = metadata.context_lens[:n].tolist(), metadata.block_tables[:n]
-        parts, own = [], [0] * n  # (sequences, first key, end); the first key that a sequence reads alone
+        parts, own = (
+            [],
+            [0] * n,
+        )  # (sequences, first key, end); the first key that a sequence reads alone
         # The last block of a sequence is its own.
         limits, saved = [(length - 1) // size for length in lens], MIN_SAVED_KEYS // size
         for seqs, first, end in find_shared_blocks(tables, limits, saved) if n > 1 else ():
@@ -63,12 +77,18 @@ class CppAttention(TorchAttention):
         parts += [([seq], own[seq], lens[seq]) for seq in range(n)]
 
         step = max(1, RUN_KEYS // size) * size
-        runs = [(seqs, i, min(i + step, end)) for seqs, first, end in parts for i in range(first, end, step)]
+        runs = [
+            (seqs, i, min(i + step, end))
+            for seqs, first, end in parts
+            for i in range(first, end, step)
+        ]
         blocks = [tables[seqs[0]][first // size : -(-end // size)] for seqs, first, end in runs]
         readers, firsts, ends = zip(*runs, strict=True)
         row_seq = list(chain(*readers))
         keys = list(chain(*blocks)), starts(map(len, blocks)), np.subtract(ends, firsts)
-        order = np.argsort(row_seq, kind="stable")  # the parts of a sequence, in the order of the keys
+        order = np.argsort(
+            row_seq, kind="stable"
+        )  # the parts of a sequence, in the order of the keys
         rows = starts(map(len, readers)), row_seq, starts(np.bincount(row_seq)), order
         # Kept, since the step has only their addresses.
         self.arrays = [np.array(values, dtype=np.int64) for values in (*keys, *rows)]
@@ -82,7 +102,9 @@ class CppAttention(TorchAttention):
         assert (q.stride()[1:], q.dtype, len(q)) == ((q.shape[2], 1), k_cache.dtype, step.num_seqs)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         step.num_heads, step.q_seq = q.shape[1], q.stride(0)
-        step.q, step.k_cache, step.v_cache, step.out = map(Tensor.data_ptr, (q, k_cache, v_cache, out))
+        step.q, step.k_cache, step.v_cache, step.out = map(
+            Tensor.data_ptr, (q, k_cache, v_cache, out)
+        )
         cpp.load().paged_decode(ctypes.byref(step), cpp.DTYPES[q.dtype])
         return out
 
@@ -112,7 +134,9 @@ def find_shared_blocks(
         (sequences, first block, end) of each group.
     """
     found: list[tuple[list[int], int, int]] = []
-    groups = [(list(range(len(tables))), 0, 0)]  # (sequences, blocks that they share, those of them found)
+    groups = [
+        (list(range(len(tables))), 0, 0)
+    ]  # (sequences, blocks that they share, those of them found)
     while groups:
         seqs, depth, first = groups.pop()
         alike: dict[int, list[int]] = defaultdict(list)  # the next block → sequences

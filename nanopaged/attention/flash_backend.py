@@ -30,7 +30,11 @@ class FlashAttention(TritonAttention):
 
     def begin_prefills(self, metadata: AttentionMetadata) -> None:
         """Group the prefills, and send their offsets and slots."""
-        n, size, start = metadata.num_decodes, self.cache.block_size, 0  # start: among the prefills' tokens
+        n, size, start = (
+            metadata.num_decodes,
+            self.cache.block_size,
+            0,
+        )  # start: among the prefills' tokens
         # (tokens, [2 (block, offset), num_keys] of the contexts, lengths for varlen attention)
         self.groups: list[tuple[slice, Tensor | None, tuple]] = []
         for group in gather_groups(metadata.context_lens[n:]):
@@ -38,12 +42,16 @@ class FlashAttention(TritonAttention):
             slots = None  # without cached contexts the new K and V are read directly
             if (k_lens > q_lens).any():
                 tables = metadata.block_tables[n:][group]
-                parts = [slots_of(t, np.arange(k), size) for t, k in zip(tables, k_lens, strict=True)]
+                parts = [
+                    slots_of(t, np.arange(k), size) for t, k in zip(tables, k_lens, strict=True)
+                ]
                 slots = to_device(np.array(np.divmod(np.concatenate(parts), size)), self.device)
             cu_q = to_device(np.cumsum([0, *q_lens], dtype=np.int32), self.device)  # 3 2 → 0 3 5
             cu_k = to_device(np.cumsum([0, *k_lens], dtype=np.int32), self.device)
             end = start + int(q_lens.sum())
-            self.groups.append((slice(start, end), slots, (cu_q, cu_k, int(q_lens.max()), int(k_lens.max()))))
+            self.groups.append(
+                (slice(start, end), slots, (cu_q, cu_k, int(q_lens.max()), int(k_lens.max())))
+            )
             start = end
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -63,7 +71,9 @@ class FlashAttention(TritonAttention):
 def load_varlen() -> Callable[..., Tensor]:
     """That of flash-attn if it is installed, else PyTorch's own, called as in `prefill`."""
     try:
-        from flash_attn import flash_attn_varlen_func  # flash-attn 4 alone has the package but not this
+        from flash_attn import (
+            flash_attn_varlen_func,
+        )  # flash-attn 4 alone has the package but not this
     except ImportError:
         return load_torch_varlen()
     return partial(flash_attn_varlen_func, causal=True)
@@ -74,8 +84,13 @@ def load_torch_varlen() -> Callable[..., Tensor]:
     from torch.nn.attention import varlen
 
     varlen_attn: Any = varlen.varlen_attn  # its options differ from version to version
-    if not {"window_size", "scale", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
-        raise ImportError(f"varlen attention of torch {torch.__version__} lacks window_size or enable_gqa")
+    if (
+        not {"window_size", "scale", "enable_gqa"}
+        <= inspect.signature(varlen_attn).parameters.keys()
+    ):
+        raise ImportError(
+            f"varlen attention of torch {torch.__version__} lacks window_size or enable_gqa"
+        )
     options = {"window_size": (-1, 0), "enable_gqa": True}  # all keys before, none after
     return lambda *args, softmax_scale: varlen_attn(*args, scale=softmax_scale, **options)
 
@@ -84,7 +99,11 @@ def why_no_flash(device: torch.device, shape: KVShape) -> str | None:
     """Why flash attention cannot run here; None if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return f"flash attention needs a CUDA GPU of compute capability 8.0, and this is {device}"
-    if shape.dtype not in (torch.float16, torch.bfloat16) or shape.head_dim > 256 or shape.head_dim % 8:
+    if (
+        shape.dtype not in (torch.float16, torch.bfloat16)
+        or shape.head_dim > 256
+        or shape.head_dim % 8
+    ):
         return f"flash attention takes 16 bits and a head_dim of 8, 16, ..., 256, not {shape}"
     try:
         load_varlen()

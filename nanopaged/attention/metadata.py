@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nanopaged.sequence import Moves
+
 GATHER_KEYS = 1 << 16  # keys of cached contexts that are gathered at once
 
 
@@ -45,7 +47,7 @@ class StepInputs:
         logit_rows: the tokens whose logits are wanted: those followed by a sample, then tiles of prompts.
     """
 
-    moves: tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]
+    moves: Moves
     input_ids: np.ndarray
     positions: np.ndarray
     metadata: AttentionMetadata

@@ -44,7 +44,9 @@ def reference_paged_attention(
     """
     num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
-    queries = q.float().view(num_kv_heads, -1, head_dim)  # the heads that share a KV head lie together
+    queries = q.float().view(
+        num_kv_heads, -1, head_dim
+    )  # the heads that share a KV head lie together
     # The maximum so far. It is not -inf: a block may be masked, and -inf - -inf is NaN.
     m = queries.new_full((*queries.shape[:2], 1), torch.finfo(torch.float32).min)
     l = torch.zeros_like(m)  # sum of exp(score - m)
@@ -88,8 +90,12 @@ class ReferenceAttention:
             k_cache[block_id, :, offset], v_cache[block_id, :, offset] = k[token], v[token]
         score_mod = partial(self.score_mod, layer) if self.score_mod is not None else None
         out, token = torch.empty_like(q), 0
-        lens = zip(self.metadata.query_lens.tolist(), self.metadata.context_lens.tolist(), strict=True)
-        for block_table, (query_len, context_len) in zip(self.metadata.block_tables, lens, strict=True):
+        lens = zip(
+            self.metadata.query_lens.tolist(), self.metadata.context_lens.tolist(), strict=True
+        )
+        for block_table, (query_len, context_len) in zip(
+            self.metadata.block_tables, lens, strict=True
+        ):
             for position in range(context_len - query_len, context_len):
                 where = k_cache, v_cache, block_table, position + 1
                 out[token] = reference_paged_attention(q[token], *where, self.scale, score_mod)

@@ -31,7 +31,9 @@ class TorchAttention:
         # K and V of each layer: making these views takes 2 % of a decode step of one sequence.
         layers = range(cache.shape.num_layers)
         self.layers = [cache.layer(layer) for layer in layers]
-        self.score_mods = [partial(score_mod, layer) if score_mod is not None else None for layer in layers]
+        self.score_mods = [
+            partial(score_mod, layer) if score_mod is not None else None for layer in layers
+        ]
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Prepare what all layers of a step share."""
@@ -76,7 +78,9 @@ class TorchAttention:
         lens = metadata.context_lens[: self.num_decodes]
         for seqs in gather_groups(lens):
             counts = -(-lens[seqs] // self.cache.block_size)  # a table may have more blocks
-            pairs = zip(metadata.block_tables[: self.num_decodes][seqs], counts.tolist(), strict=True)
+            pairs = zip(
+                metadata.block_tables[: self.num_decodes][seqs], counts.tolist(), strict=True
+            )
             tables = np.array([table[:n] + table[:1] * (counts.max() - n) for table, n in pairs])
             queries = to_device(lens[seqs] - 1, self.device)[:, None, None, None]
             self.decodes.append((seqs, to_device(tables, self.device), queries))
@@ -97,7 +101,9 @@ class TorchAttention:
         self.prefills: list[tuple[Tensor, int, int]] = []
         for i in range(metadata.num_decodes, len(metadata.query_lens)):
             table = to_device(np.array(metadata.block_tables[i]), self.device)
-            self.prefills.append((table, int(metadata.query_lens[i]), int(metadata.context_lens[i])))
+            self.prefills.append(
+                (table, int(metadata.query_lens[i]), int(metadata.context_lens[i]))
+            )
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """All tokens of the prefills: q [num_tokens, num_heads, head_dim], new k, v → out.
@@ -111,9 +117,13 @@ class TorchAttention:
                 num = min(QUERY_TILE, context_len - first)
                 end, mod = first + num, self.score_mods[layer]
                 tile = q[row : row + num].unflatten(1, (len(keys), -1)).transpose(0, 1)
-                queries = torch.arange(first, end, device=q.device).repeat_interleave(tile.shape[2])[:, None]
+                queries = torch.arange(first, end, device=q.device).repeat_interleave(
+                    tile.shape[2]
+                )[:, None]
                 # [num_kv_heads, tile · group, head_dim]
-                rows = attend(tile.flatten(1, 2), keys[:, :end], values[:, :end], queries, first, mod)
+                rows = attend(
+                    tile.flatten(1, 2), keys[:, :end], values[:, :end], queries, first, mod
+                )
                 out[row : row + num] = rows.unflatten(1, (num, -1)).transpose(0, 1).flatten(1, 2)
                 row += num
         return out

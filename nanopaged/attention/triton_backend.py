@@ -27,7 +27,9 @@ class TritonAttention(TorchAttention):
 
     def begin_store(self, metadata: AttentionMetadata) -> None:
         """Send the slot mapping to the device."""
-        if self.device.type == "cuda":  # Triton launches on the current device, which belongs to a thread
+        if (
+            self.device.type == "cuda"
+        ):  # Triton launches on the current device, which belongs to a thread
             torch.cuda.set_device(self.device)
         self.slot_mapping = to_device(metadata.slot_mapping, self.device)
 
@@ -39,16 +41,23 @@ class TritonAttention(TorchAttention):
         """Bring the block tables on the device up to date, and divide the contexts into splits."""
         n = metadata.num_decodes
         rows = self.tables.update(metadata.seq_ids[:n], metadata.block_tables[:n])
-        self.set_decodes(to_device(self.pack_decodes(rows, metadata.context_lens[:n]), self.device), n)
+        self.set_decodes(
+            to_device(self.pack_decodes(rows, metadata.context_lens[:n]), self.device), n
+        )
 
-    def pack_decodes(self, table_rows: list[int] | np.ndarray, context_lens: np.ndarray) -> np.ndarray:
+    def pack_decodes(
+        self, table_rows: list[int] | np.ndarray, context_lens: np.ndarray
+    ) -> np.ndarray:
         """What `decode` reads, end to end, int64: rows of the tables, firsts, splits."""
         splits, firsts = split_contexts(context_lens, self.most_cuts)
         return np.concatenate([table_rows, firsts, splits.ravel()])
 
     def set_decodes(self, numbers: Tensor, num_decodes: int) -> None:
         """Set what `decode` reads; zeros behind it are empty splits."""
-        self.table_rows, self.firsts = numbers[:num_decodes], numbers[num_decodes : 2 * num_decodes + 1]
+        self.table_rows, self.firsts = (
+            numbers[:num_decodes],
+            numbers[num_decodes : 2 * num_decodes + 1],
+        )
         self.splits = numbers[2 * num_decodes + 1 :].view(-1, 3)
 
     def decode(self, layer: int, q: Tensor) -> Tensor:
@@ -70,7 +79,10 @@ class BlockTables:
     def __init__(self, device: torch.device) -> None:
         self.data = torch.zeros((0, 0), dtype=torch.int32, device=device)  # [num_rows, most blocks]
         self.rows: dict[int, int] = {}  # sequence id → row
-        self.free, self.sent = [], []  # rows of no sequence; row → the table, and how much of it was sent
+        self.free, self.sent = (
+            [],
+            [],
+        )  # rows of no sequence; row → the table, and how much of it was sent
 
     def reserve(self, num_rows: int, num_columns: int) -> None:
         """Make the tables at least this large. Growing moves them, and all are sent again."""

@@ -41,8 +41,18 @@ def flags() -> list[str]:
     """OpenMP is PyTorch's own, so that both use the same threads."""
     import torch  # loads it
 
-    options = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC"]
-    options.append("-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native")
+    options = [
+        "-std=c++17",
+        "-O3",
+        "-fno-math-errno",
+        "-ffp-contract=fast",
+        "-Wno-psabi",
+        "-shared",
+        "-fPIC",
+    ]
+    options.append(
+        "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    )
     mac = ["-Xclang", "-fopenmp", f"-L{Path(torch.__file__).parent / 'lib'}", "-lomp"]
     return [*options, *(mac if sys.platform == "darwin" else ["-fopenmp"])]
 
@@ -84,7 +94,9 @@ def find() -> Path | None:
 def run(*command: str | Path) -> None:
     """Run a command. Raises RuntimeError with its output."""
     with tempfile.TemporaryFile() as said:  # no pipe: a child of the compiler would hold it open
-        status = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, timeout=TIMEOUT)
+        status = subprocess.call(
+            command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, timeout=TIMEOUT
+        )
         said.seek(0)
         text = one_line(said.read().decode(errors="replace"))[-2000:]
     if status != 0:
@@ -95,15 +107,21 @@ def compile_kernels() -> Path:
     """Two processes that build at once both get a whole library, since it is renamed."""
     command, (folder, name) = compiler(), folder_and_name()
     if not command:
-        raise ValueError("there is no C++ compiler: install one (apt install g++), or name one in CXX")
+        raise ValueError(
+            "there is no C++ compiler: install one (apt install g++), or name one in CXX"
+        )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_owner(folder)
-    logger.warning("building the C++ kernels with %s, once (not with NANOPAGED_BUILD=0)", command[0])
+    logger.warning(
+        "building the C++ kernels with %s, once (not with NANOPAGED_BUILD=0)", command[0]
+    )
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch, "kernels.so")
         run(*command, *flags(), *SOURCES, "-o", made)
         # In a process of its own, which a bad library may end.
-        code = f"import sys; sys.path = {sys.path}; import torch; from nanopaged.kernels import build"
+        code = (
+            f"import sys; sys.path = {sys.path}; import torch; from nanopaged.kernels import build"
+        )
         run(sys.executable, "-c", f"{code}; build.check({str(made)!r})")
         made.chmod(0o755)
         return made.replace(folder / f"{name}-{digest(made.read_bytes())}.so")
@@ -131,9 +149,17 @@ def load() -> ctypes.CDLL:
     """The library, built if it has to be, and checked; a ValueError says what is wrong and what to do."""
     try:
         return check(find() or compile_kernels())
-    except (OSError, RuntimeError, AttributeError, ArithmeticError, subprocess.SubprocessError) as error:
+    except (
+        OSError,
+        RuntimeError,
+        AttributeError,
+        ArithmeticError,
+        subprocess.SubprocessError,
+    ) as error:
         advice = "set NANOPAGED_CACHE to another folder (your own, not noexec), or CXX to another compiler"
-        raise ValueError(f"the C++ kernels cannot be built or loaded ({error}): {advice}") from error
+        raise ValueError(
+            f"the C++ kernels cannot be built or loaded ({error}): {advice}"
+        ) from error
 
 
 def main() -> None:

@@ -21,9 +21,15 @@ class Decode(ctypes.Structure):
     """The arguments of `paged_decode`, as in paged_attention.cpp, which describes them."""
 
     _fields_ = [
-        *((name, NUMBER) for name in ("num_runs", "num_seqs", "num_heads", "num_kv_heads", "head_dim")),
+        *(
+            (name, NUMBER)
+            for name in ("num_runs", "num_seqs", "num_heads", "num_kv_heads", "head_dim")
+        ),
         *((name, NUMBER) for name in ("block_size", "q_seq", "cache_block", "cache_head")),
-        *((name, ADDRESS) for name in ("blocks", "first_block", "num_keys", "first_row", "row_seq")),
+        *(
+            (name, ADDRESS)
+            for name in ("blocks", "first_block", "num_keys", "first_row", "row_seq")
+        ),
         *((name, ADDRESS) for name in ("first_part", "parts")),
         ("scale_log2", REAL),
         *((name, ADDRESS) for name in ("q", "k_cache", "v_cache", "out", "partial", "lse")),
@@ -59,12 +65,19 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     """x / √(mean(x²) + ε) · w, computed in float32: x [num_tokens, size] → the same shape."""
     assert (x.stride(1), x.dtype) == (1, weight.dtype)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    load().rms_norm(*map(Tensor.data_ptr, (x, weight, out)), *x.shape, x.stride(0), eps, DTYPES[x.dtype])
+    load().rms_norm(
+        *map(Tensor.data_ptr, (x, weight, out)), *x.shape, x.stride(0), eps, DTYPES[x.dtype]
+    )
     return out
 
 
 def norm_rotate(
-    qk: Tensor, num_q: int, weights: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
+    qk: Tensor,
+    num_q: int,
+    weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
 ) -> Tensor:
     """Normalise (if there are weights) and rotate queries and keys, in place, as in decoder.py."""
     num_tokens, num_heads, head_dim = qk.shape

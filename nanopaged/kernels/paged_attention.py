@@ -47,7 +47,12 @@ def store_kernel(
         dims = tl.arange(0, DIM_PAD)[None, :]
         mask = (heads < NUM_HEADS) & (dims < HEAD_DIM)
         # block_size = 4, slot 9: block 2, offset 1
-        target = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * HEAD_DIM + heads * cache_head + dims
+        target = (
+            slot // BLOCK_SIZE * cache_block
+            + slot % BLOCK_SIZE * HEAD_DIM
+            + heads * cache_head
+            + dims
+        )
         k = tl.load(k_ptr + token * k_token + heads * HEAD_DIM + dims, mask=mask)
         v = tl.load(v_ptr + token * v_token + heads * HEAD_DIM + dims, mask=mask)
         tl.store(k_cache_ptr + target, k, mask=mask)
@@ -109,8 +114,12 @@ def decode_kernel(
             v = tl.load(v_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
             # The next tile's blocks: so its K and V are loaded while this tile is computed.
             position += TILE
-            block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [GROUP_PAD, TILE]
+            block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0).to(
+                tl.int64
+            )
+            scores = (
+                tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            )  # [GROUP_PAD, TILE]
             scores = tl.where(live[None, :], scores, float("-inf"))
             m_new = tl.maximum(m, tl.max(scores, 1))
             p = tl.exp2(scores - m_new[:, None])
@@ -147,7 +156,9 @@ def reduce_kernel(
         rows = split.to(tl.int64) * num_heads + head
         lse = tl.load(lse_ptr + rows, mask=split < end, other=float("-inf"))
         mask = (split[:, None] < end) & (dims[None, :] < HEAD_DIM)
-        partial = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        partial = tl.load(
+            partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0
+        )
         m_new = tl.maximum(m, tl.max(lse, 0))
         weight, rescale = tl.exp2(lse - m_new), tl.exp2(m - m_new)
         l = l * rescale + tl.sum(weight, 0)
@@ -200,7 +211,9 @@ def decode_settings(
     tile, num_warps = 16, 8 if group_pad * dim_pad >= 4096 else 4
     if capability >= (8, 0):
         group_pad, num_warps = max(16, group_pad), 4
-        tile = min(MIN_SPLIT, max(16, 8192 // (dim_pad * dtype.itemsize) // triton.cdiv(group_pad, 32)))
+        tile = min(
+            MIN_SPLIT, max(16, 8192 // (dim_pad * dtype.itemsize) // triton.cdiv(group_pad, 32))
+        )
     # Triton's interpreter computes bfloat16 products wrongly.
     dot = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
     dot = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dot]
@@ -241,7 +254,10 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     assert k_cache.stride() == v_cache.stride()
     strides = k.stride(0), v.stride(0), *k_cache.stride()[:2]
     sizes = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": k_cache.shape[2]}
-    padded = {"HEADS_PAD": triton.next_power_of_2(num_heads), "DIM_PAD": triton.next_power_of_2(head_dim)}
+    padded = {
+        "HEADS_PAD": triton.next_power_of_2(num_heads),
+        "DIM_PAD": triton.next_power_of_2(head_dim),
+    }
     store_kernel[(num_tokens,)](k, v, k_cache, v_cache, slot_mapping, *strides, **sizes, **padded)
 
 
@@ -269,7 +285,9 @@ def paged_decode(
     assert q.stride()[1:] == k_cache.stride()[2:] == (head_dim, 1)
     assert k_cache.stride() == v_cache.stride()
     group = num_heads // num_kv_heads
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)  # (9, 0): interpreted
+    capability = (
+        torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+    )  # (9, 0): interpreted
     constants, options = decode_settings(capability, group, head_dim, k_cache.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((len(splits), num_heads), dtype=torch.float32, device=q.device)
@@ -281,5 +299,7 @@ def paged_decode(
         *(scale * math.log2(math.e), *strides),  # 2^(x · log2(e)) = e^x
         **(sizes | constants | options),
     )
-    reduce_kernel[(num_seqs, num_heads)](partial, lse, firsts, out, head_dim, constants["DIM_PAD"], CHUNK=16)
+    reduce_kernel[(num_seqs, num_heads)](
+        partial, lse, firsts, out, head_dim, constants["DIM_PAD"], CHUNK=16
+    )
     return out

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nanopaged.config import ResolvedConfig
+from nanopaged.config import EngineConfig
 from nanopaged.model.decoder import PLAIN, Linear, Model, Operations, allocate
 from nanopaged.model.model_config import ModelConfig, read_json
 from nanopaged.parallel import Ranks
@@ -36,18 +36,23 @@ def find_model(model: str | Path | None, with_weights: bool = True) -> Path:
     if os.path.isdir(folder):  # unlike Path's, False for a name that is too long
         return folder
     if isinstance(model, Path) or str(model).startswith(("/", ".", "~")):
-        raise FileNotFoundError(f"{folder} is not a folder: name the one that holds config.json, or a hub id")
+        raise FileNotFoundError(
+            f"{folder} is not a folder: name the one that holds config.json, or a hub id"
+        )
     try:
         patterns = CONFIG_FILES + ["*.safetensors"] * with_weights
         return Path(snapshot_download(str(model), allow_patterns=patterns))
     except (OSError, ValueError) as error:  # huggingface's own errors are of these types
-        raise FileNotFoundError(f"{model!r} is not a folder, nor a hub id to download: {error}") from error
+        raise FileNotFoundError(
+            f"{model!r} is not a folder, nor a hub id to download: {error}"
+        ) from error
 
 
 def load_model(
-    config: ResolvedConfig,
+    config: EngineConfig,
     model_config: ModelConfig,
     folder: Path,
+    max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
     ranks: Ranks | None = None,
@@ -58,9 +63,13 @@ def load_model(
     try:
         model = Model(model_config, ranks, operations)
         allocate(model, dtype, device)
-        model.rotary.compute(model_config, config.max_model_len, dtype, device)
-    except (RuntimeError, OverflowError, TypeError) as error:  # out-of-memory errors are RuntimeErrors
-        advice = f"lower max_model_len, {config.max_model_len}: {model_config}"
+        model.rotary.compute(model_config, max_model_len, dtype, device)
+    except (
+        RuntimeError,
+        OverflowError,
+        TypeError,
+    ) as error:  # out-of-memory errors are RuntimeErrors
+        advice = f"lower max_model_len, {max_model_len}: {model_config}"
         raise ValueError(f"the model cannot be allocated on {device}, {advice}") from error
     if config.load_format == "dummy":
         _draw_weights(model, config.seed + rank)
@@ -68,7 +77,9 @@ def load_model(
         _read_weights(model, folder, rank, size)
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     if reasons := {linear.reorder_weight() for linear in linears} - {None}:
-        logger.info("linear layers run without oneDNN's packed weights, and slower: %s", reasons.pop())
+        logger.info(
+            "linear layers run without oneDNN's packed weights, and slower: %s", reasons.pop()
+        )
     if ranks is not None:
         ranks.meet()
     return model.eval()
@@ -88,11 +99,18 @@ def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
     """Fill the model's weights, or this rank's shares of them, from the safetensors files."""
     slots, files = _weight_slots(model), _weight_files(folder)
     # Old checkpoints carry rotary frequencies, and some tied ones a copy of the embedding.
-    redundant = ("rotary_emb.inv_freq", "lm_head.weight" if model.config.tie_word_embeddings else "inv_freq")
+    redundant = (
+        "rotary_emb.inv_freq",
+        "lm_head.weight" if model.config.tie_word_embeddings else "inv_freq",
+    )
     missing = sorted(slots.keys() - files.keys())[:8]
-    unexpected = sorted(name for name in files.keys() - slots.keys() if not name.endswith(redundant))[:8]
+    unexpected = sorted(
+        name for name in files.keys() - slots.keys() if not name.endswith(redundant)
+    )[:8]
     if missing or unexpected:
-        lost, odd = (", ".join(repr(name)[1:-1] for name in names) for names in (missing, unexpected))
+        lost, odd = (
+            ", ".join(repr(name)[1:-1] for name in names) for names in (missing, unexpected)
+        )
         named = f"missing: {lost}; unexpected: {odd}"
         raise ValueError(f"the weights in {folder} do not match its config.json; {named}")
     shapes = _weight_slots(Model(model.config))  # without memory, for the shapes of unsplit weights
@@ -102,10 +120,14 @@ def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
                 weight, shape = tensors.get_slice(name), list(shapes[name].shape)
                 dtype, found = weight.get_dtype(), weight.get_shape()
                 if found != shape or dtype not in ("F32", "F16", "BF16"):  # others may be quantised
-                    raise ValueError(f"{name} is {dtype} {found}, but must be F32, F16 or BF16 {shape}")
+                    raise ValueError(
+                        f"{name} is {dtype} {found}, but must be F32, F16 or BF16 {shape}"
+                    )
                 part = weight[_share(name, slot, shape, rank, size)]
                 if rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias")):
-                    part = part[:0]  # the ranks' results are added up, so only one may have the bias
+                    part = part[
+                        :0
+                    ]  # the ranks' results are added up, so only one may have the bias
                 slot[: len(part)].copy_(part)
                 slot[len(part) :].zero_()  # rows beyond the vocabulary
                 if not torch.stack(slot.aminmax()).isfinite().all():
@@ -115,12 +137,16 @@ def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
 @contextmanager
 def _open_weights(file: Path) -> Iterator[safe_open]:
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is no file: convert the weights, or set load_format='dummy'")
+        raise FileNotFoundError(
+            f"{file} is no file: convert the weights, or set load_format='dummy'"
+        )
     try:
         with torch.device("cpu"), safe_open(file, framework="pt") as tensors:  # not torch's default
             yield tensors
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is broken or cut short, or not what the index says: {error}") from error
+        raise ValueError(
+            f"{file} is broken or cut short, or not what the index says: {error}"
+        ) from error
 
 
 def _weight_slots(model: Model) -> dict[str, Tensor]:
@@ -133,7 +159,10 @@ def _weight_slots(model: Model) -> dict[str, Tensor]:
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = {  # our matrix → the checkpoint's projections, and their rows
         "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
-        "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
+        "gate_up_proj": {
+            "gate_proj": config.intermediate_size,
+            "up_proj": config.intermediate_size,
+        },
     }
     slots: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
@@ -170,7 +199,9 @@ def _share(name: str, slot: Tensor, shape: list[int], rank: int, size: int) -> t
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     """The folder's tokenizer. None if there is none; prompts must then be token ids."""
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not any(
+        (folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
+    ):
         return None
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -186,7 +217,11 @@ def read_eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None) 
     if eos is None:
         eos = read_json(folder / "config.json").get("eos_token_id")
     eos = eos if isinstance(eos, list) else [eos]
-    eos = [token_id for token_id in (*eos, getattr(tokenizer, "eos_token_id", None)) if token_id is not None]
+    eos = [
+        token_id
+        for token_id in (*eos, getattr(tokenizer, "eos_token_id", None))
+        if token_id is not None
+    ]
     if not all(type(token_id) is int and token_id >= 0 for token_id in eos):
         raise ValueError(f"{folder} has eos_token_id {eos}, but token ids are ints from 0 on")
     return frozenset(eos)

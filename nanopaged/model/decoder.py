@@ -36,7 +36,12 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
 
 
 def norm_rotate(
-    qk: Tensor, num_q: int, weights: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
+    qk: Tensor,
+    num_q: int,
+    weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
 ) -> Tensor:
     """Queries and keys of the new tokens: normalised head by head, if there are weights, and rotated.
 
@@ -99,7 +104,9 @@ class Linear(nn.Module):
         ranks: if W is split by columns, the ranks whose results add up to y.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, ranks: Ranks | None = None
+    ) -> None:
         super().__init__()
         self.ranks = ranks
         self.weight: nn.Parameter | None = empty_weight(out_features, in_features)
@@ -120,7 +127,10 @@ class Linear(nn.Module):
             torch.ops.mkldnn._linear_pointwise(x, reordered, self.bias, "none", [], "")
         except (RuntimeError, AttributeError) as error:
             return str(error).partition("\n")[0]
-        self._reordered, self.weight = reordered, None  # only the reordered copy is needed from here on
+        self._reordered, self.weight = (
+            reordered,
+            None,
+        )  # only the reordered copy is needed from here on
         return None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,13 +176,17 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
 
     Llama 3's scaling divides the frequencies of long wavelengths by `factor`, and keeps those of short ones.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    exponents = (
+        torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    )
     frequencies = 1.0 / config.rope_theta**exponents
     if (scaling := config.rope_scaling) is None:
         return frequencies
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: short wavelength, unchanged; 0: divided by factor
+    keep = ((turns - low) / (high - low)).clamp(
+        0, 1
+    )  # 1: short wavelength, unchanged; 0: divided by factor
     return frequencies * (keep + (1 - keep) / scaling["factor"])
 
 
@@ -188,7 +202,9 @@ class Rotary:
         sin: [max_positions, 1, head_dim / 2].
     """
 
-    def compute(self, config: ModelConfig, max_positions: int, dtype: Any, device: torch.device) -> None:
+    def compute(
+        self, config: ModelConfig, max_positions: int, dtype: Any, device: torch.device
+    ) -> None:
         positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, rotary_frequencies(config))[:, None]
         cos = angles.cos().to(device, dtype)
@@ -205,10 +221,15 @@ num_kv_heads, head_dim]. A backend of `nanopaged.attention` is one."""
 class SelfAttention(nn.Module):
     """q, k, v of the new tokens, attention over the KV cache, and the output projection."""
 
-    def __init__(self, config: ModelConfig, layer: int, ranks: Ranks | None, operations: Operations) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, ranks: Ranks | None, operations: Operations
+    ) -> None:
         super().__init__()
         self.layer, self.head_dim, self.eps = layer, config.head_dim, config.rms_norm_eps
-        self.norm_rotate, self.heads = operations.norm_rotate, [config.num_heads, config.num_kv_heads]
+        self.norm_rotate, self.heads = (
+            operations.norm_rotate,
+            [config.num_heads, config.num_kv_heads],
+        )
         width = config.num_heads * config.head_dim
         qkv_width = width + 2 * config.num_kv_heads * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, qkv_width, config.qkv_bias)
@@ -229,7 +250,9 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x))."""
 
-    def __init__(self, config: ModelConfig, layer: int, ranks: Ranks | None, operations: Operations) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, ranks: Ranks | None, operations: Operations
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, operations)
         self.self_attn = SelfAttention(config, layer, ranks, operations)
@@ -254,7 +277,9 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.ranks, self.rotary = config, ranks, Rotary()
-        self.share = share = config.share(ranks.size if ranks is not None else 1)  # this rank's layers
+        self.share = share = config.share(
+            ranks.size if ranks is not None else 1
+        )  # this rank's layers
         num_rows = share.vocab_size  # the last rank may have some too many
         self.embed_tokens = nn.Embedding.from_pretrained(empty_weight(num_rows, config.hidden_size))
         layers = (DecoderLayer(share, i, ranks, operations) for i in range(config.num_layers))
@@ -266,7 +291,11 @@ class Model(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
         """input_ids, positions [num_tokens] → hidden states [num_tokens, hidden_size]."""
-        x = self.embed_tokens(input_ids) if self.ranks is None else self._embed_share(input_ids, self.ranks)
+        x = (
+            self.embed_tokens(input_ids)
+            if self.ranks is None
+            else self._embed_share(input_ids, self.ranks)
+        )
         cos, sin = self.rotary.cos[positions], self.rotary.sin[positions]
         for layer in self.layers:
             x = layer(x, cos, sin, attention)

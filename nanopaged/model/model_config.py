@@ -21,7 +21,9 @@ FAMILIES: dict[str, dict[str, bool]] = {  # model_type → how it differs from L
     "qwen2": {"qkv_bias": True, "o_bias": False},
     "qwen3": {"qk_norm": True},
 }
-CHOICES: dict[str, tuple[Any, ...]] = {  # setting → what is supported; the first is what a missing one means
+CHOICES: dict[
+    str, tuple[Any, ...]
+] = {  # setting → what is supported; the first is what a missing one means
     "hidden_act": ("silu", "swish"),
     "quantization_config": (None, {}),
     "rope_type": (None, "default", "llama3"),
@@ -77,7 +79,12 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, OSError, RecursionError) as error:  # OSError: e.g. a folder of this name
+    except (
+        ValueError,
+        TypeError,
+        OSError,
+        RecursionError,
+    ) as error:  # OSError: e.g. a folder of this name
         raise ValueError(f"{path} cannot be read as a JSON object: {error}") from error
 
 
@@ -103,7 +110,9 @@ def read_model_config(folder: Path) -> ModelConfig:
             raise _unsupported(file, name, value, " or ".join(map(repr, choices)))
     layer_types, window = getattr(hf, "layer_types", None), getattr(hf, "sliding_window", None)
     if set(layer_types or ()) - {"full_attention"} or (window and not layer_types):
-        raise _unsupported(file, f"sliding_window {window} and layer_types", layer_types, "full attention")
+        raise _unsupported(
+            file, f"sliding_window {window} and layer_types", layer_types, "full attention"
+        )
     heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads or hf.num_attention_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // max(heads, 1)
     names = "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"
@@ -120,7 +129,9 @@ def read_model_config(folder: Path) -> ModelConfig:
         attention_scale=head_dim**-0.5,
         rms_norm_eps=hf.rms_norm_eps,
         rope_theta=float(rope["rope_theta"]),
-        rope_scaling={name: rope[name] for name in LLAMA3} if rope["rope_type"] == "llama3" else None,
+        rope_scaling={name: rope[name] for name in LLAMA3}
+        if rope["rope_type"] == "llama3"
+        else None,
         tie_word_embeddings=hf.tie_word_embeddings,
         dtype=dtype,
     )
