@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams, foreign_names
+from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
@@ -21,19 +21,19 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "LLMEngine",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
 ]
-__all__ += ["Logprob", "RequestMetrics", "RequestOutput", "SamplingParams"]
 
 _WITH_TORCH = {"LLM": "nanopaged.llm", "LLMEngine": "nanopaged.engine"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import PyTorch only with the names that need it; scripts over the bookkeeping alone start at once."""
+    """Import PyTorch only with the names that need it, because that takes seconds."""
     if name in _WITH_TORCH:
         return getattr(import_module(_WITH_TORCH[name]), name)
-    if (hint := foreign_names("imports").get(name)) is not None:
-        # An ImportError, because `from nanopaged import …` would hide the text of another one.
-        raise ImportError(f"cannot import {name!r} from 'nanopaged': {hint}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

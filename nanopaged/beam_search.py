@@ -1,18 +1,19 @@
 """Several sequences of one request: parallel sampling forks once, beam search at every step.
 
-A fork takes no memory: the child shares the parent's blocks. A sequence that writes into a shared block gets
-a copy of it first (`BlockManager.append_slots`; PagedAttention, §4.4).
+A fork takes no memory, because the child shares the parent's blocks. A sequence that writes into a
+shared block gets a copy of it first (`BlockManager.append_slots`; PagedAttention, §4.4).
 
-Beam search keeps the `beam_width` most likely unfinished texts, the beams. In each step every beam proposes
-its most likely next tokens, its candidates. The best of all become the next beams, each forked from the beam
-that proposed it. A candidate that ends a text becomes a hypothesis: a finished sequence, with the score that
-transformers gives it,
+Beam search keeps the `beam_width` most likely unfinished texts, the beams. In each step every beam
+proposes its most likely next tokens, its candidates. The best candidates of all beams become the
+next beams, each forked from the beam that proposed it. A candidate that ends a text becomes a
+hypothesis, which is a finished sequence with the score that transformers gives it:
 
     score = sum of the log-probabilities of the generated tokens / (their number ** length_penalty)
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import attrgetter
 
 from nanopaged.block_manager import BlockManager
@@ -21,70 +22,83 @@ from nanopaged.sequence import Request, Sample, Sequence
 
 
 def fork_samples(request: Request, samples: list[Sample], block_manager: BlockManager) -> None:
-    """Fork the sequence that has computed the prompt, once for each of the `samples` drawn to follow it.
+    """Fork the sequence that has computed the prompt, once for each of the samples that follow it.
 
-    The request changes in one assignment at the end, so a failed step leaves no fork without its token.
+    The request gets its new sequences at the end, so a failed step leaves no fork without its
+    token.
     """
     (parent,) = request.live
     siblings: list[Sequence] = []
     for index, sample in enumerate(samples):
-        siblings.append(block_manager.fork(parent, index))
-        if siblings[-1].append(sample):  # it ends with its first token
-            block_manager.free(siblings[-1])
+        child = block_manager.fork(parent, index)
+        siblings.append(child)
+        if child.append(sample):  # it ends with its first token
+            block_manager.free(child)
     block_manager.free(parent)
-    request.sequences, request.live = siblings, [seq for seq in siblings if not seq.finished]
+    request.sequences = siblings
+    request.live = [seq for seq in siblings if not seq.finished]
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A token that may follow a beam, with the log-probability of the whole text."""
+
+    beam: Sequence
+    sample: Sample
+    cumulative_logprob: float
 
 
 def advance_beams(request: Request, block_manager: BlockManager) -> None:
-    """Replace the beams by the next beams, or end the search. Every beam has proposed its candidates.
+    """Replace the beams by the next beams, or end the search. Every beam has proposed its
+    candidates.
 
-        beams  A B C      next beams  B+x  A+y  B+z      B+x and B+z share B's blocks, those of C are freed
+        beams  A B C      next beams  B+x  A+y  B+z      B+x and B+z share B's blocks, C's are freed
 
-    The request gets its new sequences in the last line: if the step fails before it, `start_over` finds the
-    old beams with their tokens.
+    The request gets its new sequences at the end. If the step fails before that, `start_over` finds
+    the old beams with their tokens.
     """
-    beams, width, stop_token_ids = request.live, request.width, request.stop_rules.token_ids
-    candidates: list[tuple[float, Sequence, Sample]] = []
+    beams = request.live
+    width = request.width
+    stop_token_ids = request.stop_rules.token_ids
+    candidates: list[Candidate] = []
     for beam in beams:
-        so_far = beam.cumulative_logprob
-        candidates += [(so_far + sample.logprob, beam, sample) for sample in beam.candidates or ()]
-    candidates.sort(key=lambda candidate: candidate[0], reverse=True)
+        logprob_so_far = beam.cumulative_logprob
+        for sample in beam.candidates or ():
+            candidates.append(Candidate(beam, sample, logprob_so_far + sample.logprob))
+    candidates.sort(key=attrgetter("cumulative_logprob"), reverse=True)
     at_limit = beams[0].num_tokens + 1 >= request.stop_rules.max_length
 
+    # As in transformers, only one of the best `width` candidates may end as a hypothesis.
     hypotheses = list(request.hypotheses)
-    for _, beam, sample in candidates[
-        :width
-    ]:  # as in transformers, a candidate below these is no hypothesis
-        if at_limit or sample.token_id in stop_token_ids:
-            hypotheses.append(_finish(beam, sample))
-    hypotheses = sorted(hypotheses, key=attrgetter("score"), reverse=True)[:width]
+    for candidate in candidates[:width]:
+        if at_limit or candidate.sample.token_id in stop_token_ids:
+            hypotheses.append(_finish(candidate))
+    hypotheses.sort(key=attrgetter("score"), reverse=True)
+    hypotheses = hypotheses[:width]
 
-    going_on = [
-        candidate for candidate in candidates if candidate[2].token_id not in stop_token_ids
-    ][:width]
+    going_on = [c for c in candidates if c.sample.token_id not in stop_token_ids][:width]
     next_beams: list[Sequence] = []
-    if going_on and not at_limit and not _is_over(request, hypotheses, best=going_on[0][0]):
-        for index, (_, beam, sample) in enumerate(going_on):
-            next_beams.append(block_manager.fork(beam, index))
-            next_beams[-1].append(sample)
+    if going_on and not at_limit and not _is_over(request, hypotheses, going_on[0]):
+        for index, candidate in enumerate(going_on):
+            child = block_manager.fork(candidate.beam, index)
+            child.append(candidate.sample)
+            next_beams.append(child)
     for beam in beams:  # the children have references of their own
         block_manager.free(beam)
     for index, hypothesis in enumerate(hypotheses):
         hypothesis.index = index
-    request.sequences, request.live, request.hypotheses = (
-        next_beams or hypotheses,
-        next_beams[:],
-        hypotheses,
-    )
+    sequences = next_beams[:] if next_beams else hypotheses
+    request.hypotheses = hypotheses
+    request.live = next_beams
+    request.sequences = sequences
 
 
-def _finish(beam: Sequence, sample: Sample) -> Sequence:
-    """A hypothesis: the tokens of `beam`, ended by `sample`."""
-    hypothesis = beam.copy_tokens(0)
-    hypothesis.append(sample)
-    hypothesis.score = _score(
-        beam.request, hypothesis.cumulative_logprob, hypothesis.num_output_tokens
-    )
+def _finish(candidate: Candidate) -> Sequence:
+    """A hypothesis: the tokens of the beam, ended by the sample."""
+    hypothesis = candidate.beam.copy_tokens(0)
+    hypothesis.append(candidate.sample)
+    request = hypothesis.request
+    hypothesis.score = _score(request, candidate.cumulative_logprob, hypothesis.num_output_tokens)
     return hypothesis
 
 
@@ -93,13 +107,11 @@ def _score(request: Request, cumulative_logprob: float, num_tokens: int) -> floa
     return cumulative_logprob / num_tokens**request.params.length_penalty
 
 
-def _is_over(request: Request, hypotheses: list[Sequence], best: float) -> bool:
-    """Whether there are `beam_width` hypotheses and, by the `early_stopping` rule, no beam can improve them.
+def _is_over(request: Request, hypotheses: list[Sequence], best: Candidate) -> bool:
+    """Whether the search has `beam_width` hypotheses, and the best next beam cannot improve them.
 
-    "never": with a positive length penalty, the best beam could still improve up to the maximum length.
-
-    Args:
-        best: the cumulative log-probability of the best next beam.
+    With early_stopping "never" and a positive length penalty, a beam counts with the score that it
+    would have at the maximum length.
     """
     params = request.params
     assert isinstance(params, BeamSearchParams)
@@ -107,9 +119,9 @@ def _is_over(request: Request, hypotheses: list[Sequence], best: float) -> bool:
         return False
     if params.early_stopping is True or params.beam_width == 1:  # a width of 1 is greedy decoding
         return True
-    length = request.live[0].num_output_tokens + 1
+    num_tokens = request.live[0].num_output_tokens + 1
     if params.early_stopping == "never" and params.length_penalty > 0:
-        length = request.stop_rules.max_length - request.num_prompt_tokens
+        num_tokens = request.stop_rules.max_length - request.num_prompt_tokens
     worst = hypotheses[-1].score
     assert worst is not None
-    return _score(request, best, length) <= worst
+    return _score(request, best.cumulative_logprob, num_tokens) <= worst

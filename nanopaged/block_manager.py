@@ -1,8 +1,9 @@
 """Block tables, reference counts, copy-on-write and the prefix cache.
 
-The block manager hands out physical blocks of the KV cache, lets sequences share them, replaces a shared
-block before it is written, and keeps full blocks for later prompts (PagedAttention, §4.2 to §4.4; the prefix
-cache is not in the paper). It knows block ids only: the model runner copies the contents.
+The block manager hands out physical blocks of the KV cache, lets sequences share them, replaces a
+shared block before it is written, and keeps full blocks for later prompts (PagedAttention, §4.2 to
+§4.4; the prefix cache is not in the paper). It knows block ids only. The model runner copies the
+contents.
 """
 
 from __future__ import annotations
@@ -11,39 +12,41 @@ from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import chain
 
-from nanopaged.sequence import Sequence
+from nanopaged.sequence import Move, Sequence
 
 NO_TOKEN = array("q", [-1]).tobytes()
 
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` tokens: ceil division, e.g. 17 tokens in blocks of 16 need 2."""
+    """Blocks that hold `num_tokens` tokens, rounded up: 17 tokens in blocks of 16 need 2."""
     return -(-num_tokens // block_size)
 
 
 def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_size: int) -> int:
     """Free blocks that a request's sequences need to store their newest tokens.
 
-    New blocks after the end of a table, and copies of a block that several sequences are about to write: each
-    but the last writer needs one.
+    These are the new blocks after the end of a table, and the copies of a block that several
+    sequences are about to write, of which each writer but the last needs one.
 
         block_size = 4, tables [7, 2] and [7, 2], 7 tokens each: one copy of block 2
-        the same with 9 tokens each:                             two new blocks, and nothing to copy
+        the same with 9 tokens each:                             two new blocks, nothing to copy
 
-    `append_slots` counts the same by references: other requests share only full blocks.
+    Only the request's own sequences share a block that is not full, so `append_slots` finds the
+    same number by counting references.
 
     Args:
         tables: for each sequence its block table, or its host table if it is swapped out.
     """
-    num_new, written = 0, []
+    num_new = 0
+    written: list[int] = []
     for seq, table in zip(sequences, tables, strict=True):
-        newest = (len(seq.token_ids) - 1) // block_size  # logical block of the newest token
+        newest = (seq.num_tokens - 1) // block_size  # logical block of the newest token
         if newest < len(table):
-            written.append(table[newest])  # shared by all siblings that are to write it
-        num_new += max(0, blocks_needed(len(seq.token_ids), block_size) - len(table))
-    return num_new + len(written) - len(set(written))
+            written.append(table[newest])
+        num_new += max(0, blocks_needed(seq.num_tokens, block_size) - len(table))
+    num_copies = len(written) - len(set(written))
+    return num_new + num_copies
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +58,8 @@ class Block:
          └──────────┴──────────┘         └──▶ partial: evicted by `take`, least recently used first
            `release`, not published
 
-    `key` is set while the prefix index names this block. Without references, a block without a key is free.
+    `key` is set while the prefix index points to this block. With ref_count 0 a block is cached if
+    it has a key, else free.
     """
 
     block_id: int
@@ -69,20 +73,18 @@ class BlockManager:
     def __init__(
         self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
     ) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.reset()
 
     def reset(self) -> None:
         """Make all blocks free, and empty the prefix index."""
-        self.blocks = [Block(i) for i in range(self.num_blocks)]
-        self.free_ids = list(range(self.num_blocks))[::-1]  # a stack: block 0 is handed out first
-        self.cached: OrderedDict[int, Block] = (
-            OrderedDict()
-        )  # without references, least recently used first
-        self.index: dict[
-            bytes, Block
-        ] = {}  # the prefix index: key → the one block published under it
+        self.blocks = [Block(block_id) for block_id in range(self.num_blocks)]
+        self.free_ids = list(reversed(range(self.num_blocks)))  # a stack: block 0 is taken first
+        # Blocks without references whose contents are kept, the least recently used first.
+        self.cached = OrderedDict[int, Block]()
+        self.index: dict[bytes, Block] = {}  # the prefix index: key → the block published under it
 
     @property
     def num_free_blocks(self) -> int:
@@ -111,7 +113,7 @@ class BlockManager:
         block.ref_count += 1
 
     def release(self, block_id: int) -> None:
-        """Give a reference back. Without references a published block is cached, another one is free.
+        """Give a reference back. After the last one a published block is cached, another is free.
 
         Raises:
             RuntimeError: the block has no references.
@@ -133,15 +135,15 @@ class BlockManager:
     def allocate(
         self, sequences: list[Sequence], look_up: bool = True, num_reserved: int = 0
     ) -> bool:
-        """Give block tables for all their tokens to the sequences of one request, which have no blocks yet.
+        """Give the sequences of one request, which have no blocks yet, tables for all their tokens.
 
         A sequence's table begins with the blocks found in the prefix cache; the others are taken.
 
-            block_size = 2, a b c d e, the cache has (a b) in block 7:      table [7 0 1], 2 tokens computed
+            block_size = 2, a b c d e, the cache has (a b) in block 7:   table [7 0 1], 2 computed
             2 free blocks are needed; 3 if no sequence uses block 7, which counts as free itself.
 
-        Several sequences, of a preempted request, also share the full blocks of their common prefixes. Such a
-        block counts as computed for all but the first of them.
+        Several sequences, of a preempted request, also share the full blocks of their common
+        prefixes. Such a block counts as computed for all but the first of them.
 
             abcde  abcdf  abxyz      tables [0 1 2] [0 1 3] [0 4 5]: 3 keys and 3 last blocks
 
@@ -153,20 +155,30 @@ class BlockManager:
             False, and nothing is changed, if the pool has too few blocks.
         """
         size = self.block_size
-        # The last block of each sequence is its own, even if full: its last token is always computed.
-        keys = [self.keys_of(seq, (seq.num_tokens - 1) // size) for seq in sequences]
-        hits = [self.find_prefix(seq) if look_up else [] for seq in sequences]
-        in_use = {block_id for block_id in chain(*hits) if self.blocks[block_id].ref_count > 0}
-        num_distinct = len({key for its_keys in keys for key in its_keys})
-        if num_distinct - len(in_use) + len(sequences) > self.num_free_blocks - num_reserved:
+        keys_of_seqs: list[list[bytes]] = []
+        hits_of_seqs: list[list[int]] = []
+        distinct_keys = set[bytes]()
+        hits_in_use = set[int]()
+        for seq in sequences:
+            # The last block of a sequence is its own, even if it is full, because the last token is
+            # always computed.
+            keys = self.keys_of(seq, (seq.num_tokens - 1) // size)
+            hits = self.find_prefix(seq) if look_up else []
+            keys_of_seqs.append(keys)
+            hits_of_seqs.append(hits)
+            distinct_keys.update(keys)
+            hits_in_use.update(block_id for block_id in hits if self.blocks[block_id].ref_count)
+        num_needed = len(distinct_keys) - len(hits_in_use) + len(sequences)
+        if num_needed > self.num_free_blocks - num_reserved:
             return False
-        for block_id in chain(*hits):  # share all hits first: `take` below may evict cached blocks
-            self.share(block_id)
+        for seq, hits in zip(sequences, hits_of_seqs, strict=True):
+            seq.block_table = hits
+            for block_id in hits:  # share all hits first, because `take` may evict cached blocks
+                self.share(block_id)
         taken: dict[bytes, int] = {}
-        for seq, its_keys, hit in zip(sequences, keys, hits, strict=True):
-            num_found = len(hit)
-            seq.block_table = list(hit)
-            for key in its_keys[len(hit) :]:
+        for seq, keys in zip(sequences, keys_of_seqs, strict=True):
+            num_found = len(seq.block_table)
+            for key in keys[num_found:]:
                 if key in taken:
                     self.share(taken[key])
                     num_found += 1
@@ -177,46 +189,43 @@ class BlockManager:
             seq.num_computed_tokens = num_found * size
         return True
 
-    def append_slots(self, sequences: list[Sequence]) -> list[tuple[int, int]] | None:
+    def append_slots(self, sequences: list[Sequence]) -> list[Move] | None:
         """Make room for the newest tokens of all sequences of a request, or of none.
 
             block_size = 4, table [7, 2], 6 tokens computed, a seventh just sampled:
 
             block 7: a b c d   block 2: e f . .    ref_count of block 2 is 1: write into it
-                                        └─         ref_count is 2: copy 2 → 9, table [7, 9], write into 9
+                                        └─         ref_count is 2: copy 2 → 9, table [7, 9]
 
         Returns:
-            the copies (source, destination) to make before the slots are written (copy-on-write, §4.4); None,
-            and nothing is changed, if the pool has too few blocks.
+            the copies (source, destination) to make before the slots are written (copy-on-write,
+            §4.4). None, and nothing is changed, if the pool has too few blocks.
         """
-        size, seq = self.block_size, sequences[0]
-        if len(sequences) == 1 and len(seq.token_ids) <= len(seq.block_table) * size:
+        size = self.block_size
+        if len(sequences) == 1 and sequences[0].num_tokens <= len(sequences[0].block_table) * size:
             return []  # the usual case: a free slot, and no sibling that could share the block
-        if (
-            blocks_to_grow(sequences, [seq.block_table for seq in sequences], size)
-            > self.num_free_blocks
-        ):
+        tables = [seq.block_table for seq in sequences]
+        if blocks_to_grow(sequences, tables, size) > self.num_free_blocks:
             return None
-        copies = []
+        copies: list[Move] = []
         for seq in sequences:
             newest = (seq.num_tokens - 1) // size
             is_written = (
                 seq.num_computed_tokens < seq.num_tokens
-            )  # not if a beam waits for its siblings
-            is_shared = (
-                newest < len(seq.block_table) and self.blocks[seq.block_table[newest]].ref_count > 1
-            )
-            if is_written and is_shared:
+            )  # False: it waits for its siblings
+            if is_written and newest < len(seq.block_table):
                 src = seq.block_table[newest]
-                seq.block_table[newest] = self.take()
-                self.release(src)
-                copies.append((src, seq.block_table[newest]))
+                if self.blocks[src].ref_count > 1:
+                    dst = self.take()
+                    self.release(src)
+                    seq.block_table[newest] = dst
+                    copies.append((src, dst))
             while len(seq.block_table) < blocks_needed(seq.num_tokens, size):
                 seq.block_table.append(self.take())
         return copies
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
-        """A copy of `parent` for output `index` that shares all its blocks. Takes no memory (§4.4)."""
+        """A copy of `parent` for output `index` that shares all its blocks (§4.4)."""
         child = parent.copy_tokens(index)
         for block_id in parent.block_table:
             self.share(block_id)
@@ -225,18 +234,20 @@ class BlockManager:
         return child
 
     def free(self, seq: Sequence) -> None:
-        """Give the sequence's blocks back, the last first, so that the end of a prefix is evicted first."""
+        """Give the sequence's blocks back, the last first, so that a prefix is evicted from its
+        end.
+        """
         self.trim(seq, 0)
         seq.num_computed_tokens = 0
 
     def trim(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Give back the blocks beyond the sequence's tokens, or beyond the first `num_tokens` of them.
+        """Give back the blocks beyond the first `num_tokens` tokens, or beyond all its tokens.
 
         block_size = 4, table [7, 2, 5], 6 tokens: block 5 is given back
         """
-        num_kept = blocks_needed(
-            seq.num_tokens if num_tokens is None else num_tokens, self.block_size
-        )
+        if num_tokens is None:
+            num_tokens = seq.num_tokens
+        num_kept = blocks_needed(num_tokens, self.block_size)
         for block_id in reversed(seq.block_table[num_kept:]):
             self.release(block_id)
         seq.block_table = seq.block_table[:num_kept]
@@ -244,21 +255,25 @@ class BlockManager:
     # ── the prefix cache ──────────────────────────────────────────────────────────────────────────
 
     def keys_of(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """The keys of the first `num_blocks` blocks of a sequence, which must be full. Each is computed once.
+        """The keys of the first `num_blocks` blocks of a sequence, which must be full.
 
-        K/V depends on the whole prefix, so a key identifies the whole prefix: it is the SHA-256 hash of the
-        previous block's key, then the block's own tokens, not hashed.
+        K/V depends on the whole prefix, so a key identifies the whole prefix. It is the SHA-256
+        hash of the previous block's key, followed by the block's own tokens, which are not hashed.
 
-            block_size = 2    tokens  a b │ c d │ e      keys  k0 = (a b)    k1 = SHA-256(k0)·(c d)
-            with a salt                                  k0 = SHA-256(-1 salt)·(a b)
+            block_size = 2    tokens  a b │ c d │ e      k0 = (a b)    k1 = sha256(k0) + (c d)
+            with a salt                                  k0 = sha256(-1 salt) + (a b)
 
-        Equal keys mean equal tokens, all the way back. A fast hash is not enough: two blocks with equal xxh3
-        are found in seconds. -1 is no token, so no salt looks like a block.
+        Equal keys mean equal tokens, all the way back. A fast hash is not enough, because two
+        blocks with equal xxh3 hashes can be found in seconds. No salt looks like a block, because
+        -1 is not a token. A sequence keeps its keys, so each is computed once.
         """
-        keys, size = seq.block_keys, self.block_size
+        keys = seq.block_keys
+        size = self.block_size
         for i in range(len(keys), num_blocks):
-            parent = sha256(keys[-1]).digest() if keys else b""
-            if not keys and seq.request.cache_salt:
+            parent = b""
+            if keys:
+                parent = sha256(keys[-1]).digest()
+            elif seq.request.cache_salt:
                 parent = sha256(NO_TOKEN + seq.request.cache_salt).digest()
             keys.append(parent + array("q", seq.token_ids[i * size : (i + 1) * size]).tobytes())
         return keys[:num_blocks]
@@ -266,9 +281,11 @@ class BlockManager:
     def find_prefix(self, seq: Sequence) -> list[int]:
         """The published blocks that the sequence begins with, up to the first one that is missing.
 
-        The block of the last token is not looked up: that token must be computed for its logits.
+        The block of the last token is not looked up, because that token must be computed for its
+        logits.
 
-            block_size = 4, 8 tokens: (8 - 1) // 4 = 1 block is looked up, tokens 4 to 7 are computed again
+            block_size = 4, 8 tokens: (8 - 1) // 4 = 1 block is looked up, tokens 4 to 7 are
+            computed
         """
         prefix: list[int] = []
         if self.enable_prefix_caching:
@@ -279,23 +296,24 @@ class BlockManager:
         return prefix
 
     def publish(self, seq: Sequence) -> None:
-        """Make the blocks that this step will fill findable, unless blocks with equal keys are.
+        """Make the blocks that this step will fill findable, unless equal blocks are already.
 
-        No other function adds to the prefix index. Requests with the same prompt share blocks within one
-        step: every layer stores the K/V of the whole batch before any sequence attends.
+        No other function adds to the prefix index. Requests with the same prompt can share blocks
+        within one step, because every layer stores the K/V of the whole batch before any sequence
+        attends.
 
             block_size = 4, 6 tokens computed, 7 scheduled: tokens 6 to 12 fill blocks 1 and 2
         """
         if not self.enable_prefix_caching:
             return
         first = seq.num_computed_tokens // self.block_size
-        keys = self.keys_of(
-            seq, (seq.num_computed_tokens + seq.num_scheduled_tokens) // self.block_size
-        )
-        for key, block_id in zip(keys[first:], seq.block_table[first:], strict=False):
-            if key not in self.index:
-                self.index[key] = self.blocks[block_id]
-                self.index[key].key = key
+        end = (seq.num_computed_tokens + seq.num_scheduled_tokens) // self.block_size
+        keys = self.keys_of(seq, end)
+        for i in range(first, end):
+            if keys[i] not in self.index:
+                block = self.blocks[seq.block_table[i]]
+                block.key = keys[i]
+                self.index[keys[i]] = block
 
     def reset_prefix_cache(self) -> None:
         """Make all cached blocks free. Blocks in use can still be found."""

@@ -1,19 +1,19 @@
 """The engine: the loop of continuous batching.
 
-`LLMEngine.step` is one turn of it. `Scheduler` chooses the batch, a `Runner` computes it.
+`LLMEngine.run_step` is one turn of it. `Scheduler` chooses the batch, a `Runner` computes it.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import EngineConfig, Params, SamplingParams, resolve_lengths, with_hints
+from nanopaged.config import EngineConfig, Params, choose_lengths
 from nanopaged.model.checkpoint import find_model, load_tokenizer, read_eos_token_ids
 from nanopaged.model.model_config import read_model_config
 from nanopaged.model_runner import ModelRunner
@@ -30,10 +30,6 @@ from nanopaged.snapshot import (
     take_snapshot,
 )
 
-FORKED = (
-    "this engine was made in process {}, and its forks cannot use it: start processes by 'spawn'"
-)
-
 
 class Runner(Protocol):
     """What computes batches: `ModelRunner`; tests have their own."""
@@ -47,7 +43,7 @@ class Runner(Protocol):
         """Move blocks, compute the scheduled tokens, sample."""
 
     def cheaper_preemption(self) -> str:
-        """The faster way to preempt, "swap" or "recompute"; called once for preemption="auto"."""
+        """The faster mode of preemption, "swap" or "recompute"; called once for "auto"."""
 
 
 class LLMEngine:
@@ -58,103 +54,119 @@ class LLMEngine:
         runner: computes the batches; None makes a `ModelRunner` with the model of `config`.
 
     Attributes:
-        listeners: such as a trace. They are told `batch_scheduled(batch)` before anything is computed,
-            `step_ended(batch)`, and `step_failed(error)` when all requests wait again.
+        config: the options, with the lengths that were chosen for those that were None.
+        requests: id → request, in order of arrival. A finished one is here until `step` returns it.
+        listeners: such as a trace. The engine calls `batch_scheduled(batch)` before anything is
+            computed, `step_ended(batch)`, and `step_failed(error)` when all requests wait again.
 
-    A fork (docs/book/12-forks.md) is a subclass with other classes here.
+    A fork (docs/book/12-forks.md) is a subclass with other classes in the first four attributes.
 
     Raises:
         FileNotFoundError: the model or a file of it is missing.
         ValueError: the model is not supported or broken, or does not fit.
     """
 
-    make_config: Any = EngineConfig
-    make_runner: Any = ModelRunner
-    make_block_manager: Any = BlockManager
-    make_scheduler: Any = Scheduler
+    make_config: type[EngineConfig] = EngineConfig
+    make_runner: type[ModelRunner] = ModelRunner
+    make_block_manager: type[BlockManager] = BlockManager
+    make_scheduler: type[Scheduler] = Scheduler
 
     def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
         if not isinstance(config, EngineConfig):
             raise TypeError(f"config must be an EngineConfig, got {config!r}")
         folder = find_model(config.model, with_weights=config.load_format == "auto")
         model_config = read_model_config(folder)
-        model_config.share(config.tensor_parallel_size)  # raises ValueError if it cannot be divided
-        self.pid = os.getpid()
-        self.max_model_len, self.max_num_batched_tokens = resolve_lengths(
-            config, model_config.max_position_embeddings
+        model_config.share(config.tensor_parallel_size)  # raises ValueError if that is impossible
+        max_model_len, token_budget = choose_lengths(config, model_config.max_position_embeddings)
+        self.config = replace(
+            config, max_model_len=max_model_len, max_num_batched_tokens=token_budget
         )
-        self.config = config
         self.model_name = str(config.model or folder.name)
+        self.max_model_len = max_model_len
         self.vocab_size = model_config.vocab_size
         self.tokenizer = load_tokenizer(folder)
         if runner is None:
             make_runner = partial(
                 self.make_runner,
-                config=config,
+                config=self.config,
                 model_config=model_config,
                 folder=folder,
-                max_model_len=self.max_model_len,
-                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_model_len=max_model_len,
+                max_num_batched_tokens=token_budget,
             )
             runner = start(config.tensor_parallel_size, config.device, make_runner)
         self.runner: Runner = runner
-        pool = runner.num_blocks, config.block_size, config.enable_prefix_caching
-        self.block_manager = self.make_block_manager(*pool)
-        limits = config.max_num_seqs, self.max_num_batched_tokens, config.enable_chunked_prefill
-        preemption = (
-            runner.cheaper_preemption() if config.preemption == "auto" else config.preemption
+        self.block_manager = self.make_block_manager(
+            num_blocks=runner.num_blocks,
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
         )
-        swaps = preemption, runner.num_host_blocks, config.watermark
-        self.scheduler = self.make_scheduler(self.block_manager, *limits, *swaps)
-        eos = read_eos_token_ids(folder, self.tokenizer)
+        preemption = config.preemption
+        if preemption == "auto":
+            preemption = runner.cheaper_preemption()
+        self.scheduler = self.make_scheduler(
+            self.block_manager,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=token_budget,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            preemption=preemption,
+            num_host_blocks=runner.num_host_blocks,
+            watermark=config.watermark,
+        )
         self.prompts = PromptProcessor(
-            config, self.tokenizer, self.vocab_size, runner.num_blocks, eos, self.max_model_len
+            config,
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+            num_blocks=runner.num_blocks,
+            max_model_len=max_model_len,
+            eos_token_ids=read_eos_token_ids(folder, self.tokenizer),
         )
-        self.requests: dict[
-            str, Request
-        ] = {}  # unfinished or not yet reported, in order of arrival
-        self.unreported: dict[str, Request] = {}  # the finished ones among them
+        self.requests: dict[str, Request] = {}
         self.num_steps = 0
         self.listeners: list[Any] = []
         if config.trace is not None:
             from nanopaged.trace import Recorder
 
-            self.listeners.append(
-                Recorder(config.trace, self.scheduler, self.tokenizer, self.model_name)
+            recorder = Recorder(
+                config.trace,
+                scheduler=self.scheduler,
+                tokenizer=self.tokenizer,
+                model_name=self.model_name,
             )
+            self.listeners.append(recorder)
 
-    def step(self, report: bool = True) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput]:
         """Compute one batch. Returns the outputs of the requests that got a token or have ended.
 
-        If a step fails, its exception is raised and no generated token is lost: every request waits again,
-        and its K/V is computed again. The caller can call `step` again, or abort the request that caused the
-        failure: a `NonFiniteLogits` has its `request_id`.
-
-        Args:
-            report: False returns no outputs, to save their time; the next step reports what has ended.
+        A step that fails raises its exception and loses no generated token. Every request waits
+        again, and its K/V is computed again. The caller can call `step` again, or abort the request
+        that caused the failure; `NonFiniteLogits` has its `request_id`.
         """
-        if os.getpid() != self.pid:
-            raise RuntimeError(FORKED.format(self.pid))
+        # Requests that ended in a step of `LLM`, or in one that failed, are returned by this one.
+        ended = [request for request in self.requests.values() if request.finished]
+        advanced = self.run_step()
+        with self._or_start_over():
+            outputs = [request.output() for request in ended + advanced]
+        for output in outputs:
+            if output.finished:
+                del self.requests[output.request_id]
+        return outputs
+
+    def run_step(self) -> list[Request]:
+        """Compute one batch. Returns the requests that got a token. `LLM` needs no outputs yet."""
         if not self.requests:
             return []
         with self._or_start_over():
             batch = self.scheduler.schedule()
             for listener in self.listeners:
                 listener.batch_scheduled(batch)
-            # The batch is empty if all requests have ended, and some are not reported yet.
+            # The batch is empty if all requests have ended, and `step` has not returned them yet.
             result = self.runner.execute(batch) if batch.sequences else StepResult([])
             advanced = self.scheduler.update(batch, result)
             for listener in self.listeners:
                 listener.step_ended(batch)
-            reported = (*self.unreported.values(), *advanced) if report else ()
-            for request in advanced:
-                if not request.live:
-                    self.unreported[request.request_id] = request
-            outputs = list(map(Request.output, reported))
-            while report and self.unreported:
-                del self.requests[self.unreported.popitem()[0]]
         self.num_steps += 1
-        return outputs
+        return advanced
 
     @contextmanager
     def _or_start_over(self) -> Iterator[None]:
@@ -162,18 +174,11 @@ class LLMEngine:
         try:
             yield
         except BaseException as error:
-            while True:
-                with suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave this half done
-                    self.scheduler.start_over(self.requests.values())
-                    self.unreported = {
-                        name: each for name, each in self.requests.items() if each.finished
-                    }
-                    break
+            self.scheduler.start_over(self.requests.values())
             for listener in self.listeners:
                 listener.step_failed(error)
             raise
 
-    @with_hints(SamplingParams)
     def add_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> None:
         """Queue a prompt (a text, token ids, or a dict of one of them) for generation.
 
@@ -185,7 +190,11 @@ class LLMEngine:
         self.queue(self.prompts.make_request(request_id, prompt, params))
 
     def queue(self, request: Request) -> None:
-        """Put a request of `PromptProcessor` into the waiting queue. Raises ValueError if its id is taken."""
+        """Put a request of `PromptProcessor` into the waiting queue.
+
+        Raises:
+            ValueError: its id is taken.
+        """
         if request.request_id in self.requests:
             raise ValueError(f"request_id {request.request_id!r} is taken by an unfinished request")
         request.arrival_time = time.monotonic()
@@ -201,13 +210,14 @@ class LLMEngine:
         """
         if not isinstance(request_id, str) or request_id not in self.requests:
             raise ValueError(f"no unfinished request has the id {request_id!r}")
-        self.forget(request := self.requests[request_id])
+        request = self.requests[request_id]
+        self.forget(request)
         return request.output()
 
     def forget(self, request: Request) -> None:
         """Remove a request, and free its blocks if it is unfinished."""
         with self._or_start_over():
-            if self.unreported.pop(request.request_id, None) is None:
+            if not request.finished:
                 self.scheduler.abort(request)
             del self.requests[request.request_id]
 
@@ -225,10 +235,10 @@ class LLMEngine:
         return engine_stats(self.num_steps, self.scheduler)
 
     def snapshot(self) -> Snapshot:
-        """Every request, block table and block, valid between two steps. Printed, it is a drawing."""
+        """Every request, block table and block, between two steps. Printed, it is a drawing."""
         return take_snapshot(self.num_steps, self.scheduler, self.requests.values())
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if block tables, pools and prefix index disagree. Call it between steps."""
+        """Raise AssertionError if tables, pools and prefix index disagree, between two steps."""
         check_blocks(self.block_manager, self.scheduler.running_sequences)
         check_host_blocks(self.scheduler.swapper, self.requests.values())

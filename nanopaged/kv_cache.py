@@ -2,8 +2,8 @@
 
     data  [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]
 
-All layers of a block are contiguous, so moving a block is one copy; a layer sees a strided view. Inside a
-block the slots of one head are contiguous, so attention has long contiguous reads.
+All layers of a block are contiguous, so moving a block is one copy; a layer sees a strided view.
+Inside a block the slots of one head are contiguous, so attention has long contiguous reads.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from nanopaged.sequence import Moves
 def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None) -> Tensor:
     """Copy a host array to the device (into `out`, if given).
 
-    A GPU copies from pinned memory while the host goes on. For Apple's GPU the host waits: PyTorch may copy
-    freed memory (its issues 139550 and 189690).
+    A GPU copies from pinned memory while the host goes on. For Apple's GPU the host waits, because
+    PyTorch may copy memory that was freed (its issues 139550 and 189690).
     """
-    tensor, no_wait = torch.from_numpy(array), device.type == "cuda"
+    tensor = torch.from_numpy(array)
+    no_wait = device.type == "cuda"
     if no_wait:
         tensor = tensor.pin_memory()
-    return (
-        tensor.to(device, non_blocking=no_wait)
-        if out is None
-        else out.copy_(tensor, non_blocking=no_wait)
-    )
+    if out is None:
+        return tensor.to(device, non_blocking=no_wait)
+    return out.copy_(tensor, non_blocking=no_wait)
 
 
 def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:
@@ -53,21 +52,16 @@ class KVShape:
     def block_bytes(self, block_size: int) -> int:
         """Bytes of K and V of all layers.
 
-        Llama-3-8B (32 layers, 8 KV heads of 128, bfloat16): 2·32·8·128·2 B = 128 KiB a token, so a
-        block of 16 tokens is 2 MiB.
+        Llama-3-8B (32 layers, 8 KV heads of 128, bfloat16): 2·32·8·128·2 B = 128 KiB per token, so
+        a block of 16 tokens is 2 MiB.
         """
-        return (
-            2
-            * self.num_layers
-            * self.num_kv_heads
-            * self.head_dim
-            * self.dtype.itemsize
-            * block_size
-        )
+        num_elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim * block_size
+        return num_elements * self.dtype.itemsize
 
 
 class KVCache:
-    """The K/V of `num_blocks` blocks on the device (`data`), and of swapped blocks in host memory (`host`).
+    """The K/V of `num_blocks` blocks on the device (`data`), and of swapped ones in host memory
+    (`host`).
 
     A token is stored in a slot: slot = block · block_size + offset in the block.
     """
@@ -80,30 +74,32 @@ class KVCache:
         device: torch.device,
         num_host_blocks: int = 0,
     ) -> None:
-        self.shape, self.block_size = shape, block_size
+        self.shape = shape
+        self.block_size = block_size
         self.no_wait = device.type == "cuda"  # see `to_device`
         # Not initialised: a slot without a token is not read, or is zeroed by `TorchAttention`.
         self.data = self._allocate(num_blocks, device)
-        self.host = self._allocate(
-            num_host_blocks, torch.device("cpu"), self.no_wait and num_host_blocks > 0
-        )
+        can_pin = self.no_wait and num_host_blocks > 0
+        self.host = self._allocate(num_host_blocks, torch.device("cpu"), pin_memory=can_pin)
 
     def _allocate(self, num_blocks: int, device: torch.device, pin_memory: bool = False) -> Tensor:
-        shape = self.shape
-        sizes = num_blocks, shape.num_layers, 2, shape.num_kv_heads, self.block_size, shape.head_dim
+        sizes = (
+            num_blocks,
+            self.shape.num_layers,
+            2,
+            self.shape.num_kv_heads,
+            self.block_size,
+            self.shape.head_dim,
+        )
+        dtype = self.shape.dtype
         try:
-            return torch.empty(sizes, dtype=shape.dtype, device=device, pin_memory=pin_memory)
-        except (
-            RuntimeError,
-            TypeError,
-            OverflowError,
-        ) as error:  # no memory, or more than 64 bits hold
-            num_bytes = math.prod(sizes) * shape.dtype.itemsize
-            what = f"{num_blocks:,} blocks of {self.block_size:,} tokens need {num_bytes:,} bytes on {device}"
-            way_out = (
+            return torch.empty(sizes, dtype=dtype, device=device, pin_memory=pin_memory)
+        except (RuntimeError, TypeError, OverflowError) as error:  # no memory, or above 64 bits
+            raise ValueError(
+                f"{num_blocks:,} blocks of {self.block_size:,} tokens need "
+                f"{math.prod(sizes) * dtype.itemsize:,} bytes on {device}, which has not so many: "
                 "lower num_blocks, num_host_blocks or block_size, or leave them at their defaults"
-            )
-            raise ValueError(f"{what}, more than can be allocated: {way_out}") from error
+            ) from error
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's K and V, each [num_blocks, num_kv_heads, block_size, head_dim]."""
@@ -112,8 +108,8 @@ class KVCache:
     def move_blocks(self, moves: Moves) -> None:
         """Move the blocks of a step: out to the host, in from the host, then copies on write.
 
-        A block that is swapped out may be used in the same step, and one swapped in may be the source of a
-        copy. On a GPU the host does not wait.
+        A block that is swapped out may be used in the same step, and one swapped in may be the
+        source of a copy. On a GPU the host does not wait.
         """
         for device_block, host_block in moves.swap_out:
             self.host[host_block].copy_(self.data[device_block], non_blocking=self.no_wait)

@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
-
-from nanopaged.config import foreign_names
-
-
-class ForeignAttributes:
-    """A class whose errors for another library's attributes say what serves here."""
-
-    __slots__ = ()
-
-    if not TYPE_CHECKING:  # type checkers should still know the attributes
-
-        def __getattr__(self, name: str) -> NoReturn:
-            hint = foreign_names("attributes").get(name, "see its class")
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}: {hint}"
-            )
-
-        def __getitem__(self, key: object) -> NoReturn:  # output["text"]
-            hint = foreign_names("attributes").get(str(key), "see its class")
-            raise TypeError(f"{type(self).__name__!r} object is not a dict or a list: {hint}")
 
 
 class Logprob(float):
-    """A token's natural-log probability. It is a float that also knows the token's rank (1 = most likely).
+    """A token's natural-log probability. It is a float that also knows the token's rank (1 = most
+    likely).
 
     The token's text is `llm.get_tokenizer().decode([token_id])`.
     """
@@ -50,17 +30,18 @@ Logprobs = dict[int, Logprob]
 
 
 @dataclass(slots=True)
-class CompletionOutput(ForeignAttributes):
+class CompletionOutput:
     """One of the outputs of a request.
 
     Fields:
         index: which of the request's outputs.
-        text: the decoded tokens, special ones left out, cut before a stop string. While unfinished, it ends
-            where no later token can change it.
+        text: the decoded tokens, special ones left out, cut before a stop string. While unfinished,
+            it ends where no later token can change it.
         token_ids: all generated tokens, including the stop token.
         cumulative_logprob: sum of the generated tokens' log-probabilities (before temperature).
         logprobs: one dict for each generated token, if `SamplingParams.logprobs` is set.
-        finish_reason: "stop", "length" (max_tokens or max_model_len), "abort"; None while unfinished.
+        finish_reason: "stop", "length" (max_tokens or max_model_len), "abort"; None while
+            unfinished.
         stop_reason: the stop string or stop token id that ended it; None for end-of-sequence.
         score: of a finished beam: cumulative_logprob / (len(token_ids) ** length_penalty).
     """
@@ -93,7 +74,7 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
-class RequestOutput(ForeignAttributes):
+class RequestOutput:
     """The state of a request after a step; the last one has `finished=True`.
 
     It stays as it is while the request goes on.
@@ -101,8 +82,8 @@ class RequestOutput(ForeignAttributes):
     Fields:
         prompt: the text, if the prompt came as text or from `chat`.
         prompt_logprobs: one dict for each prompt token, None for the first, if wanted.
-        outputs: one for each sequence: one until the prompt is computed; of a beam search, the beams
-            while it runs and the best texts at its end.
+        outputs: one for each sequence: one until the prompt is computed; of a beam search, the
+            beams while it runs and the best texts at its end.
     """
 
     request_id: str
@@ -123,7 +104,8 @@ class RequestOutput(ForeignAttributes):
 class Counters:
     """What the steps since the engine was made have done.
 
-    A prompt counts once it is computed; `prefix_cache_queries` and `_hits` are tokens of prompts.
+    A prompt counts once it is computed. `prefix_cache_queries` counts the tokens of all prompts
+    that were looked up in the prefix cache, and `prefix_cache_hits` those that were found.
     """
 
     num_prompt_tokens: int = 0
@@ -141,10 +123,11 @@ class Counters:
 class EngineStats(Counters):
     """The counters, and counts and shares of blocks and queues now.
 
-    `num_free_blocks` includes the cached blocks, which can be evicted. `num_shared_blocks` are in several
-    block tables. `num_blocks_saved` is what sharing saves: all entries of the tables, less the blocks in use.
-    `slot_utilization` is the share of the slots in used blocks that hold K/V. `num_running`, `num_waiting`
-    and `num_swapped` count requests. `preemption` is the way in use, "swap" or "recompute".
+    `num_free_blocks` includes the cached blocks, because they can be evicted. `num_shared_blocks`
+    counts the blocks that several block tables point to. `num_blocks_saved` is what sharing saves:
+    the entries of all tables minus the blocks in use. `slot_utilization` is the share of the slots
+    in used blocks that hold K/V. `num_running`, `num_waiting` and `num_swapped` count requests.
+    `preemption` is the mode in use, "swap" or "recompute".
     """
 
     num_steps: int

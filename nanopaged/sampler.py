@@ -1,8 +1,9 @@
 """Sampling: which sequences get a token in a step, and which token.
 
-A sequence gets a token if the step computes its last known token. From the logits of that token one token is
-drawn; n tokens, if a request for n outputs has just finished its prompt; for a beam, the most likely tokens.
-A draw's random number is a hash of (seed, output index, position): the rest of the batch does not matter.
+A sequence gets a token if the step computes its last known token. From the logits of that token one
+token is drawn; n tokens, if a request for n outputs has just finished its prompt; for a beam, the
+most likely tokens. A draw's random number is a hash of (seed, output index, position): the rest of
+the batch does not matter.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import struct
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -24,68 +24,81 @@ from nanopaged.kv_cache import take_rows, to_device
 from nanopaged.outputs import Logprob
 from nanopaged.sequence import NonFiniteLogits, NoTokenAllowed, Sample, ScheduledBatch, Sequence
 
-LOGITS_TILE = (
-    256  # positions of a prompt whose logits are computed at once: [256, vocab_size] in float32
-)
+LOGITS_TILE = 256  # positions of a prompt that are scored together: [256, vocab_size] in float32
 VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
 GREEDY = SamplingParams(temperature=0)
 
 
 @dataclass(slots=True)
 class Draw:
-    """The parameters of one draw: the token at `position` of output `index` of a request."""
+    """The parameters of one draw: the token at `position` of output `index` of a request.
+
+    Fields:
+        token_counts: see `count_tokens`; if the params have penalties.
+        num_candidates: of a beam, the number of most likely tokens to return. Else 0.
+    """
 
     params: SamplingParams
     seed: int
     index: int
     position: int
     banned_token_ids: Collection[int]
-    token_counts: dict[int, int] | None = None  # see `token_counts`; if the params have penalties
-    num_candidates: int = 0  # of a beam: return the log-probabilities of so many most likely tokens
+    token_counts: dict[int, int] | None = None
+    num_candidates: int = 0
 
 
 class SamplingMetadata:
-    """The parameters of all draws of a step, as tensors on the device; row i is for row i of the logits.
+    """The parameters of all draws of a step, as tensors on the device: row i for row i of the
+    logits.
 
-    Bans and penalties change logits of single tokens, so they are sent as lists of (row, token id).
+    Bans and penalties change the logits of single tokens, so they are sent as lists of (row,
+    token).
     """
 
     def __init__(self, draws: list[Draw], device: torch.device) -> None:
         self.num_logprobs = [draw.num_candidates or draw.params.logprobs for draw in draws]
-        # Nothing is banned in row 0, tokens 3 and 5 in row 1: (1, 3), (1, 5)
-        banned = [
-            (row, token_id) for row, draw in enumerate(draws) for token_id in draw.banned_token_ids
-        ]
-        self.banned = to_device(np.array(banned).T, device) if banned else None  # [2, num_banned]
-        self.penalties, counted = None, [draw.token_counts or {} for draw in draws]
-        if any(counted):
-            rows = np.repeat(np.arange(len(draws)), list(map(len, counted)))
-            ids, counts = list(chain(*counted)), list(chain(*map(dict.values, counted)))
-            penalties = np.array([draw.params.penalties or (1, 0, 0) for draw in draws])[rows].T
-            where, numbers = (
-                np.stack((rows, ids)),
-                np.vstack((counts, penalties)).astype(np.float32),
-            )
-            self.penalties = to_device(where, device), to_device(numbers, device)
+        self._list_banned(draws, device)
+        self._list_penalties(draws, device)
         is_greedy = [draw.params.temperature == 0 for draw in draws]
-        self.all_greedy, self.any_greedy = all(is_greedy), any(is_greedy)
+        self.all_greedy = all(is_greedy)
+        self.any_greedy = any(is_greedy)
         if self.all_greedy:
             return
+        filters = np.array([draw.params.filters for draw in draws], dtype=np.float32)
         noise = [uniform(draw.seed, draw.index, draw.position) for draw in draws]
-        filters = zip(*[draw.params.filters for draw in draws], strict=True)
-        numbers = np.array((*filters, noise, is_greedy), dtype=np.float32)  # [6, num_draws]
-        self.top_ks, self.top_ps, self.min_ps = numbers[
-            1:4
-        ]  # on the host, to decide which filters to run
-        numbers = to_device(numbers[:, :, None], device)  # each [num_draws, 1]
-        self.temperature, self.top_k, self.top_p, self.min_p, self.uniform, self.is_greedy = numbers
+        # On the host as well, to decide which filters to run.
+        self.top_ks = filters[:, 1]
+        self.top_ps = filters[:, 2]
+        self.min_ps = filters[:, 3]
+        table = np.column_stack((filters, noise, is_greedy)).astype(np.float32)  # [num_draws, 6]
+        columns = to_device(table, device).split(1, dim=1)  # each [num_draws, 1]
+        self.temperature, self.top_k, self.top_p, self.min_p, self.uniform, self.is_greedy = columns
+
+    def _list_banned(self, draws: list[Draw], device: torch.device) -> None:
+        """Nothing is banned in row 0, tokens 3 and 5 in row 1: (1, 3), (1, 5)."""
+        banned: list[tuple[int, int]] = []
+        for row, draw in enumerate(draws):
+            banned += [(row, token_id) for token_id in draw.banned_token_ids]
+        self.banned = to_device(np.array(banned).T, device) if banned else None  # [2, num_banned]
+
+    def _list_penalties(self, draws: list[Draw], device: torch.device) -> None:
+        """The logits to penalise, and how; see `penalize`."""
+        places: list[tuple[int, int]] = []
+        numbers: list[tuple[float, ...]] = []
+        for row, draw in enumerate(draws):
+            for token_id, count in (draw.token_counts or {}).items():
+                places.append((row, token_id))
+                numbers.append((count, *draw.params.penalties))
+        self.has_penalties = len(places) > 0
+        if self.has_penalties:
+            self.penalty_places = to_device(np.array(places).T, device)
+            self.penalty_numbers = to_device(np.array(numbers, dtype=np.float32).T, device)
 
 
 def uniform(seed: int, index: int, position: int) -> float:
     """A pseudo-random number in [0, 1): 24 bits, which float32 holds exactly."""
-    return (
-        xxhash.xxh3_64_intdigest(struct.pack("<QQQ", seed % 2**64, index, position)) >> 40
-    ) / 2**24
+    digest = xxhash.xxh3_64_intdigest(struct.pack("<QQQ", seed % 2**64, index, position))
+    return (digest >> 40) / 2**24
 
 
 def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
@@ -94,53 +107,76 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
     Args:
         logits: float32 [num_ready, vocab_size], a row for each sequence that needs a sample.
     """
-    samples: list[list[Sample]] = [[] for _ in batch.sequences]
-    ready = [pair for pair in zip(batch.sequences, samples, strict=True) if pair[0].needs_sample]
-    draws, rows = [], []  # rows: of each draw, in the logits
-    for row, (seq, _) in enumerate(ready):
-        request, params, banned = seq.request, seq.request.params, seq.banned_token_ids
-        if isinstance(
-            params, BeamSearchParams
-        ):  # the most likely token, with the next ones in likelihood
-            num = min(request.num_candidates + len(banned), logits.shape[-1])
-            draws.append(Draw(GREEDY, 0, 0, seq.num_tokens, banned, num_candidates=num))
-        else:  # n outputs at the end of a prompt, else the next token of one
-            counts = token_counts(seq) if params.penalties else None
-            for index in range(params.n) if request.awaits_fork else (seq.index,):
-                draws.append(Draw(params, request.seed, index, seq.num_tokens, banned, counts))
-        rows += [row] * (len(draws) - len(rows))
+    draws: list[Draw] = []
+    rows: list[int] = []  # of each draw, in the logits
+    ready = [seq for seq in batch.sequences if seq.needs_sample]
+    for row, seq in enumerate(ready):
+        draws_of_seq = draws_of(seq, vocab_size=logits.shape[-1])
+        draws += draws_of_seq
+        rows += [row] * len(draws_of_seq)
     tokens = sample(take_rows(logits, rows), SamplingMetadata(draws, logits.device))
-    for (seq, its_samples), token in zip([ready[row] for row in rows], tokens, strict=True):
+    samples: dict[Sequence, list[Sample]] = {seq: [] for seq in batch.sequences}
+    for row, token in zip(rows, tokens, strict=True):
+        seq = ready[row]
         if not math.isfinite(token.logprob):
             error = NoTokenAllowed if token.logprob == -math.inf else NonFiniteLogits
             raise error(seq.request.request_id, seq.num_tokens)
-        its_samples += candidates(seq, token) if seq.request.is_beam_search else (token,)
-    return samples
+        if seq.request.is_beam_search:
+            samples[seq] += candidates(seq, token)
+        else:
+            samples[seq].append(token)
+    return list(samples.values())
 
 
-def token_counts(seq: Sequence) -> dict[int, int]:
-    """Each token that penalties change → how often it was generated: 0 for those of the prompt alone."""
-    end, params = seq.request.num_prompt_tokens, seq.request.params
+def draws_of(seq: Sequence, vocab_size: int) -> list[Draw]:
+    """The draws for a sequence: n at the end of a prompt for n outputs, else one.
+
+    For a beam it is a greedy draw of the most likely token, together with the next ones in
+    likelihood.
+    """
+    request = seq.request
+    params = request.params
+    banned = seq.banned_token_ids
+    if isinstance(params, BeamSearchParams):
+        num = min(request.num_candidates + len(banned), vocab_size)
+        return [Draw(GREEDY, 0, 0, seq.num_tokens, banned, num_candidates=num)]
+    counts = count_tokens(seq) if params.has_penalties else None
+    indices = range(params.n) if request.awaits_fork else [seq.index]
+    return [Draw(params, request.seed, i, seq.num_tokens, banned, counts) for i in indices]
+
+
+def count_tokens(seq: Sequence) -> dict[int, int]:
+    """Each token that penalties change → how often it was generated (0: only in the prompt)."""
+    params = seq.request.params
     assert isinstance(params, SamplingParams)  # beams have no penalties
-    prompt = seq.token_ids[:end] if params.repetition_penalty != 1 else ()
-    return dict.fromkeys(prompt, 0) | Counter(seq.token_ids[end:])
+    end = seq.request.num_prompt_tokens
+    counts = dict(Counter(seq.token_ids[end:]))
+    if params.repetition_penalty != 1:
+        for token_id in seq.token_ids[:end]:
+            counts.setdefault(token_id, 0)
+    return counts
 
 
 def candidates(beam: Sequence, token: Sample) -> list[Sample]:
-    """The most likely next tokens of a beam that may be drawn, in falling order, of `token.logprobs`."""
+    """The most likely next tokens of a beam that may be drawn, the most likely first."""
     allowed = []
     for token_id, logprob in (token.logprobs or {}).items():
-        if token_id not in beam.banned_token_ids and logprob.logprob != -math.inf:
-            allowed.append(Sample(token_id, logprob.logprob))
+        if token_id not in beam.banned_token_ids and logprob != -math.inf:
+            allowed.append(Sample(token_id, float(logprob)))
     return allowed[: beam.request.num_candidates]
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
-    """One token for each row of `logits` [num_rows, vocab_size] (float32): the most likely one, or a draw.
-    If none is allowed, it is any token, with a log-probability of -inf."""
-    logprobs = allowed = logits.log_softmax(-1)
-    if metadata.penalties is not None:
-        allowed = penalize(logits, *metadata.penalties)
+    """One token for each row of `logits` [num_rows, vocab_size] (float32): the most likely, or a
+    draw.
+
+    If every token is banned, the returned token is meaningless and its log-probability is -inf. The
+    caller raises the error.
+    """
+    logprobs = logits.log_softmax(-1)
+    allowed = logprobs
+    if metadata.has_penalties:
+        allowed = penalize(logits, metadata.penalty_places, metadata.penalty_numbers)
     if metadata.banned is not None:
         allowed = allowed.index_put(tuple(metadata.banned), logprobs.new_full((), -math.inf))
     if metadata.all_greedy:
@@ -148,11 +184,12 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
     else:
         token_ids = draw_tokens(filtered_probs(allowed, metadata), metadata.uniform)
         if metadata.any_greedy:
-            token_ids = torch.where(metadata.is_greedy[:, 0] > 0, allowed.argmax(-1), token_ids)
+            is_greedy = metadata.is_greedy[:, 0] > 0
+            token_ids = torch.where(is_greedy, allowed.argmax(-1), token_ids)
     return gather_logprobs(logprobs, token_ids, metadata.num_logprobs, allowed)
 
 
-def penalize(logits: Tensor, where: Tensor, numbers: Tensor) -> Tensor:
+def penalize(logits: Tensor, places: Tensor, numbers: Tensor) -> Tensor:
     """A copy of the logits with penalties applied, as vLLM defines them; see `SamplingParams`.
 
         repetition 2, frequency 0.5, presence 1; logits 3 and -3 of a token generated 4 times:
@@ -160,33 +197,34 @@ def penalize(logits: Tensor, where: Tensor, numbers: Tensor) -> Tensor:
 
     Args:
         logits: [num_rows, vocab_size].
-        where: [2 (row, token id), num], the logits to change.
-        numbers: for each of them [4 (times generated, repetition, frequency, presence penalty), num].
+        places: [2 (row, token id), num], the logits to change.
+        numbers: [4 (times generated, repetition, frequency, presence penalty), num].
     """
     count, repetition, frequency, presence = numbers
-    values = logits[tuple(where)]
+    values = logits[tuple(places)]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * count + presence * (count > 0)
-    return logits.index_put(tuple(where), values)
+    return logits.index_put(tuple(places), values)
 
 
 def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """[num_rows, vocab_size] probabilities at each row's temperature; 0 for the tokens that filters drop.
+    """The probabilities at each row's temperature [num_rows, vocab_size]; 0 for dropped tokens.
 
-    The remaining probabilities are not rescaled to a sum of 1. Ties with the last kept token are kept, too.
+    The remaining probabilities are not rescaled to a sum of 1. Ties with the last kept token are
+    kept.
     """
     logits = logits / metadata.temperature
     vocab_size = logits.shape[-1]
     has_top_k = metadata.top_ks < vocab_size
+    has_top_p = metadata.top_ps < 1.0
     if has_top_k.any():
-        best = logits.topk(
-            int(metadata.top_ks.max(where=has_top_k, initial=0))
-        )  # [num_rows, largest k]
-        last = metadata.top_k.clamp(max=best.values.shape[-1]).long() - 1
-        threshold = best.values.gather(1, last).masked_fill(metadata.top_k >= vocab_size, -math.inf)
+        largest_k = int(metadata.top_ks[has_top_k].max())
+        best = logits.topk(largest_k)  # [num_rows, largest_k]
+        last = metadata.top_k.clamp(max=largest_k).long() - 1
+        threshold = best.values.gather(1, last)
+        threshold.masked_fill_(metadata.top_k >= vocab_size, -math.inf)
         logits.masked_fill_(logits < threshold, -math.inf)
     probs = logits.softmax(-1)
-    has_top_p = metadata.top_ps < 1.0
     if has_top_p.any():
         if has_top_k[has_top_p].all():  # `best` is sorted, and has all tokens left but ties
             rising = probs.gather(1, best.indices).flip(-1)
@@ -194,8 +232,9 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
             rising = torch.from_numpy(np.sort(probs.numpy(), axis=-1))
         else:
             rising = probs.sort(-1).values
-        # A token is dropped if it and all less likely ones sum up to at most 1 - top_p. The most likely one
-        # is always kept. top_p = 0.8: rising 0.1 0.4 0.5, sums 0.1 0.5 1.0, one dropped, threshold 0.4
+        # A token is dropped if it and all less likely ones sum up to at most 1 - top_p. The most
+        # likely one is always kept. top_p = 0.8: rising 0.1 0.4 0.5, sums 0.1 0.5 1.0, one is
+        # dropped, threshold 0.4
         sums = rising.cumsum(-1)
         sums += 1.0 - sums[:, -1:]  # add the ties with the k-th token, which are not in `best`
         num_dropped = (sums <= 1.0 - metadata.top_p).sum(-1, keepdim=True)
@@ -211,13 +250,14 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
 
         torch.searchsorted(probs.cumsum(-1), u * probs.sum(-1, keepdim=True), right=True)
 
-    That sum over the whole vocabulary is slow, so it is taken over the sums of chunks first, then over the
-    tokens of one chunk.
+    A cumulative sum over the whole vocabulary is slow. So the first one runs over the sums of
+    chunks, and the second one over the tokens of the chunk that was drawn.
 
         VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    sums of chunks .3 .3 .4, cumulative .3 .6 1.
         u = .5: the second chunk, at (.5 - .3) / .3 = 2/3 of it: token 2
 
-    Sums are in float64, which adds float32 numbers almost exactly: no token of probability 0 is drawn.
+    The sums are in float64, which adds float32 numbers almost exactly, so that no token of
+    probability 0 is drawn.
 
     Args:
         probs: [num_rows, vocab_size]; their sum need not be 1.
@@ -225,57 +265,59 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     """
     vocab_size = probs.shape[-1]
     length = min(VOCAB_CHUNK, vocab_size)
-    whole = vocab_size // length * length
-    rest = probs[:, whole:].sum(
-        -1, keepdim=True
-    )  # the shorter chunk at the end, 0 if there is none
-    chunks = torch.cat((probs[:, :whole].unflatten(1, (-1, length)).sum(-1), rest), dim=1).double()
+    num_whole = vocab_size // length * length  # tokens in whole chunks
+    sums = probs[:, :num_whole].unflatten(1, (-1, length)).sum(-1)
+    rest = probs[:, num_whole:].sum(-1, keepdim=True)  # the shorter chunk at the end, or 0
+    chunks = torch.cat((sums, rest), dim=1).double()
     ends = chunks.cumsum(-1)
     target = u * ends[:, -1:]
-    chunk = torch.searchsorted(ends, target, right=True).clamp(
-        max=chunks.shape[-1] - 1
-    )  # NaN: past the end
+    chunk = torch.searchsorted(ends, target, right=True)
+    chunk = chunk.clamp(max=chunks.shape[-1] - 1)  # NaN is found behind the last one
     weight = chunks.gather(1, chunk)
-    share = ((target - ends.gather(1, chunk) + weight) / weight).clamp(0.0, 1.0 - 2.0**-53)
+    share = (target - ends.gather(1, chunk) + weight) / weight  # of the chunk, up to the target
     tokens = chunk * length + torch.arange(length, device=chunk.device)  # [num_rows, length]
-    inside = probs.gather(1, tokens.clamp(max=vocab_size - 1)).masked_fill(
-        tokens >= vocab_size, 0.0
-    )
+    inside = probs.gather(1, tokens.clamp(max=vocab_size - 1))
+    inside = inside.masked_fill(tokens >= vocab_size, 0.0)
     ends = inside.double().cumsum(-1)
-    drawn = tokens[:, :1] + torch.searchsorted(ends, share * ends[:, -1:], right=True)
+    target = share.clamp(0.0, 1.0 - 2.0**-53) * ends[:, -1:]
+    drawn = tokens[:, :1] + torch.searchsorted(ends, target, right=True)
     return drawn[:, 0].clamp(max=vocab_size - 1)
 
 
 def gather_logprobs(
     logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int | None], allowed: Tensor
 ) -> list[Sample]:
-    """Each row's token and its log-probability; if wanted, the most likely tokens and theirs as well.
+    """Each row's token and its log-probability; if wanted, also those of the most likely tokens.
 
     Args:
         logprobs: [num_rows, vocab_size].
         token_ids: [num_rows], the drawn tokens (or the actual ones, in a prompt).
-        num_logprobs: for each row, how many of the most likely tokens to return; None for no `logprobs`.
-        allowed: scores like `logprobs`, -inf where a token is not allowed; so is then its log-probability.
+        num_logprobs: for each row, how many of the most likely tokens to return; None for no
+            `logprobs`.
+        allowed: scores like `logprobs`. Where a token is not allowed, its score is -inf, and the
+            log-probability of the token becomes -inf as well.
     """
     token_ids = token_ids[:, None]
     chosen = logprobs.gather(1, token_ids)
     if allowed is not logprobs:
         chosen = chosen.masked_fill(allowed.gather(1, token_ids) == -math.inf, -math.inf)
     columns = [token_ids, chosen.double()]
-    wanted = [(row, num) for row, num in enumerate(num_logprobs) if num is not None]
-    most = max([num for _, num in wanted], default=0)
-    if wanted:
+    num_best = max([num or 0 for num in num_logprobs])
+    if any(num is not None for num in num_logprobs):
         ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
-        columns += [ranks, *logprobs.topk(most)]
-    # One tensor, so that the host waits once. float64 holds token ids and log-probabilities exactly.
-    fetched = torch.cat(columns, dim=1).T.tolist()
-    samples = list(map(Sample, map(int, fetched[0]), fetched[1]))
-    for row, num in wanted:
-        token, values, ids = (
-            samples[row],
-            fetched[3 : 3 + num],
-            fetched[3 + most :],
-        )  # by falling likelihood
-        token.logprobs = {int(ids[i][row]): Logprob(values[i][row], i + 1) for i in range(num)}
-        token.logprobs.setdefault(token.token_id, Logprob(token.logprob, int(fetched[2][row])))
+        best = logprobs.topk(num_best)
+        columns += [ranks, best.values, best.indices]
+    # One tensor, so that the host waits once. float64 holds ids and log-probabilities exactly.
+    rows = torch.cat(columns, dim=1).tolist()
+    samples = []
+    for row, num in zip(rows, num_logprobs, strict=True):
+        token = Sample(int(row[0]), row[1])
+        if num is not None:
+            best_values = row[3 : 3 + num]
+            best_ids = row[3 + num_best : 3 + num_best + num]
+            token.logprobs = {}
+            for i in range(num):
+                token.logprobs[int(best_ids[i])] = Logprob(best_values[i], rank=i + 1)
+            token.logprobs.setdefault(token.token_id, Logprob(token.logprob, rank=int(row[2])))
+        samples.append(token)
     return samples

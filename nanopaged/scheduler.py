@@ -1,11 +1,12 @@
 """Which requests run in the next step, and with how many tokens.
 
-One rule covers prefill, chunked prefill, prefix-cache hits, recomputation and decode. Each sequence gets
+One rule covers prefill, chunked prefill, prefix-cache hits, recomputation and decode. Each sequence
+gets
 
     num_scheduled_tokens = min(num_tokens - num_computed_tokens, what is left of the token budget)
 
-(without chunked prefill all of them or none). When no block is left, the last of the running requests is
-preempted (PagedAttention, §4.5).
+(without chunked prefill all of them or none). When no block is left, the last of the running
+requests is preempted (PagedAttention, §4.5).
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ BY_RANK = attrgetter("rank")
 class Scheduler:
     """The waiting and the running requests, over one block manager.
 
-    Both are lists in order of rank. Admission takes the first of `waiting`, preemption the last of `running`.
+    Both are lists in order of rank. Admission takes the first of `waiting`, preemption the last of
+    `running`.
 
     Attributes:
-        rank: request → its place in the order of service, smallest first; the time of arrival by default.
-            `scheduler.rank = lambda request: request.num_prompt_tokens` serves short prompts first. It is
-            called when a request begins to wait.
+        rank: request → its place in the order of service, smallest first; the time of arrival by
+            default. `scheduler.rank = lambda request: request.num_prompt_tokens` serves short
+            prompts first. It is called when a request begins to wait.
     """
 
     def __init__(
@@ -46,14 +48,17 @@ class Scheduler:
         num_host_blocks: int = 0,
         watermark: float = 0.0,
     ) -> None:
-        self.block_manager, self.block_size = block_manager, block_manager.block_size
+        self.block_manager = block_manager
+        self.block_size = block_manager.block_size
         self.swapper = Swapper(block_manager, num_host_blocks)
         self.preemption = preemption  # "swap" or "recompute"
         self.num_watermark_blocks = int(watermark * block_manager.num_blocks)
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.rank: Callable[[Request], Any] = attrgetter("arrival_time")
-        self.waiting, self.running = list[Request](), list[Request]()
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
         self.counters = Counters()
 
     def add(self, request: Request) -> None:
@@ -62,47 +67,54 @@ class Scheduler:
         insort_right(self.waiting, request, key=BY_RANK)  # behind those of equal rank
 
     def abort(self, request: Request) -> None:
-        """Remove a request from its queue, and free its blocks at once."""
+        """Remove a request from its queue, and free its blocks."""
         if request in self.running:
             self.running.remove(request)
         else:
-            first = bisect_left(self.waiting, request.rank, key=BY_RANK)  # of those with this rank
+            first = bisect_left(self.waiting, request.rank, key=BY_RANK)  # the first of this rank
             del self.waiting[self.waiting.index(request, first)]
         self.swapper.release(request)
         for seq in request.live:
             self.block_manager.free(seq)
             seq.finish_reason = "abort"
-        request.live, request.finish_time = [], time.monotonic()
+        request.live = []
+        request.finish_time = time.monotonic()
 
     @property
     def running_sequences(self) -> list[Sequence]:
         """All sequences with blocks on the device."""
-        return [seq for request in self.running for seq in request.live]
+        sequences: list[Sequence] = []
+        for request in self.running:
+            sequences += request.live
+        return sequences
 
     # ── before the forward pass ───────────────────────────────────────────────────────────────────
 
     def schedule(self) -> ScheduledBatch:
         """Choose the batch of the next step: running requests first, then waiting ones that fit."""
-        batch, budget, i = ScheduledBatch(), self.max_num_batched_tokens, 0
+        batch = ScheduledBatch()
+        budget = self.max_num_batched_tokens
+        i = 0
         while i < len(self.running) and budget > 0:
-            copies = self.block_manager.append_slots(self.running[i].live)
+            request = self.running[i]
+            copies = self.block_manager.append_slots(request.live)
             if copies is None:  # out of blocks: preempt the last request, which may be this one
                 self._preempt(self.running.pop(), batch)
             else:
                 batch.moves.copies += copies
-                budget = self._schedule_tokens(self.running[i], budget, batch)
+                budget = self._schedule_tokens(request, budget, batch)
                 i += 1
 
-        # A request preempted above is in this queue as well. If it fits at once, it may run: swaps out come
-        # first.
-        num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
+        # A request that was preempted above waits in this queue as well. It may run again in this
+        # very step if it fits, because swaps out are moved first.
+        num_seqs = 0
+        if self.waiting:
+            num_seqs = sum(request.num_seqs for request in self.running)
         for request in self.waiting:
             num_seqs += request.num_seqs
-            if (
-                budget == 0
-                or num_seqs > self.max_num_seqs
-                or not self._admit(request, budget, batch)
-            ):
+            if budget == 0 or num_seqs > self.max_num_seqs:
+                break
+            if not self._admit(request, budget, batch):
                 break  # no request overtakes the first one, even if it needs fewer blocks
             budget = self._schedule_tokens(request, budget, batch)
         del self.waiting[: len(batch.admitted)]
@@ -110,19 +122,21 @@ class Scheduler:
         return batch
 
     def _schedule_tokens(self, request: Request, budget: int, batch: ScheduledBatch) -> int:
-        """Schedule the tokens that the request still has to compute; return the rest of the budget.
+        """Schedule the tokens that the request still has to compute. Returns the rest of the
+        budget.
 
         6 of 10 tokens computed, budget 20: 4 tokens are scheduled, 16 of the budget are left
         """
         for seq in request.live:
             num_tokens = (
-                len(seq.token_ids) - seq.num_computed_tokens
-            )  # 0 if a beam waits for its siblings
+                seq.num_tokens - seq.num_computed_tokens
+            )  # 0: a beam waits for its siblings
             if num_tokens > budget:
                 if not self.enable_chunked_prefill or budget == 0:
-                    break  # its siblings wait, too: they may share blocks that it has not computed yet
+                    break  # its siblings wait as well, because they may share what it computes
                 num_tokens = budget
-            seq.num_scheduled_tokens, budget = num_tokens, budget - num_tokens
+            seq.num_scheduled_tokens = num_tokens
+            budget -= num_tokens
             if num_tokens == 1:  # decodes come first
                 batch.sequences.insert(batch.num_decodes, seq)
                 batch.num_decodes += 1
@@ -133,29 +147,31 @@ class Scheduler:
         return budget
 
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
-        """Free the blocks of a running request, and put it back into the waiting queue with its tokens.
+        """Free the blocks of a running request, and put it back into the waiting queue.
 
-        Its K/V goes to host memory, or is computed again later (but for what the prefix cache still has).
+        Its tokens stay. Its K/V goes to host memory, or is computed again later, except for what
+        the prefix cache still has then.
         """
         moves = self.swapper.swap_out(request) if self.preemption == "swap" else None
         if moves is not None:
             batch.moves.swap_out += moves
+            batch.preempted.append((request, "swap"))
         else:
             for seq in request.live:
                 self.block_manager.free(seq)
                 seq.candidates = (
-                    None  # recomputing the last token of a beam gives its candidates again
+                    None  # computing the last token of a beam again proposes them again
                 )
-        batch.preempted.append((request, "recompute" if moves is None else "swap"))
+            batch.preempted.append((request, "recompute"))
         request.num_preemptions += 1
         request.rank = self.rank(request)
         insort_left(self.waiting, request, key=BY_RANK)  # before those of equal rank
 
     def _admit(self, request: Request, budget: int, batch: ScheduledBatch) -> bool:
-        """Move the first of the waiting requests to `running`; False if blocks or budget do not suffice.
+        """Move the first waiting request to `running`. False if blocks or budget do not suffice.
 
-        While other requests run, `num_watermark_blocks` stay free for them to grow: a request that took the
-        last blocks would soon be preempted.
+        While other requests run, `num_watermark_blocks` stay free for them to grow. A request that
+        took the last blocks would soon be preempted.
         """
         num_reserved = self.num_watermark_blocks if self.running else 0
         if request.is_swapped:
@@ -167,9 +183,9 @@ class Scheduler:
             assert copies is not None  # `swap_in` counted them
             batch.moves.copies += copies
         else:
-            # A token found in the cache is not computed, so a prompt that is to be scored is not looked up.
+            # A token found in the cache is not computed, so a prompt to be scored is not looked up.
             look_up = not request.wants_prompt_logprobs
-            if not (self.enable_chunked_prefill or self._fits_whole(request, look_up, budget)):
+            if not self.enable_chunked_prefill and not self._fits_whole(request, look_up, budget):
                 return False
             if not self.block_manager.allocate(request.live, look_up, num_reserved):
                 return False
@@ -180,20 +196,20 @@ class Scheduler:
         return True
 
     def _fits_whole(self, request: Request, look_up: bool, budget: int) -> bool:
-        """Whether the request's first sequence fits in the budget, without the tokens in the prefix cache."""
+        """Whether the budget has room for what the cache lacks of the request's first sequence."""
         seq = request.live[0]
-        hit = self.block_manager.find_prefix(seq) if look_up else []
-        return seq.num_tokens - len(hit) * self.block_size <= budget
+        hits = self.block_manager.find_prefix(seq) if look_up else []
+        return seq.num_tokens - len(hits) * self.block_size <= budget
 
     # ── after the forward pass ────────────────────────────────────────────────────────────────────
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
-        """Append the sampled tokens, fork, finish and free. Returns the requests that got a token."""
+        """Append the sampled tokens, fork, finish, free. Returns the requests that got a token."""
         for request, logprobs in result.prompt_logprobs.items():
             assert request.prompt_logprobs is not None
             request.prompt_logprobs.extend(logprobs)
         advanced: dict[Request, None] = {}  # used as an ordered set
-        counters, now = self.counters, time.monotonic()
+        now = time.monotonic()
         for seq, samples in zip(batch.sequences, result.samples, strict=True):
             request = seq.request
             seq.num_computed_tokens += seq.num_scheduled_tokens
@@ -205,45 +221,55 @@ class Scheduler:
                     continue  # it waits for its siblings
                 advance_beams(request, self.block_manager)
                 samples = request.sequences  # one new token each
-            elif request.awaits_fork:  # the prompt is computed: fork
+            elif request.awaits_fork:  # the prompt is computed
                 fork_samples(request, samples, self.block_manager)
             elif seq.append(samples[0]):
                 self.block_manager.free(seq)
                 request.live.remove(seq)
-            if request.first_token_time is None:  # its prompt is computed
+            if request.first_token_time is None:
                 request.first_token_time = now
-                counters.num_prompt_tokens += request.num_prompt_tokens
-                if (
-                    self.block_manager.enable_prefix_caching and request.prompt_logprobs is None
-                ):  # looked up
-                    counters.prefix_cache_queries += request.num_prompt_tokens
-                    counters.prefix_cache_hits += request.num_cached_tokens or 0
-            counters.num_generated_tokens += len(samples)
+                self._count_prompt(request)
+            self.counters.num_generated_tokens += len(samples)
             advanced[request] = None
-            if not request.live:
+            if request.finished:
                 request.finish_time = now
                 self.running.remove(request)
-        counters.num_blocks_copied += len(batch.moves.copies)
-        counters.num_blocks_swapped_out += len(batch.moves.swap_out)
-        counters.num_blocks_swapped_in += len(batch.moves.swap_in)
-        for _, way in batch.preempted:
-            counters.num_preemptions_swap += way == "swap"
-            counters.num_preemptions_recompute += way == "recompute"
+        self._count_moves(batch)
         return list(advanced)
+
+    def _count_prompt(self, request: Request) -> None:
+        """Count a prompt that is computed now."""
+        self.counters.num_prompt_tokens += request.num_prompt_tokens
+        was_looked_up = request.prompt_logprobs is None
+        if self.block_manager.enable_prefix_caching and was_looked_up:
+            self.counters.prefix_cache_queries += request.num_prompt_tokens
+            self.counters.prefix_cache_hits += request.num_cached_tokens or 0
+
+    def _count_moves(self, batch: ScheduledBatch) -> None:
+        """Count the blocks that a step moved, and the requests that it preempted."""
+        self.counters.num_blocks_copied += len(batch.moves.copies)
+        self.counters.num_blocks_swapped_out += len(batch.moves.swap_out)
+        self.counters.num_blocks_swapped_in += len(batch.moves.swap_in)
+        for _, mode in batch.preempted:
+            if mode == "swap":
+                self.counters.num_preemptions_swap += 1
+            else:
+                self.counters.num_preemptions_recompute += 1
 
     def start_over(self, requests: Iterable[Request]) -> None:
         """After a failed step, put all unfinished `requests` back into the waiting queue.
 
-        They keep their generated tokens and lose their K/V, and the prefix cache is emptied. This is right
-        wherever the step failed.
+        They keep their generated tokens and lose their K/V, and the prefix cache is emptied. This
+        is right wherever the step failed.
 
         Args:
             requests: all of the engine's, in order of arrival.
         """
         self.block_manager.reset()
         self.swapper.reset()
-        self.running, self.waiting = [], []
+        self.running = []
+        self.waiting = []
         for request in requests:
             request.start_over()
-            if request.live:
+            if not request.finished:
                 self.add(request)

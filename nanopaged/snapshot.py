@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from itertools import groupby
 
-from nanopaged.block_manager import BlockManager, blocks_needed
+from nanopaged.block_manager import Block, BlockManager, blocks_needed
 from nanopaged.outputs import EngineStats
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, Sequence
@@ -37,7 +37,9 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class RequestState:
-    """An unfinished request with its unfinished sequences; `state` is "running", "waiting" or "swapped"."""
+    """An unfinished request with its unfinished sequences; `state` is "running", "waiting" or
+    "swapped".
+    """
 
     request_id: str
     state: str
@@ -50,7 +52,7 @@ class BlockState:
 
     Fields:
         state: "free", "partial" (some slots are empty), "full", or "cached": unused, but findable.
-        ref_count: block tables that name it.
+        ref_count: block tables that point to it.
         num_filled: slots that hold K/V.
         key: if the prefix cache can find it.
     """
@@ -69,7 +71,8 @@ class Snapshot:
     Fields:
         requests: the unfinished ones, in order of arrival.
         blocks: the whole pool, in order of block id.
-        num_free_blocks: blocks without references: free ones, and cached ones, which can be evicted.
+        num_free_blocks: blocks without references: free ones, and cached ones, which can be
+            evicted.
         cached: block ids in the order in which they would be evicted.
     """
 
@@ -82,20 +85,21 @@ class Snapshot:
     num_host_blocks: int
 
     def __str__(self) -> str:
-        """Block tables as in the paper (logical block → physical block, # filled), then the pool."""
-        total, cached, free = (
-            len(self.blocks),
-            len(self.cached),
-            self.num_free_blocks - len(self.cached),
-        )
-        counts = f"{total - cached - free} in use, {cached} cached, {free} free"
+        """Block tables as in the paper (logical → physical block, # filled), then the pool."""
+        num_blocks = len(self.blocks)
+        num_cached = len(self.cached)
         lines = [
-            f"after step {self.num_steps}: of {total} blocks with {self.block_size} slots, {counts}"
+            f"after step {self.num_steps}: of {num_blocks} blocks with {self.block_size} slots, "
+            f"{num_blocks - self.num_free_blocks} in use, {num_cached} cached, "
+            f"{self.num_free_blocks - num_cached} free"
         ]
         for request in self.requests:
             for seq in request.sequences:
-                lines += ["", *self._draw_table(request, seq)]
-        return "\n".join([*lines, "", "physical blocks", *self._draw_pool()])
+                lines.append("")
+                lines += self._draw_table(request, seq)
+        lines += ["", "physical blocks"]
+        lines += self._draw_pool()
+        return "\n".join(lines)
 
     def _draw_table(self, request: RequestState, seq: SequenceState) -> list[str]:
         """A sequence with its block table.
@@ -105,51 +109,55 @@ class Snapshot:
           physical block   7  1
           # filled         4  2
         """
-        table, computed = seq.host_table or seq.block_table, seq.num_computed_tokens
-        place = "host block" if seq.host_table else "physical block"
+        num_computed = seq.num_computed_tokens
+        table = seq.host_table or seq.block_table
+        title = "host block" if seq.host_table else "physical block"
         lines = [
-            f"{seq.name}, {request.state}: {len(seq.token_ids)} tokens, {computed} of them computed"
+            f"{seq.name}, {request.state}: {len(seq.token_ids)} tokens, "
+            f"{num_computed} of them computed"
         ]
         for begin in range(0, len(table), COLUMNS):
-            logical = range(len(table))[begin : begin + COLUMNS]
-            filled = [filled_here(computed, i, self.block_size) for i in logical]
-            rows = {
-                "logical block": logical,
-                place: [table[i] for i in logical],
-                "# filled": filled,
-            }
-            width = max(len(str(number)) for row in rows.values() for number in row) + 2
-            for title, row in rows.items():
-                lines.append(f"  {title:<14} " + "".join(f"{number:>{width}}" for number in row))
+            logical = range(begin, min(begin + COLUMNS, len(table)))
+            physical = [table[i] for i in logical]
+            filled = [num_filled_slots(num_computed, i, self.block_size) for i in logical]
+            width = len(str(max([*logical, *physical, *filled]))) + 2
+            lines.append(_draw_row("logical block", logical, width))
+            lines.append(_draw_row(title, physical, width))
+            lines.append(_draw_row("# filled", filled, width))
         return lines
 
     def _draw_pool(self) -> list[str]:
-        """A line for each block that is not free, with a mark for each slot; one line for a run of free ones.
+        """A line for each block that is not free, with a mark for each slot, or for a run of free
+        ones.
 
           0  ████  A.1 A.2
           1  ██··  A.2
         2-7  free
         """
-        notes = {
-            i: f" cached, number {turn} to be evicted"
-            for turn, i in enumerate(self.cached, start=1)
-        }
-        for seq in (seq for request in self.requests for seq in request.sequences):
-            for block_id in seq.block_table:
-                notes[block_id] = f"{notes.get(block_id, '')} {seq.name}"
-        rows: list[tuple[str, str]] = []
-        for is_free, group in groupby(self.blocks, key=lambda block: block.state == "free"):
-            run = list(group)
-            if is_free:
-                rows.append(
-                    ("-".join(dict.fromkeys([str(run[0].block_id), str(run[-1].block_id)])), "free")
-                )
-                continue
-            for block in run:
-                slots = "█" * block.num_filled + "·" * (self.block_size - block.num_filled)
-                rows.append((str(block.block_id), f"{slots} {notes.get(block.block_id, '')}"))
-        width = max(len(ids) for ids, _ in rows)
-        return [f"  {ids:>{width}}  {note}" for ids, note in rows]
+        notes: dict[int, str] = {}
+        for turn, block_id in enumerate(self.cached, start=1):
+            notes[block_id] = f" cached, number {turn} to be evicted"
+        for request in self.requests:
+            for seq in request.sequences:
+                for block_id in seq.block_table:
+                    notes[block_id] = f"{notes.get(block_id, '')} {seq.name}"
+        rows: dict[str, str] = {}  # block ids → what is drawn of them
+        for is_free, run in groupby(self.blocks, key=lambda block: block.state == "free"):
+            blocks = list(run)
+            if is_free and len(blocks) > 1:
+                rows[f"{blocks[0].block_id}-{blocks[-1].block_id}"] = "free"
+            elif is_free:
+                rows[str(blocks[0].block_id)] = "free"
+            else:
+                for block in blocks:
+                    slots = "█" * block.num_filled + "·" * (self.block_size - block.num_filled)
+                    rows[str(block.block_id)] = f"{slots} {notes.get(block.block_id, '')}"
+        width = max(len(ids) for ids in rows)
+        return [f"  {ids:>{width}}  {drawing}" for ids, drawing in rows.items()]
+
+
+def _draw_row(title: str, numbers: Iterable[int], width: int) -> str:
+    return f"  {title:<14} " + "".join(f"{number:>{width}}" for number in numbers)
 
 
 def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Request]) -> Snapshot:
@@ -158,37 +166,54 @@ def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Reque
     Args:
         requests: all unfinished requests, in order of arrival.
     """
-    manager, size = scheduler.block_manager, scheduler.block_manager.block_size
-    filled, waiting = filled_slots(manager, scheduler.running_sequences), set(scheduler.waiting)
-    filled |= dict.fromkeys(manager.cached, size)
-    blocks, states = [], []
-    for block in manager.blocks:
-        num_filled = filled.get(block.block_id, 0)
-        state = "cached" if block.key is not None else "free"
-        if block.ref_count > 0:
-            state = "full" if num_filled == size else "partial"
-        blocks.append(BlockState(block.block_id, state, block.ref_count, num_filled, block.key))
-    for request in requests:
-        state = (
-            "running" if request not in waiting else "swapped" if request.is_swapped else "waiting"
-        )
-        sequences = []
-        for seq in request.live:
-            name = request.request_id + (f".{seq.index + 1}" if len(request.sequences) > 1 else "")
-            tables = tuple(seq.block_table), tuple(seq.host_table)
-            sequences.append(
-                SequenceState(name, tuple(seq.token_ids), seq.num_computed_tokens, *tables)
-            )
-        if sequences:
-            states.append(RequestState(request.request_id, state, tuple(sequences)))
-    free, cached, num_host_blocks = (
-        manager.num_free_blocks,
-        manager.cached,
-        scheduler.swapper.num_host_blocks,
-    )
+    manager = scheduler.block_manager
+    filled = filled_slots(manager, scheduler.running_sequences)
+    filled |= dict.fromkeys(manager.cached, manager.block_size)
+    running = set(scheduler.running)
+    states = [_request_state(request, request in running) for request in requests if request.live]
     return Snapshot(
-        num_steps, size, tuple(states), tuple(blocks), free, tuple(cached), num_host_blocks
+        num_steps=num_steps,
+        block_size=manager.block_size,
+        requests=tuple(states),
+        blocks=tuple(_block_state(block, filled, manager.block_size) for block in manager.blocks),
+        num_free_blocks=manager.num_free_blocks,
+        cached=tuple(manager.cached),
+        num_host_blocks=scheduler.swapper.num_host_blocks,
     )
+
+
+def _block_state(block: Block, filled: dict[int, int], block_size: int) -> BlockState:
+    num_filled = filled.get(block.block_id, 0)
+    if block.ref_count > 0:
+        state = "full" if num_filled == block_size else "partial"
+    else:
+        state = "free" if block.key is None else "cached"
+    return BlockState(
+        block_id=block.block_id,
+        state=state,
+        ref_count=block.ref_count,
+        num_filled=num_filled,
+        key=block.key,
+    )
+
+
+def _request_state(request: Request, is_running: bool) -> RequestState:
+    state = "running"
+    if not is_running:
+        state = "swapped" if request.is_swapped else "waiting"
+    sequences = []
+    for seq in request.live:
+        number = f".{seq.index + 1}" if len(request.sequences) > 1 else ""
+        sequences.append(
+            SequenceState(
+                name=f"{request.request_id}{number}",
+                token_ids=tuple(seq.token_ids),
+                num_computed_tokens=seq.num_computed_tokens,
+                block_table=tuple(seq.block_table),
+                host_table=tuple(seq.host_table),
+            )
+        )
+    return RequestState(request.request_id, state, tuple(sequences))
 
 
 def short_key(key: bytes) -> str:
@@ -197,54 +222,53 @@ def short_key(key: bytes) -> str:
 
 
 def filled_slots(manager: BlockManager, sequences: Iterable[Sequence]) -> dict[int, int]:
-    """Each block of their tables → its slots that hold K/V; a shared block counts once."""
+    """Each block of the sequences' tables → its slots that hold K/V. A shared block counts once."""
     filled: dict[int, int] = {}
     for seq in sequences:
         for i, block_id in enumerate(seq.block_table):
-            here = filled_here(seq.num_computed_tokens, i, manager.block_size)
-            filled[block_id] = max(filled.get(block_id, 0), here)
+            num_filled = num_filled_slots(seq.num_computed_tokens, i, manager.block_size)
+            filled[block_id] = max(filled.get(block_id, 0), num_filled)
     return filled
 
 
-def filled_here(num_computed_tokens: int, logical_block: int, block_size: int) -> int:
+def num_filled_slots(num_computed_tokens: int, logical_block: int, block_size: int) -> int:
     """Slots that a sequence has filled in its i-th block."""
     return min(block_size, max(0, num_computed_tokens - logical_block * block_size))
 
 
-# ── statistics ─────────────────────────────────────────────────────────────────────────────────────────
+# ── statistics ────────────────────────────────────────────────────────────────────────────────────
 
 
 def engine_stats(num_steps: int, scheduler: Scheduler) -> EngineStats:
     """What the scheduler has counted, and the state of blocks and queues now."""
-    manager, swapper, sequences = (
-        scheduler.block_manager,
-        scheduler.swapper,
-        scheduler.running_sequences,
-    )
-    num_swapped = sum(request.is_swapped for request in scheduler.waiting)
-    num_used = manager.num_blocks - manager.num_free_blocks
+    manager = scheduler.block_manager
+    swapper = scheduler.swapper
+    sequences = scheduler.running_sequences
     filled = filled_slots(manager, sequences)
+    shared = [block_id for block_id in filled if manager.blocks[block_id].ref_count > 1]
+    swapped = [request for request in scheduler.waiting if request.is_swapped]
+    num_used_blocks = manager.num_blocks - manager.num_free_blocks
     return EngineStats(
         num_blocks=manager.num_blocks,
         num_free_blocks=manager.num_free_blocks,
         num_cached_blocks=len(manager.cached),
-        num_used_blocks=num_used,
-        num_shared_blocks=sum(manager.blocks[block_id].ref_count > 1 for block_id in filled),
-        num_blocks_saved=sum(len(seq.block_table) for seq in sequences) - num_used,
+        num_used_blocks=num_used_blocks,
+        num_shared_blocks=len(shared),
+        num_blocks_saved=sum(len(seq.block_table) for seq in sequences) - num_used_blocks,
         num_host_blocks=swapper.num_host_blocks,
         num_free_host_blocks=len(swapper.free_ids),
         # The other slots are the ends of last blocks, or belong to a prompt that is being computed.
         slot_utilization=sum(filled.values()) / max(1, len(filled) * manager.block_size),
         num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting) - num_swapped,
-        num_swapped=num_swapped,
+        num_waiting=len(scheduler.waiting) - len(swapped),
+        num_swapped=len(swapped),
         preemption=scheduler.preemption,
         num_steps=num_steps,
         **asdict(scheduler.counters),
     )
 
 
-# ── invariants ─────────────────────────────────────────────────────────────────────────────────────────
+# ── invariants ────────────────────────────────────────────────────────────────────────────────────
 
 
 def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
@@ -253,63 +277,71 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     Args:
         sequences: all sequences that have device blocks.
     """
-    sequences = list(sequences)
-    references = Counter(block_id for seq in sequences for block_id in seq.block_table)
-    counts = f"{len(references)} blocks in use + {manager.num_free_blocks} free"
-    everything = sorted([*references, *manager.free_ids, *manager.cached])
-    assert everything == list(range(manager.num_blocks)), f"{counts} != {manager.num_blocks}"
-    for block in manager.blocks:
-        counts = (
-            f"{block.ref_count} references, but stands {references[block.block_id]} times in tables"
-        )
-        assert block.ref_count == references[block.block_id], f"block {block.block_id} has {counts}"
-    published = {block.key: block for block in manager.blocks if block.key is not None}
-    assert manager.index == published, "the index names another block"
-    holders: dict[
-        int, tuple[int, Sequence]
-    ] = {}  # block → its position in the first table that has it
-    computed: set[tuple[Request, int]] = set()
+    references: Counter[int] = Counter()  # block → entries of tables
     for seq in sequences:
         _check_table(manager, seq)
-        for i, block_id in enumerate(seq.block_table):
-            place, other = holders.setdefault(block_id, (i, seq))
-            if other is not seq:
-                assert place == i, "a block stands at different places of two tables"
-                private = manager.blocks[block_id].key is None
-                assert not private or seq.request is other.request, "requests share a private block"
-                end = min(
-                    (i + 1) * manager.block_size, seq.num_computed_tokens, other.num_computed_tokens
-                )
-                assert seq.token_ids[:end] == other.token_ids[:end], "shared, with different tokens"
-            # The first sequence of a request that has a block computes it for its siblings.
-            if manager.blocks[block_id].key is not None and (seq.request, block_id) not in computed:
-                end = (i + 1) * manager.block_size
-                assert seq.num_computed_tokens >= end, "a findable block is not computed"
-                computed.add((seq.request, block_id))
+        references.update(seq.block_table)
+    all_ids = sorted([*references, *manager.free_ids, *manager.cached])
+    assert all_ids == list(range(manager.num_blocks)), (
+        f"{len(references)} blocks in use + {manager.num_free_blocks} free != {manager.num_blocks}"
+    )
+    for block in manager.blocks:
+        num_entries = references[block.block_id]
+        assert block.ref_count == num_entries, (
+            f"block {block.block_id} has {block.ref_count} references, but {num_entries} entries"
+        )
+    published = {block.key: block for block in manager.blocks if block.key is not None}
+    assert manager.index == published, "the index points to another block"
+    _check_sharing(manager, sequences)
 
 
 def _check_table(manager: BlockManager, seq: Sequence) -> None:
-    """Check one table: its length, its distinct blocks, and that published keys match the tokens."""
-    num_blocks, size = len(seq.block_table), manager.block_size
+    """Check one table: its length, that its blocks are distinct, that keys match the tokens."""
+    num_blocks = len(seq.block_table)
+    size = manager.block_size
     assert len(set(seq.block_table)) == num_blocks, "a block stands twice in one table"
     assert seq.num_computed_tokens <= min(seq.num_tokens, num_blocks * size)
     assert num_blocks <= blocks_needed(seq.num_tokens, size)
     keys = manager.keys_of(seq, seq.num_tokens // size)
     for i, block_id in enumerate(seq.block_table):
         key = manager.blocks[block_id].key
-        assert key is None or [key] == keys[i : i + 1], (
-            f"block {block_id} is found under other tokens"
-        )
+        if key is not None:
+            assert [key] == keys[i : i + 1], f"block {block_id} is found under other tokens"
+
+
+def _check_sharing(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
+    """Check that tables share only blocks of equal tokens. Findable blocks must be computed."""
+    size = manager.block_size
+    first_holders: dict[int, tuple[int, Sequence]] = {}  # block → logical block, sequence
+    computed: set[tuple[Request, int]] = set()
+    for seq in sequences:
+        for i, block_id in enumerate(seq.block_table):
+            is_private = manager.blocks[block_id].key is None
+            logical_block, other = first_holders.setdefault(block_id, (i, seq))
+            if other is not seq:
+                assert logical_block == i, "a block stands at different places of two tables"
+                if is_private:
+                    assert seq.request is other.request, "requests share a private block"
+                end = min((i + 1) * size, seq.num_computed_tokens, other.num_computed_tokens)
+                assert seq.token_ids[:end] == other.token_ids[:end], "shared, with different tokens"
+            # The first sequence of a request that has a block computes it for its siblings.
+            if not is_private and (seq.request, block_id) not in computed:
+                assert seq.num_computed_tokens >= (i + 1) * size, "a findable block is not computed"
+                computed.add((seq.request, block_id))
 
 
 def check_host_blocks(swapper: Swapper, requests: Iterable[Request]) -> None:
     """Raise AssertionError unless every host block is free or in one request's tables."""
-    everything, size = list(swapper.free_ids), swapper.block_manager.block_size
+    block_size = swapper.block_manager.block_size
+    all_ids = list(swapper.free_ids)
     for request in requests:
-        everything += {host_id for seq in request.live for host_id in seq.host_table}
+        host_blocks: set[int] = set()
         for seq in request.live:
-            assert not (seq.host_table and seq.block_table), "a swapped sequence has device blocks"
-            assert not seq.host_table or seq.num_computed_tokens <= len(seq.host_table) * size
-    assert sorted(everything) == list(range(swapper.num_host_blocks)), (
-        "a host block is lost or used twice"
+            host_blocks.update(seq.host_table)
+            if seq.host_table:
+                assert not seq.block_table, "a swapped sequence has device blocks"
+                assert seq.num_computed_tokens <= len(seq.host_table) * block_size
+        all_ids += host_blocks
+    assert sorted(all_ids) == list(range(swapper.num_host_blocks)), (
+        "a host block is lost or doubled"
     )

@@ -1,7 +1,7 @@
 """Swapping: the K/V of a preempted request moves to host memory and back (PagedAttention, §4.5).
 
-A request is swapped out whole, and in again, to other device blocks. A block that several of its sequences
-share is moved once.
+A request is swapped out whole. It is swapped in whole as well, to other device blocks. A block that
+several of its sequences share is moved once.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from nanopaged.sequence import Move, Request
 
 
 class Swapper:
-    """The pool of host blocks. The `host_table` of a swapped sequence has the host blocks of its K/V."""
+    """The pool of host blocks. The `host_table` of a swapped sequence lists those of its K/V."""
 
     def __init__(self, block_manager: BlockManager, num_host_blocks: int) -> None:
-        self.block_manager, self.num_host_blocks = block_manager, num_host_blocks
+        self.block_manager = block_manager
+        self.num_host_blocks = num_host_blocks
         self.reset()
 
     def reset(self) -> None:
         """Make all host blocks free."""
-        self.free_ids = list(range(self.num_host_blocks))[
-            ::-1
-        ]  # a stack: block 0 is handed out first
+        self.free_ids = list(reversed(range(self.num_host_blocks)))  # a stack: 0 is taken first
 
     def swap_out(self, request: Request) -> list[Move] | None:
         """Exchange the request's device blocks for host blocks.
@@ -29,55 +28,60 @@ class Swapper:
         Only blocks with computed tokens are moved. All device blocks are given back.
 
         Returns:
-            the moves (device block, host block). None, and nothing is changed, if no token is computed yet or
-            there are too few host blocks.
+            the moves (device block, host block). None, and nothing is changed, if no token is
+            computed yet or there are too few host blocks.
         """
-        size = self.block_manager.block_size
-        computed = [
-            seq.block_table[: blocks_needed(seq.num_computed_tokens, size)] for seq in request.live
-        ]
-        device_blocks = list(dict.fromkeys(block_id for table in computed for block_id in table))
+        block_size = self.block_manager.block_size
+        device_blocks: dict[int, None] = {}  # used as an ordered set
+        for seq in request.live:
+            num_computed_blocks = blocks_needed(seq.num_computed_tokens, block_size)
+            device_blocks |= dict.fromkeys(seq.block_table[:num_computed_blocks])
         if not 0 < len(device_blocks) <= len(self.free_ids):
             return None
-        moves = {block_id: self.free_ids.pop() for block_id in device_blocks}
+        host_block_of = {block_id: self.free_ids.pop() for block_id in device_blocks}
         for seq in request.live:
-            seq.host_table = [moves[block_id] for block_id in seq.block_table if block_id in moves]
-            self.block_manager.trim(seq, 0)  # and not `free`: its tokens stay computed, on the host
-        return list(moves.items())
+            computed = [block_id for block_id in seq.block_table if block_id in host_block_of]
+            seq.host_table = [host_block_of[block_id] for block_id in computed]
+            self.block_manager.trim(seq, 0)  # not `free`, because its tokens stay computed
+        return list(host_block_of.items())
 
     def swap_in(self, request: Request, num_reserved: int = 0) -> list[Move] | None:
         """Exchange the request's host blocks for device blocks.
 
-        The host blocks are free at once: the scheduler preempts before it admits, so no swap-out of this step
-        overwrites them.
+        The host blocks are free from now on. No swap-out of this step overwrites them, because the
+        scheduler preempts before it admits.
 
         Args:
             num_reserved: device blocks that must stay free, see `Scheduler._admit`.
 
         Returns:
-            the moves (host block, device block). None, and nothing is changed, if the pool has too few blocks
-            for these and for the newest tokens.
+            the moves (host block, device block). None, and nothing is changed, if the pool has too
+            few blocks for these and for the newest tokens.
         """
         manager = self.block_manager
-        tables = [seq.host_table for seq in request.live]
-        host_blocks = list(dict.fromkeys(host_id for table in tables for host_id in table))
-        num_needed = len(host_blocks) + blocks_to_grow(request.live, tables, manager.block_size)
-        if num_needed > manager.num_free_blocks - num_reserved:
+        host_tables = [seq.host_table for seq in request.live]
+        host_blocks: dict[int, None] = {}  # used as an ordered set
+        for table in host_tables:
+            host_blocks |= dict.fromkeys(table)
+        num_grown = blocks_to_grow(request.live, host_tables, manager.block_size)
+        if len(host_blocks) + num_grown > manager.num_free_blocks - num_reserved:
             return None
-        moves = {host_id: manager.take() for host_id in host_blocks}
-        shared = set()
+        device_block_of = {host_id: manager.take() for host_id in host_blocks}
+        taken = set(device_block_of.values())  # each with the reference of its first table
         for seq in request.live:
-            seq.block_table = [moves[host_id] for host_id in seq.host_table]
-            for block_id in shared.intersection(
-                seq.block_table
-            ):  # `take` has added the first reference
-                manager.share(block_id)
-            shared.update(seq.block_table)
+            seq.block_table = [device_block_of[host_id] for host_id in seq.host_table]
+            for block_id in seq.block_table:
+                if block_id in taken:
+                    taken.remove(block_id)
+                else:
+                    manager.share(block_id)
         self.release(request)
-        return list(moves.items())
+        return list(device_block_of.items())
 
     def release(self, request: Request) -> None:
         """Free the request's host blocks, if it has any."""
-        self.free_ids += {host_id for seq in request.live for host_id in seq.host_table}
+        host_blocks: set[int] = set()
         for seq in request.live:
+            host_blocks.update(seq.host_table)
             seq.host_table = []
+        self.free_ids += host_blocks

@@ -105,9 +105,9 @@ class FakeRunner:
             for seq in batch.sequences:
                 self.store(seq, [GARBAGE] * seq.num_tokens)
             raise RuntimeError("the device is on fire")
-        if batch.swap_out or batch.swap_in:
+        if batch.moves.swap_out or batch.moves.swap_in:
             self.swap(batch)
-        if batch.copies:
+        if batch.moves.copies:
             self.copy_on_write(batch)
         for seq in batch.sequences:  # every layer stores the whole batch, …
             self.store(seq, self._numbers(seq))
@@ -124,18 +124,18 @@ class FakeRunner:
 
     def swap(self, batch: ScheduledBatch) -> None:
         """Blocks go out, then in, as the batch's docstring says."""
-        for device_block, host_block in batch.swap_out:
+        for device_block, host_block in batch.moves.swap_out:
             self._copy(self.slots, device_block, self.host_slots, host_block)
-        for host_block, device_block in batch.swap_in:
+        for host_block, device_block in batch.moves.swap_in:
             self._copy(self.host_slots, host_block, self.slots, device_block)
 
     def copy_on_write(self, batch: ScheduledBatch) -> None:
         """The copies come after the swaps, in any order."""
-        for src, dst in batch.copies:
+        for src, dst in batch.moves.copies:
             self._copy(self.slots, src, self.slots, dst)
-        destinations = [dst for _, dst in batch.copies]
+        destinations = [dst for _, dst in batch.moves.copies]
         assert len(set(destinations)) == len(destinations), "a block is copied to twice"
-        assert not set(destinations) & {src for src, _ in batch.copies}, "a copy of a copy"
+        assert not set(destinations) & {src for src, _ in batch.moves.copies}, "a copy of a copy"
 
     def _copy(self, from_slots: dict, src: int, to_slots: dict, dst: int) -> None:
         for offset in range(self.block_size):

@@ -20,8 +20,8 @@ from nanopaged.sequence import Request
 from nanopaged.text import Detokenizer
 
 PACKAGE = str(Path(nanopaged.__file__).parent)
-# Not in the lines that call `start_over`, and not in `step`: an interrupt after its `with` loses the outputs.
-SPARED = {"_or_start_over", "step"}
+# Not while a step that failed starts over, and not in `step`, which has the only copy of the outputs.
+SPARED = {"_or_start_over", "start_over", "step"}
 
 STAGES: dict[str, tuple[Callable, ...]] = {
     "schedule": (Scheduler.schedule,),
@@ -33,7 +33,6 @@ STAGES: dict[str, tuple[Callable, ...]] = {
     "detokenise": (Detokenizer.find_stop, Request.output),
     "add": (LLMEngine.queue,),
     "abort": (LLMEngine.abort_request,),
-    "start over": (Scheduler.start_over,),
 }
 """The stages of the engine's work: everything that these functions do, of the fake or of the real model."""
 

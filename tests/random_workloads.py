@@ -60,7 +60,6 @@ class Fault:
     stage: str
     line: int
     error: str
-    second: int | None  # a Ctrl-C follows in the same step, at this line of `start over`
 
 
 @dataclass
@@ -112,7 +111,7 @@ def draw_faults(rng: random.Random, num_steps: int) -> list[Fault]:
         stage, step = rng.choice(list(STAGE_LINES)), rng.randint(0, num_steps)
         line = 1 + int(rng.expovariate(1 / STAGE_LINES[stage]))
         error = rng.choice(["RuntimeError", "MemoryError", "KeyboardInterrupt"])
-        faults.append(Fault(step, stage, line, error, rng.choice([None, None, rng.randint(1, 60)])))
+        faults.append(Fault(step, stage, line, error))
     return sorted(faults, key=lambda fault: fault.step)
 
 

@@ -490,9 +490,9 @@ def test_copies_are_passed_on() -> None:
     step(scheduler)
     scheduler.block_manager.copies = [(7, 9)]
     batch = scheduler.schedule()
-    assert batch.copies == [(7, 9), (7, 9)], (
+    assert batch.moves.copies == [(7, 9), (7, 9)], (
         "`append_slots` returned the copies [(7, 9)] for each of two requests, and all of them belong in "
-        f"batch.copies, which is {batch.copies}."
+        f"batch.moves.copies, which is {batch.moves.copies}."
     )
 
 

@@ -420,14 +420,14 @@ def test_preempt(way: str, num_host_blocks: int, expected: str) -> None:
     hows = [how for each, how in batch.preempted if each is request]
     assert hows == [expected], f'{case} batch.preempted must have it once, with "{expected}"; it has {hows}.'
     assert len(batch.preempted) == 2, f"{case} batch.preempted loses the request that was in it before."
-    assert batch.swap_out[:1] == [(7, 7)], (
-        f"{case} batch.swap_out already has the moves of another request, which must stay; it is "
-        f"{batch.swap_out}."
+    assert batch.moves.swap_out[:1] == [(7, 7)], (
+        f"{case} batch.moves.swap_out already has the moves of another request, which must stay; it is "
+        f"{batch.moves.swap_out}."
     )
-    moved = sorted(source for source, _ in batch.swap_out[1:])
+    moved = sorted(source for source, _ in batch.moves.swap_out[1:])
     assert moved == ([0, 1] if expected == "swap" else []), (
-        f"{case} batch.swap_out must get the moves {'of blocks 0 and 1' if expected == 'swap' else 'of none'}"
-        f", but it gets {batch.swap_out[1:]}."
+        f"{case} batch.moves.swap_out must get the moves {'of blocks 0 and 1' if expected == 'swap' else 'of none'}"
+        f", but it gets {batch.moves.swap_out[1:]}."
     )
     assert scheduler.block_manager.references() == {}, (
         f"{case} it gives up all its blocks, but references remain: {scheduler.block_manager.references()}."

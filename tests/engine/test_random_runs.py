@@ -99,8 +99,8 @@ class Run:
         if workload.order == "random":
             ranks = random.Random(workload.seed)
             self.engine.scheduler.rank = lambda request: ranks.random()
-        start_over = self.engine.scheduler.start_over
-        self.engine.scheduler.start_over = lambda requests: self.interrupted_once(start_over, requests)
+        if self.model == "fake":
+            self.forget_when_it_starts_over()
         self.alone = [run_alone(self.model, asked.prompt, asked.params) for asked in workload.requests]
         self.outputs: dict[int, RequestOutput | None] = {}  # None: a fault in `abort_request` lost it
         self.happened: Counter[str] = Counter()
@@ -183,28 +183,29 @@ class Run:
             except (RuntimeError, MemoryError, KeyboardInterrupt) as error:
                 if error is not thrower.raised:
                     raise
-                if operation == self.engine.step and self.model == "fake":
-                    self.engine.runner.forget()
         else:
             result = operation()
         if thrower.raised is not None:
             self.happened[f"fault: {self.faults.pop(0).stage}"] += 1
             self.happened[f"fault: {thrower.error.__name__}"] += 1
-            self.happened["fault: start over"] += self.second.raised is not None
             self.next_fault()
         self.check()
         return result
 
     def next_fault(self) -> None:
-        """Arm the first of the faults that are left, and the Ctrl-C that follows it."""
-        fault = self.faults[0] if self.faults else Fault(0, "add", 0, "RuntimeError", None)
+        """Arm the first of the faults that are left."""
+        fault = self.faults[0] if self.faults else Fault(0, "add", 0, "RuntimeError")
         self.thrower = FailAtLine(fault.line, getattr(builtins, fault.error), STAGES[fault.stage])
-        self.second = FailAtLine(fault.second or 0, KeyboardInterrupt, STAGES["start over"])
 
-    def interrupted_once(self, start_over: Callable, requests: Iterable[Request]) -> None:
-        """Before the second call of `start_over`, the Ctrl-C may end the first one."""
-        with self.second:
+    def forget_when_it_starts_over(self) -> None:
+        """No block is read after a failed step that was written before it."""
+        start_over, forget = self.engine.scheduler.start_over, self.engine.runner.forget
+
+        def forget_and_start_over(requests: Iterable[Request]) -> None:
+            forget()
             start_over(requests)
+
+        self.engine.scheduler.start_over = forget_and_start_over
 
     # ── checks ────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,4 +1,4 @@
-"""`LLM` used by several threads, and by the garbage collector in the middle of a step."""
+"""An `LLM` serves one thread at a time; the garbage collector may come in the middle of a step."""
 
 from __future__ import annotations
 
@@ -21,69 +21,79 @@ def llm() -> LLM:
     return LLM(num_blocks=200)
 
 
-def test_threads_share_steps(llm: LLM) -> None:
-    prompts = [f"{name}:\n" for name in ("ROMEO", "JULIET", "HAMLET", "OPHELIA")]
-    params = SamplingParams(temperature=0, max_tokens=20)
-
-    def by_stream(prompt: str) -> list[int]:
-        *_, last = llm.stream(prompt, params)
-        return last.outputs[0].token_ids
-
-    def by_generate(prompt: str) -> list[int]:
-        return tokens_of(llm.generate(prompt, params, use_tqdm=False))[0]
-
-    expected = [by_generate(prompt) for prompt in prompts]
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(3):
-            streamed, generated = pool.map(by_stream, prompts), pool.map(by_generate, prompts)
-            assert [*streamed] == expected
-            assert [*generated] == expected
-    assert llm.engine.stats().num_used_blocks == 0
+def in_thread(work: Callable[[], object]) -> object:
+    """What a call in another thread returns or raises."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(60)
 
 
-def test_threads_in_a_pool_that_is_too_small() -> None:
-    """Samples, beams and streams are swapped out and in for each other; some are left in the middle."""
-    llm = LLM(num_blocks=24, num_host_blocks=60, block_size=4, preemption="swap", dtype="float32")
-    params = [SamplingParams(n=2, seed=3, max_tokens=24, ignore_eos=True), GREEDY]
-    params += [BeamSearchParams(beam_width=3, max_tokens=16), SamplingParams(seed=5, max_tokens=40)]
-    work = [(f"{name}:\n", each) for name in ("ROMEO", "JULIET") for each in params]
-
-    def call(prompt: str, params: SamplingParams | BeamSearchParams) -> list[list[int]]:
-        *_, last = [output for _, output in zip(range(5), llm.stream(prompt, params), strict=False)]
-        assert tokens_of([last])
-        return tokens_of(llm.generate(prompt, params, use_tqdm=False))
-
-    expected = [call(*each) for each in work]
-    assert llm.engine.stats().num_preemptions_swap == 0, "one request has room"
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(3):
-            assert [*pool.map(call, *zip(*work, strict=True))] == expected
-    stats = llm.engine.stats()
-    assert min(stats.num_preemptions_swap, stats.num_blocks_swapped_in) > 0
-    assert stats.num_used_blocks == 0
-    llm.engine.check_invariants()
+def test_threads_take_turns(llm: LLM) -> None:
+    """The engine belongs to no thread while no call is unfinished."""
+    (expected,) = llm.generate("ROMEO:\n", GREEDY, use_tqdm=False)
+    for _ in range(3):
+        (output,) = in_thread(lambda: llm.generate("ROMEO:\n", GREEDY, use_tqdm=False))
+        assert tokens_of([output]) == tokens_of([expected])
+        *_, last = llm.stream("ROMEO:\n", GREEDY)
+        assert tokens_of([last]) == tokens_of([expected])
 
 
-def test_generate_calls_of_two_threads_share_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call has the lock for a step at a time, so the other one's requests come in between."""
-    execute, batches, both = llm.engine.runner.execute, [], Barrier(2)
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+def test_a_second_thread_gets_an_error_and_the_first_goes_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a step of `generate`, and between two outputs of a stream."""
+    (expected,) = llm.generate("JULIET:\n", GREEDY, use_tqdm=False)
+    execute, errors = llm.engine.runner.execute, []
+    calls = [
+        lambda: llm.generate("ROMEO:\n", GREEDY, use_tqdm=False),
+        lambda: llm.stream("ROMEO:\n", GREEDY),
+        lambda: llm.beam_search("ROMEO:\n", BeamSearchParams(beam_width=2), use_tqdm=False),
+        lambda: llm.chat([{"role": "user", "content": "Hi"}], GREEDY, use_tqdm=False),
+        llm.reset_prefix_cache,
+    ]
 
-    def watched(batch: ScheduledBatch) -> StepResult:
-        batches.append({seq.request.prompt for seq in batch.sequences})
+    def enter() -> None:
+        for call in calls:
+            with pytest.raises(RuntimeError, match="another thread is using this LLM") as error:
+                in_thread(call)
+            errors.append(error)
+
+    def enter_and_execute(batch: ScheduledBatch) -> StepResult:
+        enter()
         return execute(batch)
 
-    def call(prompt: str) -> list[list[int]]:
-        both.wait(60)
-        return tokens_of(llm.generate(prompt, params, use_tqdm=False))
+    monkeypatch.setattr(llm.engine.runner, "execute", enter_and_execute)
+    (output,) = llm.generate("JULIET:\n", GREEDY, use_tqdm=False)
+    monkeypatch.setattr(llm.engine.runner, "execute", execute)
+    stream = llm.stream("JULIET:\n", GREEDY)
+    for last in stream:
+        if not last.finished:
+            enter()
+    assert tokens_of([output]) == tokens_of([last]) == tokens_of([expected])
+    assert len(errors) == len(calls) * (8 + 7)
+    assert not llm.engine.has_unfinished_requests()
+    assert in_thread(lambda: llm.generate("ROMEO:\n", GREEDY, use_tqdm=False))
 
-    prompts = ["ROMEO:\n", "JULIET:\n"]
-    expected = [tokens_of(llm.generate(prompt, params, use_tqdm=False)) for prompt in prompts]
-    monkeypatch.setattr(llm.engine.runner, "execute", watched)
-    with ThreadPoolExecutor(2) as pool:
-        assert [*pool.map(call, prompts)] == expected
-    assert set(prompts) in batches
-    assert len(batches) < 400, "the steps of one call are those of the other, too"
+
+def test_one_of_many_threads_at_the_door_enters(llm: LLM) -> None:
+    """All begin together. Those that enter say what they say alone, and the others get the error."""
+    params, door = SamplingParams(temperature=0, max_tokens=20), Barrier(8)
+    (expected,) = tokens_of(llm.generate("ROMEO:\n", params, use_tqdm=False))
+
+    def call() -> list[int] | None:
+        door.wait(60)
+        try:
+            return tokens_of(llm.generate("ROMEO:\n", params, use_tqdm=False))[0]
+        except RuntimeError as error:
+            assert "another thread is using this LLM" in str(error)  # noqa: PT017
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            texts = [future.result(60) for future in [pool.submit(call) for _ in range(8)]]
+            assert expected in texts
+            assert set(map(type, texts)) == {list, type(None)}
+            assert all(text in (expected, None) for text in texts)
+    assert not llm.engine.has_unfinished_requests()
+    llm.engine.check_invariants()
 
 
 def in_another_thread(work: Callable[[], object]) -> None:

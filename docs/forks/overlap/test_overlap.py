@@ -253,7 +253,7 @@ def test_preempted_while_its_tokens_are_computed(preemption: str, is_readmitted:
             scheduler._preempt(scheduler.running.pop(), before)
             scheduler.max_num_seqs = 256 if is_readmitted else 0
         batch, scheduler.max_num_seqs = schedule(), 256
-        batch.swap_out, batch.preempted = before.swap_out + batch.swap_out, before.preempted + batch.preempted
+        batch.moves.swap_out, batch.preempted = before.moves.swap_out + batch.moves.swap_out, before.preempted + batch.preempted
         return batch
 
     prompt, several = [0, 2, 1, 1, 0, 2, 0, 1, 1, 2], {"n": 2, "max_tokens": 12, "stop": "a", "min_tokens": 3}

@@ -100,7 +100,7 @@ class PriorityScheduler(Scheduler):
         batch = super().schedule()
         batch.admitted[:0] = urgent.admitted
         batch.preempted[:0] = urgent.preempted
-        batch.swap_out[:0] = urgent.swap_out
+        batch.moves.swap_out[:0] = urgent.moves.swap_out
         return batch
 
     def _admit_urgent(self, batch: ScheduledBatch) -> None:

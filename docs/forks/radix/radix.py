@@ -187,7 +187,7 @@ class RadixScheduler(Scheduler):
     def schedule(self) -> ScheduledBatch:
         """As `Scheduler.schedule`."""
         batch = super().schedule()
-        batch.copies += self.block_manager.end_schedule()
+        batch.moves.copies += self.block_manager.end_schedule()
         return batch
 
 

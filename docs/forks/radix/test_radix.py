@@ -56,13 +56,13 @@ class RadixRun(Run):
     def count(self, batch: ScheduledBatch) -> None:
         """Count what may go wrong beside copies of parts."""
         sources, targets = ({pair[i] for pair in self.parts} for i in (0, 1))
-        happened, out = self.happened, {block for block, _ in batch.swap_out}
+        happened, out = self.happened, {block for block, _ in batch.moves.swap_out}
         happened["part"] += len(self.parts)
         happened["one source of several"] += len(self.parts) - len(sources)
-        happened["beside copy on write"] += bool(self.parts) and len(batch.copies) > len(self.parts)
+        happened["beside copy on write"] += bool(self.parts) and len(batch.moves.copies) > len(self.parts)
         happened["source was swapped out"] += len(sources & out)
         happened["target was swapped out"] += len(targets & out)
-        happened["beside swap in"] += bool(self.parts and batch.swap_in)
+        happened["beside swap in"] += bool(self.parts and batch.moves.swap_in)
         happened["for a family"] += sum(len(r.live) > 1 for r in batch.admitted) * bool(self.parts)
 
     def check(self) -> None:

@@ -164,7 +164,7 @@ class SpeculatingRunner(ModelRunner):
         """As `ModelRunner.execute`; of a sequence with k drafts, there are 1 + k samples."""
         if not isinstance(batch, DraftBatch) or not batch.drafts:
             return super().execute(batch)
-        drafts, moves = batch.drafts, (batch.swap_out, batch.swap_in, batch.copies)
+        drafts, moves = batch.drafts, (batch.moves.swap_out, batch.moves.swap_in, batch.moves.copies)
         # With drafts x y, a b x y is a prefill, behind the decodes; tokens follow a b, a b x and a b x y.
         order = sorted(batch.sequences, key=lambda seq: seq in drafts or seq.num_scheduled_tokens > 1)
         texts = {seq: [seq] for seq in order}

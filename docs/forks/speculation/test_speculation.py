@@ -132,7 +132,7 @@ class DraftingRunner(FakeRunner):
         self.drafts.append({seq.request.request_id: len(drafts.get(seq, ())) for seq in batch.sequences})
         longer = {seq: with_drafts(seq, drafts[seq]) if seq in drafts else seq for seq in batch.sequences}
         order = sorted(longer, key=lambda seq: longer[seq].num_scheduled_tokens > 1)
-        rest = batch.num_decodes - len(drafts), batch.swap_out, batch.swap_in, batch.copies
+        rest = batch.num_decodes - len(drafts), batch.moves.swap_out, batch.moves.swap_in, batch.moves.copies
         result = super().execute(ScheduledBatch([longer[seq] for seq in order], *rest))
         samples = dict(zip(order, result.samples, strict=True))
         for seq, its in drafts.items():

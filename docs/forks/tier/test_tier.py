@@ -112,7 +112,7 @@ class TierFakeRunner(FakeRunner):
         for block_id, kv in self.tier.loads:
             self.slots.pool[block_id] = memoryview(kv).cast("q")
         self.tier.loads.clear()
-        batch.swap_out, batch.swap_in = [], []
+        batch.moves.swap_out, batch.moves.swap_in = [], []
         return super().execute(batch)
 
     def forget(self) -> None:
@@ -156,7 +156,7 @@ def test_random_workloads(
         tier.capacity = random.Random(config.num_blocks).choice([3, 1000, 1000])
 
         def count_and_execute(batch: ScheduledBatch) -> StepResult:
-            out, into = {block for block, _ in batch.swap_out}, {block for block, _ in tier.loads}
+            out, into = {block for block, _ in batch.moves.swap_out}, {block for block, _ in tier.loads}
             happened["loaded"] += len(into)
             happened["swapped out and loaded"] += len(out & into)
             return execute(batch)

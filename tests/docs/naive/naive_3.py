@@ -23,7 +23,7 @@ class Scheduler:
                     break
                 copies = self.block_manager.append_slots(request.live)
             if copies is not None:
-                batch.copies.extend(copies)
+                batch.moves.copies.extend(copies)
                 self._schedule_tokens(request, self.max_num_batched_tokens - scheduled(), batch)
 
         while len(self.waiting) > 0:

@@ -15,7 +15,7 @@ class Scheduler:
         if self.preemption == "swap":
             moves = self.swapper.swap_out(request)
             if moves is not None:
-                batch.swap_out.extend(moves)
+                batch.moves.swap_out.extend(moves)
                 batch.preempted.append((request, "swap"))
                 return
         for seq in list(request.live):

@@ -6,7 +6,7 @@ replace("Scheduler._schedule_tokens", ".insert(batch.num_decodes, seq)", ".inser
 replace("Scheduler._schedule_tokens", ".append(seq)", ".insert(batch.num_decodes, seq)")
 # wrong: at most two victims in a step
 replace("Scheduler.schedule", "if copies is None:", "if copies is None and len(batch.preempted) < 2:")
-replace("Scheduler.schedule", "batch.copies += copies", "batch.copies += copies or []")
+replace("Scheduler.schedule", "batch.moves.copies += copies", "batch.moves.copies += copies or []")
 # wrong: at most 64 running requests
 replace("Scheduler.schedule", "if budget == 0 or", "if budget == 0 or len(self.running) >= 64 or")
 # wrong: chunked prefill is switched off for good
