@@ -203,8 +203,7 @@ def check_token_ids(token_ids: Any, vocab_size: int, kind: str = "token") -> lis
         TypeError: they are no list, or one of them is no int.
         ValueError: one of them is outside the vocabulary.
     """
-    if hasattr(token_ids, "tolist"):
-        token_ids = token_ids.tolist()
+    token_ids = as_list(token_ids)
     if not isinstance(token_ids, SequenceOf) or isinstance(token_ids, bytes):
         raise TypeError(f"a prompt is a str or a list of token ids, got {type(token_ids).__name__}")
     for token_id in token_ids:
@@ -233,16 +232,20 @@ def token_rows(encoding: Mapping[str, Any]) -> list[list[int]]:
 
 def as_rows(array: Any) -> list[list[int]]:
     """A list of numbers, or of rows of them, or a tensor of either, as a list of rows."""
-    rows: Any = array.tolist() if hasattr(array, "tolist") else array
+    rows = as_list(array)
     return rows if rows and isinstance(rows[0], list) else [rows]
+
+
+def as_list(values: Any) -> Any:
+    """The numbers of an array or a tensor as Python's; anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def pair_up(prompts: Any, params: Any) -> list[tuple[Prompt, Params | None]]:
     """Each prompt with its params. A single prompt is a list of one; single params are for all."""
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         prompts = token_rows(prompts)
-    if hasattr(prompts, "tolist"):
-        prompts = prompts.tolist()
+    prompts = as_list(prompts)
     is_many = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
     if is_many:
         prompts = list(prompts)
