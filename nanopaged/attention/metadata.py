@@ -1,4 +1,4 @@
-"""A batch as plain data: tokens, and what attention needs to know of them."""
+"""A batch as plain data: its tokens, and what attention needs to know about them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from nanopaged.sequence import Moves
 
-GATHER_KEYS = 1 << 16  # keys of cached contexts that are gathered at once
+GATHER_KEYS = 1 << 16  # how many keys of cached contexts are gathered together
 
 
 @dataclass
@@ -42,27 +42,34 @@ class StepInputs:
     """All that the model, the KV cache and attention need to compute a batch.
 
     Fields:
-        moves: as in `KVCache.move_blocks`.
         input_ids, positions: int64 [num_tokens].
-        logit_rows: the tokens whose logits are wanted: those followed by a sample, then tiles of prompts.
+        moves: the blocks that `KVCache.move_blocks` moves before the model runs.
+        sample_rows: the tokens of the flat batch whose logits are sampled from.
+        score_rows: for each tile of a prompt, the tokens whose logits score the prompt.
     """
 
-    moves: Moves
     input_ids: np.ndarray
     positions: np.ndarray
     metadata: AttentionMetadata
-    logit_rows: list[list[int]]
+    moves: Moves
+    sample_rows: list[int]
+    score_rows: list[list[int]]
 
 
 def slots_of(block_table: list[int], positions: np.ndarray, block_size: int) -> np.ndarray:
-    """The slots of a sequence's tokens: block_size = 4, table [7, 2], positions 2 3 4 5 → 30 31 8 9."""
+    """The slots of a sequence's tokens.
+
+    block_size = 4, table [7, 2], positions 2 3 4 5 → 30 31 8 9
+    """
     return np.array(block_table)[positions // block_size] * block_size + positions % block_size
 
 
 def gather_groups(context_lens: np.ndarray) -> list[slice]:
-    """Cut sequences into groups of at most GATHER_KEYS keys, or one longer context.
+    """Cut sequences into groups of at most GATHER_KEYS keys, or of one longer context.
 
-    GATHER_KEYS = 10    context_lens 4 5 3 2    → two of 5 keys are a group: 0:2 2:4
+    All groups have the same number of sequences, so that they can be padded to the longest context:
+
+        GATHER_KEYS = 10    context_lens 4 5 3 2    10 // 5 = 2 sequences: groups 0:2, 2:4
     """
     step = max(1, GATHER_KEYS // int(context_lens.max()))
     return [slice(i, i + step) for i in range(0, len(context_lens), step)]
