@@ -29,8 +29,8 @@ from nanopaged.model.decoder import Model
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture: 1 2 4 8 16 24 32 ..., and `max_num_seqs` itself."""
-    sizes = {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs}
-    return sorted(size for size in sizes if size <= max_num_seqs)
+    sizes = [1, 2, 4, *range(8, max_num_seqs, 8)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 class DecodeGraphs:
@@ -46,7 +46,7 @@ class DecodeGraphs:
         attention: TritonAttention,
         max_num_seqs: int,
         max_context_len: int,
-        capture: Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]] | None = None,
+        capture: Callable[..., tuple[Tensor, Callable[[], None]]] | None = None,
     ) -> None:
         self.model = model
         self.attention = attention

@@ -6,9 +6,9 @@
     triton_backend       └ TritonAttention      stores K/V and decodes with our Triton kernels
     flash_backend            └ FlashAttention   prefills with flash attention
 
-`begin_step(metadata)` prepares what all layers share. `attention(layer, q, k, v)` computes one
-layer. It first stores the new K/V of the whole batch; then each query reads the blocks of its own
-sequence.
+`begin_step(metadata)` prepares the data that all layers share. `attention(layer, q, k, v)` computes
+one layer. It first stores the new K/V of the whole batch; then each query reads the blocks of its
+own sequence.
 
     q, out    [num_tokens, num_heads, head_dim]
     k, v      [num_tokens, num_kv_heads, head_dim]

@@ -10,7 +10,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nanopaged.attention.metadata import AttentionMetadata
@@ -35,23 +34,23 @@ class CppAttention(TorchAttention):
 
     def begin_store(self, metadata: AttentionMetadata) -> None:
         """Keep the slots. No block is cleared, because the kernels read no slot without a token."""
-        self.slot_mapping = torch.from_numpy(metadata.slot_mapping)
+        self.slots = cpp.int_array(metadata.slot_mapping)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write k, v [num_tokens, num_kv_heads, head_dim] to their slots."""
         k_cache, v_cache = self.layers[layer]
-        cpp.store_kv(k, v, k_cache, v_cache, self.slot_mapping)
+        cpp.store_kv(k, v, k_cache, v_cache, self.slots)
 
     def begin_decodes(self, metadata: AttentionMetadata) -> None:
         """Lay the runs out as the kernel reads them.
 
-        Each pair of a run and one of its sequences gets a partial result, a row.
+        Each pair of a run and one of its sequences is a row, which gets a partial result:
 
-        tables  0: [5, 2, 7]   1: [5, 2, 9]      block_size = 4, context_lens 11, 9
+            tables  0: [5, 2, 7]   1: [5, 2, 9]      block_size = 4, context_lens 11, 9
 
-        run         0      1    2
-        blocks     5 2     7    9        num_keys  8 3 1      first_block  0 2 3
-        sequences  0 1     0    1        row_seq   0 1 0 1    first_row    0 2 3 4
+            run         0      1    2
+            blocks     5 2     7    9        num_keys  8 3 1      first_block  0 2 3
+            sequences  0 1     0    1        row_seq   0 1 0 1    first_row    0 2 3 4
         """
         n = metadata.num_decodes
         block_size = self.cache.block_size
@@ -70,7 +69,7 @@ class CppAttention(TorchAttention):
             num_keys.append(end_key - run.first_block * block_size)
             row_seq += run.seqs
             first_row.append(len(row_seq))
-        rows_per_seq = np.bincount(row_seq)
+        num_rows = np.bincount(row_seq)  # of each sequence
         k_cache = self.layers[0][0]  # all layers have the same sizes and strides
         self.step = cpp.Decode(
             num_runs=len(num_keys),
@@ -85,8 +84,8 @@ class CppAttention(TorchAttention):
             num_keys=cpp.int_array(num_keys),
             first_row=cpp.int_array(first_row),
             row_seq=cpp.int_array(row_seq),
-            first_part=cpp.int_array([0, *rows_per_seq.cumsum()]),
-            # The rows of each sequence, in the order of its keys.
+            first_part=cpp.int_array([0, *num_rows.cumsum()]),
+            # The rows of each sequence, in the order of its keys
             parts=cpp.int_array(np.argsort(row_seq, kind="stable")),
             scale_log2=self.scale * math.log2(math.e),  # 2^(x · log2(e)) = e^x
         )
@@ -99,7 +98,7 @@ class CppAttention(TorchAttention):
 
 def find_runs(tables: list[list[int]], context_lens: list[int], block_size: int) -> list[Run]:
     """Divide block tables into runs: shared blocks first, then the others of each sequence."""
-    # A sequence writes to its last block, so that block is never shared.
+    # The new token is written to the last block, so no other sequence shares that block.
     limits = [(length - 1) // block_size for length in context_lens]
     runs = find_shared_blocks(tables, limits, MIN_SAVED_KEYS // block_size)
     first_own = [0] * len(tables)  # the first block that a sequence reads alone

@@ -43,16 +43,15 @@ class FlashAttention(TritonAttention):
 
     def begin_prefills(self, metadata: AttentionMetadata) -> None:
         """Group the prefills, and send their offsets and slots."""
-        n = metadata.num_decodes
         block_size = self.cache.block_size
         start = 0
-        self.groups: list[PrefillGroup] = []
-        for seqs in gather_groups(metadata.context_lens[n:]):
-            q_lens = metadata.query_lens[n:][seqs]
-            k_lens = metadata.context_lens[n:][seqs]
+        self.groups = []
+        for seqs in gather_groups(metadata.context_lens, start=metadata.num_decodes):
+            q_lens = metadata.query_lens[seqs]
+            k_lens = metadata.context_lens[seqs]
             slots = None
             if (k_lens > q_lens).any():
-                tables = metadata.block_tables[n:][seqs]
+                tables = metadata.block_tables[seqs]
                 parts = [
                     slots_of(table, np.arange(length), block_size)
                     for table, length in zip(tables, k_lens, strict=True)

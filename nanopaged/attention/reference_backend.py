@@ -96,14 +96,13 @@ class ReferenceAttention:
             block_id, offset = divmod(slot, self.cache.block_size)
             k_cache[block_id, :, offset] = k[token]
             v_cache[block_id, :, offset] = v[token]
-        out = torch.empty_like(q)
-        token = 0
+        outputs = []
         for seq, block_table in enumerate(self.metadata.block_tables):
             context_len = int(self.metadata.context_lens[seq])
             first = context_len - int(self.metadata.query_lens[seq])
             for position in range(first, context_len):
-                out[token] = reference_paged_attention(
-                    q[token],
+                output = reference_paged_attention(
+                    q[len(outputs)],
                     k_cache,
                     v_cache,
                     block_table,
@@ -111,5 +110,5 @@ class ReferenceAttention:
                     scale=self.scale,
                     score_mod=for_layer(self.score_mod, layer),
                 )
-                token += 1
-        return out
+                outputs.append(output)
+        return torch.stack(outputs)

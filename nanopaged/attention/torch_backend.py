@@ -34,7 +34,7 @@ class TorchAttention:
         self.score_mods = [for_layer(score_mod, layer) for layer in layers]
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        """Prepare what all layers of a step share."""
+        """Prepare the data that all layers of a step share."""
         self.num_decodes = metadata.num_decodes
         self.begin_store(metadata)
         if metadata.num_decodes > 0:
@@ -72,16 +72,15 @@ class TorchAttention:
 
         block_size = 4, context_lens 6, 3, tables [5, 2], [0, 7]: the tables become [5, 2], [0, 0]
         """
-        n = metadata.num_decodes
-        context_lens = metadata.context_lens[:n]
+        context_lens = metadata.context_lens[: metadata.num_decodes]
         # Sequences, their tables [num_seqs, num_blocks], query positions [num_seqs, 1, 1, 1]
-        self.decodes: list[tuple[slice, Tensor, Tensor]] = []
+        self.decodes = []
         for seqs in gather_groups(context_lens):
             lens = context_lens[seqs]
             counts = (-(-lens // self.cache.block_size)).tolist()  # a table may have more blocks
             longest = max(counts)
             padded = []
-            for table, count in zip(metadata.block_tables[:n][seqs], counts, strict=True):
+            for table, count in zip(metadata.block_tables[seqs], counts, strict=True):
                 padded.append(table[:count] + table[:1] * (longest - count))
             tables = to_device(np.array(padded), self.device)
             positions = to_device(lens - 1, self.device)[:, None, None, None]
@@ -99,7 +98,7 @@ class TorchAttention:
 
     def begin_prefills(self, metadata: AttentionMetadata) -> None:
         """Keep the block table, query and context length of each prefill."""
-        self.prefills: list[tuple[Tensor, int, int]] = []
+        self.prefills = []
         for seq in range(metadata.num_decodes, len(metadata.query_lens)):
             table = to_device(np.array(metadata.block_tables[seq]), self.device)
             query_len = int(metadata.query_lens[seq])

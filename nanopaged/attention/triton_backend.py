@@ -76,9 +76,9 @@ class BlockTables:
     def __init__(self, device: torch.device) -> None:
         self.data = torch.zeros((0, 0), dtype=torch.int32, device=device)  # [num_rows, num_columns]
         self.rows: dict[int, int] = {}  # sequence id → row
-        self.free: list[int] = []  # rows of no sequence
+        self.free = []  # rows of no sequence
         # row → the table, and how many of its entries were sent
-        self.sent: list[tuple[list[int], int]] = []
+        self.sent = []
 
     def reserve(self, num_rows: int, num_columns: int) -> None:
         """Make the tables at least this large. Growing moves them: all entries are sent again."""
@@ -101,15 +101,19 @@ class BlockTables:
                 self.rows[seq_id] = self.free.pop()
         rows = [self.rows[seq_id] for seq_id in seq_ids]
         entries = []  # (row, column, block)
+        changed = {}  # row → table
         for row, table in zip(rows, tables, strict=True):
             sent, start = self.sent[row]
+            if table is sent and len(table) == start:
+                continue
             if table is not sent and table[:start] != sent[:start]:
                 start = 0
             entries += [(row, column, table[column]) for column in range(start, len(table))]
+            changed[row] = table
         if entries:
             row, column, block = to_device(np.array(entries).T, self.data.device)
             self.data[row, column] = block.int()
         # Only now: if sending fails, the next step sends these entries again.
-        for row, table in zip(rows, tables, strict=True):
+        for row, table in changed.items():
             self.sent[row] = table, len(table)
         return rows

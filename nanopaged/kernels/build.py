@@ -1,6 +1,6 @@
 """Build the C++ kernels for this machine: python -m nanopaged.kernels.build
 
-They are compiled once, by `c++` or by the compiler that CXX names (GCC or Clang), to a library in
+They are compiled once, by `c++` or by the compiler in CXX (GCC or Clang), to a library in
 ~/.cache/nanopaged (or NANOPAGED_CACHE). The library is not used if another user can write it.
 attention_backend="auto" builds it, unless NANOPAGED_BUILD=0.
 """
@@ -40,12 +40,18 @@ def flags() -> list[str]:
     import torch  # loads OpenMP
 
     options = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi"]
-    options += ["-shared", "-fPIC", "-fopenmp"]
+    options += ["-shared", "-fPIC"]
     is_arm = platform.machine() in ("arm64", "aarch64")
     options.append("-mcpu=native" if is_arm else "-march=native")
     if sys.platform == "darwin":
-        options += ["-Xclang", "-fopenmp", f"-L{Path(torch.__file__).parent / 'lib'}", "-lomp"]
-    return options
+        return [
+            *options,
+            "-Xclang",
+            "-fopenmp",
+            f"-L{Path(torch.__file__).parent / 'lib'}",
+            "-lomp",
+        ]
+    return [*options, "-fopenmp"]
 
 
 def library_path() -> Path:
@@ -53,7 +59,7 @@ def library_path() -> Path:
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     features = re.findall(r"(?m)^(?:flags|Features).*", text)[:1]  # those of the first core
-    key = f"{flags()} {platform.machine()} {platform.processor()} {features}"
+    key = f"{flags()} {platform.processor()} {features}"
     for path in [*SOURCES, HEADER]:
         key += path.read_text(encoding="utf-8")
     folder = Path(os.environ.get("NANOPAGED_CACHE") or Path.home() / ".cache" / "nanopaged")
@@ -99,7 +105,7 @@ def compile_kernels(path: Path) -> None:
     command = compiler()
     if not command:
         raise ValueError(
-            "there is no C++ compiler: install one (apt install g++), or name one in CXX"
+            "there is no C++ compiler: install one (apt install g++), or set CXX to one"
         )
     logger.warning(
         "building the C++ kernels with %s, once (not with NANOPAGED_BUILD=0)", command[0]

@@ -1,4 +1,4 @@
-"""The C++ kernels as functions of tensors; those of attention have the names of the Triton ones.
+"""The C++ kernels as functions of tensors. `store_kv` and `paged_decode` are as in Triton.
 
 The library knows nothing of PyTorch. It gets addresses and strides, so dtypes are checked here.
 """
@@ -6,7 +6,6 @@ The library knows nothing of PyTorch. It gets addresses and strides, so dtypes a
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -53,9 +52,10 @@ class Decode(ctypes.Structure):
     ]
 
 
-def int_array(values: Sequence[int] | np.ndarray) -> ctypes.Array:
-    """An int64 array for a field of `Decode`, which keeps the array alive."""
-    return np.ctypeslib.as_ctypes(np.array(values, dtype=np.int64))
+def int_array(values: list[int] | np.ndarray) -> ctypes.Array:
+    """An int64 array as the library reads it. A field of `Decode` keeps it alive."""
+    memory = np.array(values, dtype=np.int64).data
+    return (INT * len(memory)).from_buffer(memory)
 
 
 @cache
@@ -63,7 +63,7 @@ def load() -> ctypes.CDLL:
     """The library, built if it has to be. Raises ValueError, as `build.load` does."""
     library = build.load()
     library.paged_decode.argtypes = [ctypes.POINTER(Decode), DTYPE]
-    library.store_kv.argtypes = [POINTER] * 5 + [INT] * 8 + [DTYPE]
+    library.store_kv.argtypes = [POINTER] * 4 + [INTS] + [INT] * 8 + [DTYPE]
     library.rms_norm.argtypes = [POINTER] * 3 + [INT] * 3 + [FLOAT, DTYPE]
     library.norm_rotate.argtypes = [POINTER] * 5 + [FLOAT] + [INT] * 5 + [DTYPE]
     library.silu_mul.argtypes = [POINTER] * 2 + [INT] * 2 + [DTYPE]
@@ -83,24 +83,22 @@ def why_no_cpp(device: torch.device, head_dim: int, dtype: torch.dtype) -> str |
     return None if has_dtype else "its kernels need GCC 12 or Clang 15 for float16"
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: ctypes.Array) -> None:
     """Write the new k, v [num_tokens, num_kv_heads, head_dim] of a batch to their slots.
 
     Args:
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], two views of one tensor.
-        slot_mapping: int64 [num_tokens], block · block_size + offset.
+        slots: `int_array` [num_tokens], block · block_size + offset.
     """
     num_tokens, num_heads, head_dim = k.shape
     assert k.dtype == v.dtype == k_cache.dtype
-    assert slot_mapping.dtype == torch.int64
-    assert slot_mapping.is_contiguous()
     assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1)  # the heads of a token are contiguous
     load().store_kv(
         k.data_ptr(),
         v.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
-        slot_mapping.data_ptr(),
+        slots,
         num_tokens,
         k.stride(0),
         v.stride(0),
@@ -118,7 +116,7 @@ def paged_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Decode) -> T
 
     Args:
         k_cache, v_cache: as in `store_kv`.
-        step: what all layers share. The fields of this layer are set here.
+        step: the arguments that all layers share. The fields of this layer are set here.
     """
     num_seqs, num_heads, head_dim = q.shape
     assert q.dtype == k_cache.dtype
@@ -137,6 +135,7 @@ def paged_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Decode) -> T
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     """x / √(mean(x²) + ε) · w, computed in float32: x [num_tokens, size] → the same shape."""
+    num_tokens, size = x.shape
     assert x.dtype == weight.dtype
     assert x.stride(1) == 1
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -144,8 +143,8 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
         x.data_ptr(),
         weight.data_ptr(),
         out.data_ptr(),
-        x.shape[0],
-        x.shape[1],
+        num_tokens,
+        size,
         x.stride(0),
         eps,
         DTYPES[x.dtype],

@@ -250,8 +250,7 @@ def split_contexts(context_lens: np.ndarray, max_splits: int) -> tuple[np.ndarra
     """
     length = max(1, math.ceil(context_lens.sum() / max_splits / MIN_SPLIT)) * MIN_SPLIT
     counts = -(-context_lens // length)  # ceil division
-    firsts = np.zeros(len(counts) + 1, dtype=np.int64)
-    counts.cumsum(out=firsts[1:])
+    firsts = np.concatenate(([0], counts.cumsum()))
     seqs = np.repeat(np.arange(len(counts)), counts)
     starts = (np.arange(len(seqs)) - firsts[seqs]) * length
     ends = np.minimum(starts + length, context_lens[seqs])
@@ -314,9 +313,9 @@ def paged_decode(
     if q.is_cuda:
         capability = torch.cuda.get_device_capability(q.device)
     constants, options = decode_settings(capability, group, head_dim, k_cache.dtype)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((len(splits), num_heads), dtype=torch.float32, device=q.device)
-    partial = torch.empty((*lse.shape, head_dim), dtype=torch.float32, device=q.device)
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((len(splits), num_heads), dtype=torch.float32)
+    partial = lse.new_empty((len(splits), num_heads, head_dim))
     decode_kernel[(len(splits), num_kv_heads)](
         q,
         k_cache,

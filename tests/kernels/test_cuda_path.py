@@ -105,7 +105,10 @@ def test_the_fake_records(
         ((7, 5), "bfloat16", "bfloat16", "bfloat16", "dtype='float16' is faster"),
         ((7, 5), "bfloat16", "float32", "float32", ""),
         ((7, 0), "bfloat16", "auto", "float16", "the checkpoint is read as float16"),
-        *((each, "bfloat16", "auto", "bfloat16", "") for each in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))),
+        *(
+            (number, "bfloat16", "auto", "bfloat16", "")
+            for number in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+        ),
     ],
 )
 def test_the_dtype_on_a_gpu(

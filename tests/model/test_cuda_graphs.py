@@ -33,12 +33,12 @@ def with_graphs(folder: Path, max_num_seqs: int, **options: object) -> LLM:
     return llm
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 9, 100, 256, 257])
-def test_every_batch_finds_a_size(most: int) -> None:
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 8, 9, 100, 256, 257])
+def test_every_batch_finds_a_size(max_num_seqs: int) -> None:
     """Up to the largest batch, and padded to less than twice its size or by less than 8."""
-    sizes = graph_sizes(most)
-    assert sizes[-1] == most
-    for n in range(1, most + 1):
+    sizes = graph_sizes(max_num_seqs)
+    assert sizes[-1] == max_num_seqs
+    for n in range(1, max_num_seqs + 1):
         size = next(size for size in sizes if size >= n)
         assert size < 2 * n or size - n < 8
 
