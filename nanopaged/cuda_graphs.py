@@ -1,11 +1,11 @@
-"""Decode steps as CUDA graphs: a few hundred kernel launches are recorded once, then replayed with one call.
+"""Decode steps as CUDA graphs: kernel launches are recorded once, then replayed by one call.
 
-A small decode step takes the GPU less time than Python needs to launch its kernels. But a graph is rigid: the
-same kernels, sizes and addresses. So
+A small decode step takes the GPU less time than Python needs to launch its hundreds of kernels. But
+a CUDA graph replays exactly what was recorded: the same kernels, tensor sizes and addresses. So
 
-    - a graph reads its inputs from its own buffers, which are filled before each replay;
-    - there are graphs for some batch sizes, and a batch uses the next larger one. The other rows are padding:
-      slot -1, so nothing is stored, and no splits, so nothing is read;
+    - a graph reads its inputs from its own buffer, which is filled before each replay;
+    - there are graphs for some batch sizes, and a batch uses the next larger one. The other rows
+      are padding: slot -1, so nothing is stored for them, and no splits, so nothing is read;
     - each graph has as many splits as a batch can need (`split_contexts`); unused ones are empty;
     - the block tables must not move (`triton_backend.BlockTables`).
 """
@@ -22,25 +22,22 @@ from torch import Tensor
 
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.triton_backend import TritonAttention
+from nanopaged.kernels.paged_attention import split_contexts
 from nanopaged.kv_cache import to_device
 from nanopaged.model.decoder import Model
-
-PADDING = np.array(
-    [[0], [0], [-1], [0], [0]]
-)  # token id, position, slot, block table row, context length
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture: 1 2 4 8 16 24 32 ..., and `max_num_seqs` itself."""
-    sizes = {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs}
-    return sorted(size for size in sizes if size <= max_num_seqs)
+    sizes = [1, 2, 4, *range(8, max_num_seqs, 8)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 class DecodeGraphs:
-    """The graphs of a model, captured when it is made. `run` computes a batch of decodes.
+    """The graphs of a model, captured when this object is made. `run` computes a batch of decodes.
 
     Args:
-        capture: records the kernels of a function; `Capture` by default, another one in tests.
+        capture: records the kernels of a function. It is `Capture`, or another one in tests.
     """
 
     def __init__(
@@ -49,15 +46,17 @@ class DecodeGraphs:
         attention: TritonAttention,
         max_num_seqs: int,
         max_context_len: int,
-        capture: Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]] | None = None,
+        capture: Callable[..., tuple[Tensor, Callable[[], None]]] | None = None,
     ) -> None:
-        self.model, self.attention, self.tables = model, attention, attention.tables
+        self.model = model
+        self.attention = attention
+        self.tables = attention.tables
         self.capture = capture or Capture()
-        self.tables.reserve(
-            max_num_seqs, -(-max_context_len // attention.cache.block_size)
-        )  # ceil division
-        self.captured_tables, self.sizes = self.tables.data, graph_sizes(max_num_seqs)
-        # Garbage collection could free the CUDA memory of another engine during a capture, which is illegal.
+        max_blocks = -(-max_context_len // attention.cache.block_size)  # ceil division
+        self.tables.reserve(max_num_seqs, max_blocks)
+        self.captured_tables = self.tables.data
+        self.sizes = graph_sizes(max_num_seqs)
+        # During a capture it is illegal to free CUDA memory, as garbage collection might.
         gc.collect()
         was_enabled = gc.isenabled()
         gc.disable()
@@ -70,39 +69,50 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture_size(self, size: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
-        """Inputs (int64, see `_layout`), output [size, hidden_size], and its computation."""
-        inputs = to_device(self._layout(size, PADDING[:, :0]), self.captured_tables.device)
-        input_ids, positions, slot_mapping = inputs[: 3 * size].view(3, size)
-        attention = copy.copy(
-            self.attention
-        )  # the same cache and block tables, but this graph's buffers
-        attention.num_decodes, attention.slot_mapping = size, slot_mapping
-        attention.set_decodes(inputs[3 * size :], size)
-        return inputs, *self.capture(lambda: self.model(input_ids, positions, attention))
+        """The packed inputs of a graph, its output [size, hidden_size], and its replay."""
+        inputs = self._inputs(size, np.empty((5, 0)))
+        packed = to_device(np.concatenate(inputs), self.captured_tables.device)
+        views = packed.split([len(array) for array in inputs])
+        input_ids, positions, slot_mapping, table_rows, firsts, splits = views
+        attention = copy.copy(self.attention)  # the same cache and tables, but this graph's inputs
+        attention.num_decodes = size
+        attention.slot_mapping = slot_mapping
+        attention.table_rows = table_rows
+        attention.firsts = firsts
+        attention.splits = splits.view(-1, 3)
+        hidden, replay = self.capture(lambda: self.model(input_ids, positions, attention))
+        return packed, hidden, replay
 
-    def _layout(self, size: int, rows: np.ndarray) -> np.ndarray:
-        """The inputs of a graph, end to end: ids, positions, slots, `pack_decodes`, zeros."""
-        inputs = np.repeat(PADDING, size, axis=1)
-        inputs[:, : rows.shape[1]] = rows
-        decodes = self.attention.pack_decodes(*inputs[3:])
-        unused = np.zeros(
-            2 * size + 1 + 3 * (size + self.attention.most_cuts) - len(decodes), dtype=np.int64
-        )
-        return np.concatenate([inputs[:3].ravel(), decodes, unused])
+    def _inputs(self, size: int, rows: np.ndarray) -> list[np.ndarray]:
+        """The inputs of a graph, which are sent end to end.
+
+        Args:
+            rows: token ids, positions, slots, rows of the tables and context lengths [5, num_seqs].
+        """
+        padded = np.zeros((5, size), dtype=np.int64)
+        padded[2] = -1  # the slot of padding
+        padded[:, : rows.shape[1]] = rows
+        input_ids, positions, slot_mapping, table_rows, context_lens = padded
+        splits, firsts = split_contexts(context_lens, self.attention.max_splits)
+        all_splits = np.zeros((size + self.attention.max_splits, 3), dtype=np.int64)
+        all_splits[: len(splits)] = splits
+        return [input_ids, positions, slot_mapping, table_rows, firsts, all_splits.ravel()]
 
     def run(
         self, input_ids: np.ndarray, positions: np.ndarray, metadata: AttentionMetadata
     ) -> Tensor:
-        """Compute decodes [num_seqs] → hidden states [num_seqs, hidden_size], valid until the next run."""
+        """Compute decodes [num_seqs] → hidden states [num_seqs, hidden_size].
+
+        The hidden states are valid until the next run.
+        """
         n = len(input_ids)
         size = next(size for size in self.sizes if size >= n)
-        buffers, hidden, replay = self.graphs[size]
+        packed, hidden, replay = self.graphs[size]
         table_rows = self.tables.update(metadata.seq_ids, metadata.block_tables)
-        assert self.tables.data is self.captured_tables, (
-            "block tables moved: graphs read the old ones"
-        )
+        assert self.tables.data is self.captured_tables, "the graphs read the old block tables"
         rows = [input_ids, positions, metadata.slot_mapping, table_rows, metadata.context_lens]
-        to_device(self._layout(size, np.array(rows)), buffers.device, out=buffers)
+        inputs = np.concatenate(self._inputs(size, np.array(rows)))
+        to_device(inputs, packed.device, out=packed)
         replay()
         return hidden[:n]
 
@@ -114,7 +124,7 @@ class Capture:
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Record `work`. Returns its output, and a function that computes it again in the same memory."""
+        """Record `work`. Returns its output, and a function that computes this output again."""
         work()  # once without recording, to compile kernels and initialise libraries
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):

@@ -243,8 +243,9 @@ class Launcher:
 def fake_varlen(cuda: FakeCuda) -> Callable[..., Tensor]:
     """Flash attention that checks its arguments."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, softmax_scale: float) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, softmax_scale: float, causal: bool) -> Tensor:
         cu_q, cu_k, max_q, max_k = lengths
+        assert causal
         assert all(t.is_cuda for t in (q, k, v, cu_q, cu_k))
         assert q.dtype == k.dtype == v.dtype
         assert q.dtype in (torch.float16, torch.bfloat16)

@@ -1,13 +1,14 @@
 """Paged attention: the choice of a backend.
 
-    reference_backend  ReferenceAttention           a loop over sequences, queries and blocks; slow
-    torch_backend      TorchAttention               large PyTorch operations; runs everywhere
-    cpp_backend          ├ CppAttention             stores K/V and decodes with our C++ kernels, on a CPU
-    triton_backend       └ TritonAttention          stores K/V and decodes with our Triton kernels
-    flash_backend            └ FlashAttention       prefills with flash attention
+    reference_backend  ReferenceAttention       a loop over sequences, queries and blocks; slow
+    torch_backend      TorchAttention           large PyTorch operations; runs everywhere
+    cpp_backend          ├ CppAttention         stores K/V and decodes with our C++ kernels, on CPU
+    triton_backend       └ TritonAttention      stores K/V and decodes with our Triton kernels
+    flash_backend            └ FlashAttention   prefills with flash attention
 
-`begin_step(metadata)` prepares what all layers share. `attention(layer, q, k, v)` computes one layer: it
-stores the new K/V of the whole batch first, then every query reads the blocks of its own sequence.
+`begin_step(metadata)` prepares the data that all layers share. `attention(layer, q, k, v)` computes
+one layer. It first stores the new K/V of the whole batch; then each query reads the blocks of its
+own sequence.
 
     q, out    [num_tokens, num_heads, head_dim]
     k, v      [num_tokens, num_kv_heads, head_dim]
@@ -17,7 +18,8 @@ A `score_mod` changes the scores (scale · q · k) before the softmax, as in Fle
     def softcap(layer, scores, queries, keys):
         return 50 * (scores / 50).tanh()
 
-`queries` and `keys` are positions, and broadcast to the scores. Only "reference" and "torch" can call it.
+`queries` and `keys` are positions that broadcast to the scores. Only "reference" and "torch" can
+call a `score_mod`.
 """
 
 from __future__ import annotations
@@ -38,12 +40,16 @@ logger = logging.getLogger("nanopaged")
 def choose_backend(
     name: str, device: torch.device, shape: KVShape, score_mod: ScoreMod | None = None
 ) -> str:
-    """The backend of that name, or a ValueError that says why it cannot run here; "auto" is the fastest one.
+    """The backend of that name, or a ValueError that says why it cannot run here.
 
-    The C++ kernels are built here.
+    "auto" is the fastest backend that can run. The C++ kernels are built here.
     """
-    fastest = {"cuda": ["flash", "triton"], "cpu": ["cpp"] * build.is_wanted()}.get(device.type, [])
-    for candidate in fastest if name == "auto" else [name]:
+    candidates = [name]
+    if name == "auto":
+        candidates = ["flash", "triton"] if device.type == "cuda" else []
+        if device.type == "cpu" and build.can_build_or_load():
+            candidates = ["cpp"]
+    for candidate in candidates:
         reason = why_unavailable(candidate, device, shape, score_mod)
         if reason is None:
             return candidate
@@ -61,14 +67,17 @@ def make_attention(
 ) -> TorchAttention | ReferenceAttention:
     """The backend that `choose_backend` chooses, over `cache`."""
     name = choose_backend(name, cache.data.device, cache.shape, score_mod)
-    if name in ("flash", "triton"):
-        from nanopaged.attention import flash_backend  # Triton is not installed everywhere
-
-        chosen = flash_backend.FlashAttention if name == "flash" else flash_backend.TritonAttention
-        return chosen(cache, scale)
+    if name == "reference":
+        return ReferenceAttention(cache, scale, score_mod)
+    if name == "torch":
+        return TorchAttention(cache, scale, score_mod)
     if name == "cpp":
         return CppAttention(cache, scale)
-    return (ReferenceAttention if name == "reference" else TorchAttention)(cache, scale, score_mod)
+    from nanopaged.attention import flash_backend  # Triton is not installed everywhere
+
+    if name == "triton":
+        return flash_backend.TritonAttention(cache, scale)
+    return flash_backend.FlashAttention(cache, scale)
 
 
 def why_unavailable(

@@ -1,158 +1,158 @@
 """Paged attention on a CPU: our C++ kernels store K/V and decode; prefills stay in PyTorch.
 
-The kernels read K and V where they lie, and blocks that several sequences share only once.
+The kernels read K and V in place, and they read blocks that several sequences share only once.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections import defaultdict
-from collections.abc import Iterable
-from itertools import chain
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.torch_backend import TorchAttention
 from nanopaged.kernels import cpp
 
-RUN_KEYS = 512  # keys in a run: several runs of a long context are for several threads
-MIN_SAVED_KEYS = 64  # whose reading must be saved for a run of their own (docs/reference/cpu.md)
+RUN_KEYS = 512  # longer runs are cut, so that several threads can share one long context
+MIN_SAVED_KEYS = 64  # a group of sequences must save reading this many keys (docs/reference/cpu.md)
+
+
+@dataclass
+class Run:
+    """Consecutive blocks of a block table, and the sequences that read them."""
+
+    seqs: list[int]
+    first_block: int
+    end_block: int
 
 
 class CppAttention(TorchAttention):
     """`kernels/paged_attention.cpp` has the kernels."""
 
     def begin_store(self, metadata: AttentionMetadata) -> None:
-        """Note the slots. No block is cleared: no slot without a token is read."""
-        self.slots = np.ascontiguousarray(metadata.slot_mapping, dtype=np.int64)
+        """Keep the slots. No block is cleared, because the kernels read no slot without a token."""
+        self.slots = cpp.int_array(metadata.slot_mapping)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write k, v [num_tokens, num_kv_heads, head_dim] to their slots."""
         k_cache, v_cache = self.layers[layer]
-        # The heads of a token are contiguous.
-        assert (
-            (*k.stride()[1:], k.dtype)
-            == (*v.stride()[1:], v.dtype)
-            == (k.shape[2], 1, k_cache.dtype)
-        )
-        numbers = (
-            len(k),
-            k.stride(0),
-            v.stride(0),
-            *k.shape[1:],
-            self.cache.block_size,
-            *k_cache.stride()[:2],
-        )
-        addresses = *map(Tensor.data_ptr, (k, v, k_cache, v_cache)), self.slots.ctypes.data
-        cpp.load().store_kv(*addresses, *numbers, cpp.DTYPES[k.dtype])
+        cpp.store_kv(k, v, k_cache, v_cache, self.slots)
 
     def begin_decodes(self, metadata: AttentionMetadata) -> None:
-        """Divide the block tables into runs: parts of a table, and the sequences that read them.
+        """Lay the runs out as the kernel reads them.
 
-        Blocks with which several tables begin are one run for all of these sequences. Runs of more than
-        RUN_KEYS keys are cut.
+        Each pair of a run and one of its sequences is a row, which gets a partial result:
 
             tables  0: [5, 2, 7]   1: [5, 2, 9]      block_size = 4, context_lens 11, 9
 
             run         0      1    2
-            blocks     5 2     7    9        num_keys  8 3 1
-            sequences  0 1     0    1        row_seq   0 1 0 1
+            blocks     5 2     7    9        num_keys  8 3 1      first_block  0 2 3
+            sequences  0 1     0    1        row_seq   0 1 0 1    first_row    0 2 3 4
         """
-        size, n = self.cache.block_size, metadata.num_decodes
-        lens, tables = metadata.context_lens[:n].tolist(), metadata.block_tables[:n]
-        parts, own = (
-            [],
-            [0] * n,
-        )  # (sequences, first key, end); the first key that a sequence reads alone
-        # The last block of a sequence is its own.
-        limits, saved = [(length - 1) // size for length in lens], MIN_SAVED_KEYS // size
-        for seqs, first, end in find_shared_blocks(tables, limits, saved) if n > 1 else ():
-            parts.append((seqs, first * size, end * size))
-            for seq in seqs:
-                own[seq] = max(own[seq], end * size)
-        parts += [([seq], own[seq], lens[seq]) for seq in range(n)]
-
-        step = max(1, RUN_KEYS // size) * size
-        runs = [
-            (seqs, i, min(i + step, end))
-            for seqs, first, end in parts
-            for i in range(first, end, step)
-        ]
-        blocks = [tables[seqs[0]][first // size : -(-end // size)] for seqs, first, end in runs]
-        readers, firsts, ends = zip(*runs, strict=True)
-        row_seq = list(chain(*readers))
-        keys = list(chain(*blocks)), starts(map(len, blocks)), np.subtract(ends, firsts)
-        order = np.argsort(
-            row_seq, kind="stable"
-        )  # the parts of a sequence, in the order of the keys
-        rows = starts(map(len, readers)), row_seq, starts(np.bincount(row_seq)), order
-        # Kept, since the step has only their addresses.
-        self.arrays = [np.array(values, dtype=np.int64) for values in (*keys, *rows)]
-        cache, scale = self.layers[0][0], self.scale * math.log2(math.e)  # 2^(x · log2(e)) = e^x
-        numbers = len(runs), n, 0, *cache.shape[1::2], size, 0, *cache.stride()[:2]
-        self.step = cpp.Decode(*numbers, *[array.ctypes.data for array in self.arrays], scale)
+        n = metadata.num_decodes
+        block_size = self.cache.block_size
+        tables = metadata.block_tables[:n]
+        context_lens = metadata.context_lens[:n].tolist()
+        blocks = []
+        first_block = []
+        num_keys = []
+        first_row = [0]
+        row_seq = []
+        for run in find_runs(tables, context_lens, block_size):
+            seq = run.seqs[0]
+            end_key = min(run.end_block * block_size, context_lens[seq])
+            first_block.append(len(blocks))
+            blocks += tables[seq][run.first_block : run.end_block]
+            num_keys.append(end_key - run.first_block * block_size)
+            row_seq += run.seqs
+            first_row.append(len(row_seq))
+        num_rows = np.bincount(row_seq)  # of each sequence
+        k_cache = self.layers[0][0]  # all layers have the same sizes and strides
+        self.step = cpp.Decode(
+            num_runs=len(num_keys),
+            num_seqs=n,
+            num_kv_heads=k_cache.shape[1],
+            head_dim=k_cache.shape[3],
+            block_size=block_size,
+            cache_block=k_cache.stride(0),
+            cache_head=k_cache.stride(1),
+            blocks=cpp.int_array(blocks),
+            first_block=cpp.int_array(first_block),
+            num_keys=cpp.int_array(num_keys),
+            first_row=cpp.int_array(first_row),
+            row_seq=cpp.int_array(row_seq),
+            first_part=cpp.int_array([0, *num_rows.cumsum()]),
+            # The rows of each sequence, in the order of its keys
+            parts=cpp.int_array(np.argsort(row_seq, kind="stable")),
+            scale_log2=self.scale * math.log2(math.e),  # 2^(x · log2(e)) = e^x
+        )
 
     def decode(self, layer: int, q: Tensor) -> Tensor:
         """As `TorchAttention.decode`."""
-        step, (k_cache, v_cache) = self.step, self.layers[layer]
-        assert (q.stride()[1:], q.dtype, len(q)) == ((q.shape[2], 1), k_cache.dtype, step.num_seqs)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        step.num_heads, step.q_seq = q.shape[1], q.stride(0)
-        step.q, step.k_cache, step.v_cache, step.out = map(
-            Tensor.data_ptr, (q, k_cache, v_cache, out)
-        )
-        cpp.load().paged_decode(ctypes.byref(step), cpp.DTYPES[q.dtype])
-        return out
+        k_cache, v_cache = self.layers[layer]
+        return cpp.paged_decode(q, k_cache, v_cache, self.step)
 
 
-def starts(sizes: Iterable[int]) -> np.ndarray:
-    """Where each of several lists begins if they lie end to end, and their end: 2 1 1 → 0 2 3 4."""
-    return np.cumsum([0, *sizes])
+def find_runs(tables: list[list[int]], context_lens: list[int], block_size: int) -> list[Run]:
+    """Divide block tables into runs: shared blocks first, then the others of each sequence."""
+    # The new token is written to the last block, so no other sequence shares that block.
+    limits = [(length - 1) // block_size for length in context_lens]
+    runs = find_shared_blocks(tables, limits, MIN_SAVED_KEYS // block_size)
+    first_own = [0] * len(tables)  # the first block that a sequence reads alone
+    for run in runs:
+        for seq in run.seqs:
+            first_own[seq] = max(first_own[seq], run.end_block)
+    for seq, length in enumerate(context_lens):
+        num_blocks = -(-length // block_size)  # ceil division
+        runs.append(Run([seq], first_own[seq], num_blocks))
+    cut = []
+    step = max(1, RUN_KEYS // block_size)
+    for run in runs:
+        for first in range(run.first_block, run.end_block, step):
+            cut.append(Run(run.seqs, first, min(first + step, run.end_block)))
+    return cut
 
 
-def find_shared_blocks(
-    tables: list[list[int]], limits: list[int], min_saved: int
-) -> list[tuple[list[int], int, int]]:
-    """Groups of sequences whose block tables begin alike, and groups within these groups.
+def find_shared_blocks(tables: list[list[int]], limits: list[int], min_saved: int) -> list[Run]:
+    """Find groups of sequences whose block tables begin alike, and groups within these groups.
 
     Four requests with a common system prompt, two of them samples of one prompt:
 
         tables  0: [5, 2, 7, 4]   1: [5, 2, 7, 9]   2: [5, 2, 3]   3: [5, 2, 6]   4: [8, 1]
 
-        ([0, 1, 2, 3], 0, 2)    blocks 5 and 2: 6 reads saved
-        ([0, 1], 2, 3)          block 7: 1 read saved
+        Run([0, 1, 2, 3], 0, 2)    blocks 5 and 2: 6 reads saved
+        Run([0, 1], 2, 3)          block 7: 1 read saved
 
     Args:
         limits: how many blocks of each sequence may be shared.
-        min_saved: reads that a group must save; else one within it begins where it would have.
-
-    Returns:
-        (sequences, first block, end) of each group.
+        min_saved: a group is kept only if sharing saves at least this many block reads; otherwise
+            its blocks are counted to its subgroups.
     """
-    found: list[tuple[list[int], int, int]] = []
-    groups = [
-        (list(range(len(tables))), 0, 0)
-    ]  # (sequences, blocks that they share, those of them found)
+    found = []
+    # Groups with equal blocks up to `end_block`; those from `first_block` on are in no run yet.
+    groups = [Run(list(range(len(tables))), 0, 0)]
     while groups:
-        seqs, depth, first = groups.pop()
-        alike: dict[int, list[int]] = defaultdict(list)  # the next block → sequences
-        for seq in seqs:
-            if depth < limits[seq]:
-                alike[tables[seq][depth]].append(seq)
-        for group in alike.values():
-            if len(group) == 1:
+        group = groups.pop()
+        by_next_block: dict[int, list[int]] = defaultdict(list)
+        for seq in group.seqs:
+            if group.end_block < limits[seq]:
+                by_next_block[tables[seq][group.end_block]].append(seq)
+        for seqs in by_next_block.values():
+            if len(seqs) == 1:
                 continue
-            # What the smallest and the largest table begin with, all between them do.
-            low, high = min(tables[seq] for seq in group), max(tables[seq] for seq in group)
-            end, most = depth + 1, min(limits[seq] for seq in group)
-            while end < most and low[end] == high[end]:
+            # Sorted as lists, all tables begin with what the first and the last have in common.
+            low = min(tables[seq] for seq in seqs)
+            high = max(tables[seq] for seq in seqs)
+            limit = min(limits[seq] for seq in seqs)
+            first = group.first_block
+            end = group.end_block + 1
+            while end < limit and low[end] == high[end]:
                 end += 1
-            is_worth_it = (len(group) - 1) * (end - first) >= min_saved
-            if is_worth_it:
-                found.append((group, first, end))
-            groups.append((group, end, end if is_worth_it else first))
+            if (len(seqs) - 1) * (end - first) >= min_saved:
+                found.append(Run(seqs, first, end))
+                first = end
+            groups.append(Run(seqs, first, end))
     return found

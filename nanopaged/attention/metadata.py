@@ -64,12 +64,13 @@ def slots_of(block_table: list[int], positions: np.ndarray, block_size: int) -> 
     return np.array(block_table)[positions // block_size] * block_size + positions % block_size
 
 
-def gather_groups(context_lens: np.ndarray) -> list[slice]:
-    """Cut sequences into groups of at most GATHER_KEYS keys, or of one longer context.
+def gather_groups(context_lens: np.ndarray, start: int = 0) -> list[slice]:
+    """Cut the sequences from `start` on into groups of at most GATHER_KEYS keys, padding included.
 
-    All groups have the same number of sequences, so that they can be padded to the longest context:
+    A longer context is a group by itself.
 
-        GATHER_KEYS = 10    context_lens 4 5 3 2    10 // 5 = 2 sequences: groups 0:2, 2:4
+        GATHER_KEYS = 10    context_lens 4 5 3    two sequences are 2 · 5 keys: groups 0:2, 2:3
     """
-    step = max(1, GATHER_KEYS // int(context_lens.max()))
-    return [slice(i, i + step) for i in range(0, len(context_lens), step)]
+    end = len(context_lens)
+    step = max(1, GATHER_KEYS // int(context_lens[start:].max()))
+    return [slice(i, min(i + step, end)) for i in range(start, end, step)]

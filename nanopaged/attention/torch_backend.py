@@ -1,42 +1,40 @@
-"""Paged attention in plain PyTorch: it runs everywhere, and is the base class of the faster backends.
+"""Paged attention in plain PyTorch. It runs everywhere; the faster backends are subclasses.
 
-Contexts are gathered from their blocks, then come two matrix products and a softmax: prefills one after
-another, decodes many at once, padded to the longest context.
+Contexts are gathered from their blocks; then follow two matrix products and a softmax. Prefills are
+computed one after another. Decodes are computed many together, padded to the longest context.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanopaged.attention.metadata import AttentionMetadata, gather_groups
-from nanopaged.attention.reference_backend import LayerMod, ScoreMod
+from nanopaged.attention.reference_backend import LayerMod, ScoreMod, for_layer
 from nanopaged.kv_cache import KVCache, to_device
 
-QUERY_TILE = 64  # queries computed at once: their scores fit in the CPU's cache
+QUERY_TILE = 64  # queries computed together, so that their scores fit in the CPU's cache
 
 
 class TorchAttention:
-    """Storing, decodes and prefills, each a pair of methods: one for a step, one for a layer."""
+    """Storing, decodes and prefills: each has one method for a step, and one for a layer."""
 
     supports_cuda_graphs = False
 
     def __init__(self, cache: KVCache, scale: float, score_mod: ScoreMod | None = None) -> None:
-        self.cache, self.scale, self.score_mod = cache, scale, score_mod
+        self.cache = cache
+        self.scale = scale
         self.device = cache.data.device
-        # K and V of each layer: making these views takes 2 % of a decode step of one sequence.
+        # K and V of each layer. Making these views takes 2 % of a decode step of one sequence.
         layers = range(cache.shape.num_layers)
         self.layers = [cache.layer(layer) for layer in layers]
-        self.score_mods = [
-            partial(score_mod, layer) if score_mod is not None else None for layer in layers
-        ]
+        self.score_mods = [for_layer(score_mod, layer) for layer in layers]
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        """Prepare what all layers of a step share."""
+        """Prepare the data that all layers of a step share."""
         self.num_decodes = metadata.num_decodes
         self.begin_store(metadata)
         if metadata.num_decodes > 0:
@@ -45,7 +43,7 @@ class TorchAttention:
             self.begin_prefills(metadata)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One layer: the first `num_decodes` tokens are decodes, the rest prefills."""
+        """Compute one layer. The first `num_decodes` tokens are decodes, the rest are prefills."""
         n = self.num_decodes
         self.store(layer, k, v)
         if n == len(q):
@@ -54,10 +52,10 @@ class TorchAttention:
         return out if n == 0 else torch.cat((self.decode(layer, q[:n]), out))
 
     def begin_store(self, metadata: AttentionMetadata) -> None:
-        """Slots as (block, offset): block_size = 4, slot 9 is block 2, offset 1.
+        """Send the slots as (block, offset): block_size = 4, slot 9 is block 2, offset 1.
 
-        A new block is filled with zeros: `decode` also reads slots that no token has reached. They have
-        weight 0, but a former owner may have left NaN, and 0 · NaN = NaN.
+        A new block is filled with zeros, because `decode` also reads slots that no token has
+        reached. They have weight 0, but a former owner may have left NaN, and 0 · NaN = NaN.
         """
         blocks, offsets = np.divmod(metadata.slot_mapping, self.cache.block_size)
         self.cache.data.index_fill_(0, to_device(blocks[offsets == 0], self.device), 0)
@@ -70,68 +68,86 @@ class TorchAttention:
         v_cache[self.blocks, :, self.offsets] = v
 
     def begin_decodes(self, metadata: AttentionMetadata) -> None:
-        """Pad the block tables in groups, and note the position of each query.
+        """Divide the decodes into groups, and pad the block tables of each group.
 
         block_size = 4, context_lens 6, 3, tables [5, 2], [0, 7]: the tables become [5, 2], [0, 0]
         """
-        self.decodes: list[tuple[slice, Tensor, Tensor]] = []
-        lens = metadata.context_lens[: self.num_decodes]
-        for seqs in gather_groups(lens):
-            counts = -(-lens[seqs] // self.cache.block_size)  # a table may have more blocks
-            pairs = zip(
-                metadata.block_tables[: self.num_decodes][seqs], counts.tolist(), strict=True
-            )
-            tables = np.array([table[:n] + table[:1] * (counts.max() - n) for table, n in pairs])
-            queries = to_device(lens[seqs] - 1, self.device)[:, None, None, None]
-            self.decodes.append((seqs, to_device(tables, self.device), queries))
+        context_lens = metadata.context_lens[: metadata.num_decodes]
+        # Sequences, their tables [num_seqs, num_blocks], query positions [num_seqs, 1, 1, 1]
+        self.decodes = []
+        for seqs in gather_groups(context_lens):
+            lens = context_lens[seqs]
+            counts = (-(-lens // self.cache.block_size)).tolist()  # a table may have more blocks
+            longest = max(counts)
+            padded = []
+            for table, count in zip(metadata.block_tables[seqs], counts, strict=True):
+                padded.append(table[:count] + table[:1] * (longest - count))
+            tables = to_device(np.array(padded), self.device)
+            positions = to_device(lens - 1, self.device)[:, None, None, None]
+            self.decodes.append((seqs, tables, positions))
 
     def decode(self, layer: int, q: Tensor) -> Tensor:
         """One query of each sequence: q → out, both [num_decodes, num_heads, head_dim]."""
-        # [num_seqs, num_kv_heads, group, head_dim]: heads that share a KV head are rows
-        q = (q * self.scale).unflatten(1, (self.cache.shape.num_kv_heads, -1))
+        q = self.by_kv_head(q * self.scale)
         out = torch.empty_like(q)
-        for seqs, tables, queries in self.decodes:
+        for seqs, tables, positions in self.decodes:
             num_keys = tables.shape[1] * self.cache.block_size
-            keys, values = (gather_context(x, tables, num_keys) for x in self.layers[layer])
-            out[seqs] = attend(q[seqs], keys, values, queries, 0, self.score_mods[layer])
+            keys, values = [gather_context(cache, tables, num_keys) for cache in self.layers[layer]]
+            out[seqs] = attend(q[seqs], keys, values, positions, 0, self.score_mods[layer])
         return out.flatten(1, 2)
 
     def begin_prefills(self, metadata: AttentionMetadata) -> None:
-        """Note the block table, query and context length of each."""
-        self.prefills: list[tuple[Tensor, int, int]] = []
-        for i in range(metadata.num_decodes, len(metadata.query_lens)):
-            table = to_device(np.array(metadata.block_tables[i]), self.device)
-            self.prefills.append(
-                (table, int(metadata.query_lens[i]), int(metadata.context_lens[i]))
-            )
+        """Keep the block table, query and context length of each prefill."""
+        self.prefills = []
+        for seq in range(metadata.num_decodes, len(metadata.query_lens)):
+            table = to_device(np.array(metadata.block_tables[seq]), self.device)
+            query_len = int(metadata.query_lens[seq])
+            context_len = int(metadata.context_lens[seq])
+            self.prefills.append((table, query_len, context_len))
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """All tokens of the prefills: q [num_tokens, num_heads, head_dim], new k, v → out.
 
-        Tile by tile, each query up to its own position: with 3 cached keys, query 0 sees keys 0 to 3.
+        A tile of queries is computed together. Each query sees the keys up to its own position:
+        with 3 cached keys, query 0 sees keys 0 to 3.
         """
-        q, out, row = q * self.scale, torch.empty_like(q), 0  # row: of the tile's first token
+        q = self.by_kv_head(q * self.scale)
+        out = torch.empty_like(q)
+        row = 0  # the first row of the tile
         for table, query_len, context_len in self.prefills:
-            keys, values = [gather_context(x, table, context_len) for x in self.layers[layer]]
+            keys, values = [
+                gather_context(cache, table, context_len) for cache in self.layers[layer]
+            ]
             for first in range(context_len - query_len, context_len, QUERY_TILE):
-                num = min(QUERY_TILE, context_len - first)
-                end, mod = first + num, self.score_mods[layer]
-                tile = q[row : row + num].unflatten(1, (len(keys), -1)).transpose(0, 1)
-                queries = torch.arange(first, end, device=q.device).repeat_interleave(
-                    tile.shape[2]
-                )[:, None]
-                # [num_kv_heads, tile · group, head_dim]
-                rows = attend(
-                    tile.flatten(1, 2), keys[:, :end], values[:, :end], queries, first, mod
+                end = min(first + QUERY_TILE, context_len)
+                rows = slice(row, row + end - first)
+                tile = q[rows].transpose(0, 1)  # [num_kv_heads, num_queries, group, head_dim]
+                positions = torch.arange(first, end, device=self.device)
+                attended = attend(
+                    tile.flatten(1, 2),
+                    keys[:, :end],
+                    values[:, :end],
+                    positions.repeat_interleave(tile.shape[2])[:, None],
+                    num_seen=first,
+                    score_mod=self.score_mods[layer],
                 )
-                out[row : row + num] = rows.unflatten(1, (num, -1)).transpose(0, 1).flatten(1, 2)
-                row += num
-        return out
+                out[rows] = attended.view(tile.shape).transpose(0, 1)
+                row = rows.stop
+        return out.flatten(1, 2)
+
+    def by_kv_head(self, q: Tensor) -> Tensor:
+        """Group the query heads that share a KV head.
+
+        [num_tokens, num_heads, head_dim] → [num_tokens, num_kv_heads, group, head_dim]
+        """
+        return q.unflatten(1, (self.cache.shape.num_kv_heads, -1))
 
 
 def gather_context(cache: Tensor, block_tables: Tensor, num_keys: int) -> Tensor:
-    """Copy keys (or values) out of their blocks: block_tables [..., blocks] of one sequence or of several,
-    cache [num_blocks, num_kv_heads, block_size, head_dim] → [..., num_kv_heads, num_keys, head_dim].
+    """Copy the keys (or values) of one sequence or of several out of their blocks.
+
+    cache [num_blocks, num_kv_heads, block_size, head_dim], block_tables [..., blocks]
+    → [..., num_kv_heads, num_keys, head_dim]
     """
     tables = block_tables[..., : -(-num_keys // cache.shape[2])]
     blocks = cache.index_select(0, tables.flatten()).unflatten(0, tables.shape)

@@ -1,6 +1,6 @@
-"""The C++ kernels as functions of tensors. `cpp_backend.py` calls those of attention.
+"""The C++ kernels as functions of tensors. `store_kv` and `paged_decode` are as in Triton.
 
-The library knows nothing of PyTorch: tensors are passed as addresses and strides, so dtypes are checked here.
+The library knows nothing of PyTorch. It gets addresses and strides, so dtypes are checked here.
 """
 
 from __future__ import annotations
@@ -8,32 +8,54 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanopaged.kernels import build
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in `with_dtype` of vectors.h
-ADDRESS, NUMBER, REAL, DTYPE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+DTYPE = ctypes.c_int
+FLOAT = ctypes.c_float
+INT = ctypes.c_int64
+INTS = ctypes.POINTER(INT)
+POINTER = ctypes.c_void_p
 
 
 class Decode(ctypes.Structure):
-    """The arguments of `paged_decode`, as in paged_attention.cpp, which describes them."""
+    """The arguments of `paged_decode`, in the order of `struct Decode` in paged_attention.cpp."""
 
     _fields_ = [
-        *(
-            (name, NUMBER)
-            for name in ("num_runs", "num_seqs", "num_heads", "num_kv_heads", "head_dim")
-        ),
-        *((name, NUMBER) for name in ("block_size", "q_seq", "cache_block", "cache_head")),
-        *(
-            (name, ADDRESS)
-            for name in ("blocks", "first_block", "num_keys", "first_row", "row_seq")
-        ),
-        *((name, ADDRESS) for name in ("first_part", "parts")),
-        ("scale_log2", REAL),
-        *((name, ADDRESS) for name in ("q", "k_cache", "v_cache", "out", "partial", "lse")),
+        ("num_runs", INT),
+        ("num_seqs", INT),
+        ("num_heads", INT),
+        ("num_kv_heads", INT),
+        ("head_dim", INT),
+        ("block_size", INT),
+        ("q_seq", INT),
+        ("cache_block", INT),
+        ("cache_head", INT),
+        ("blocks", INTS),
+        ("first_block", INTS),
+        ("num_keys", INTS),
+        ("first_row", INTS),
+        ("row_seq", INTS),
+        ("first_part", INTS),
+        ("parts", INTS),
+        ("scale_log2", FLOAT),
+        ("q", POINTER),
+        ("k_cache", POINTER),
+        ("v_cache", POINTER),
+        ("out", POINTER),
+        ("partial", POINTER),  # this one and `lse` belong to the library
+        ("lse", POINTER),
     ]
+
+
+def int_array(values: list[int] | np.ndarray) -> ctypes.Array:
+    """An int64 array as the library reads it. A field of `Decode` keeps it alive."""
+    memory = np.array(values, dtype=np.int64).data
+    return (INT * len(memory)).from_buffer(memory)
 
 
 @cache
@@ -41,32 +63,91 @@ def load() -> ctypes.CDLL:
     """The library, built if it has to be. Raises ValueError, as `build.load` does."""
     library = build.load()
     library.paged_decode.argtypes = [ctypes.POINTER(Decode), DTYPE]
-    library.store_kv.argtypes = [*[ADDRESS] * 5, *[NUMBER] * 8, DTYPE]
-    library.rms_norm.argtypes = [*[ADDRESS] * 3, *[NUMBER] * 3, REAL, DTYPE]
-    library.norm_rotate.argtypes = [*[ADDRESS] * 5, REAL, *[NUMBER] * 5, DTYPE]
-    library.silu_mul.argtypes = [*[ADDRESS] * 2, *[NUMBER] * 2, DTYPE]
+    library.store_kv.argtypes = [POINTER] * 4 + [INTS] + [INT] * 8 + [DTYPE]
+    library.rms_norm.argtypes = [POINTER] * 3 + [INT] * 3 + [FLOAT, DTYPE]
+    library.norm_rotate.argtypes = [POINTER] * 5 + [FLOAT] + [INT] * 5 + [DTYPE]
+    library.silu_mul.argtypes = [POINTER] * 2 + [INT] * 2 + [DTYPE]
     return library
 
 
 def why_no_cpp(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot run here, None if they can. They are built if they have to be."""
+    """Why the kernels cannot run here; None if they can. They are built if they have to be."""
     if device.type != "cpu":
         return f"its kernels run on a CPU, not on {device}"
     if head_dim > 256:
         return f"its kernels take a head_dim of up to 256, not {head_dim}"
-    try:  # with nothing to compute: it only tells whether the compiler had this dtype
+    try:  # a call with nothing to compute returns 0 if the compiler lacked this dtype
         has_dtype = load().silu_mul(None, None, 0, 0, DTYPES[dtype])
-    except (ValueError, AttributeError) as error:  # AttributeError: it lacks a function
+    except (ValueError, AttributeError) as error:  # AttributeError: the library lacks a function
         return str(error)
     return None if has_dtype else "its kernels need GCC 12 or Clang 15 for float16"
 
 
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: ctypes.Array) -> None:
+    """Write the new k, v [num_tokens, num_kv_heads, head_dim] of a batch to their slots.
+
+    Args:
+        k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], two views of one tensor.
+        slots: `int_array` [num_tokens], block · block_size + offset.
+    """
+    num_tokens, num_heads, head_dim = k.shape
+    assert k.dtype == v.dtype == k_cache.dtype
+    assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1)  # the heads of a token are contiguous
+    load().store_kv(
+        k.data_ptr(),
+        v.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        slots,
+        num_tokens,
+        k.stride(0),
+        v.stride(0),
+        num_heads,
+        head_dim,
+        k_cache.shape[2],
+        k_cache.stride(0),
+        k_cache.stride(1),
+        DTYPES[k.dtype],
+    )
+
+
+def paged_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Decode) -> Tensor:
+    """One query of each sequence attends to its context: q [num_seqs, num_heads, head_dim] → as q.
+
+    Args:
+        k_cache, v_cache: as in `store_kv`.
+        step: the arguments that all layers share. The fields of this layer are set here.
+    """
+    num_seqs, num_heads, head_dim = q.shape
+    assert q.dtype == k_cache.dtype
+    assert q.stride()[1:] == (head_dim, 1)
+    assert num_seqs == step.num_seqs
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    step.num_heads = num_heads
+    step.q_seq = q.stride(0)
+    step.q = q.data_ptr()
+    step.k_cache = k_cache.data_ptr()
+    step.v_cache = v_cache.data_ptr()
+    step.out = out.data_ptr()
+    load().paged_decode(step, DTYPES[q.dtype])
+    return out
+
+
 def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     """x / √(mean(x²) + ε) · w, computed in float32: x [num_tokens, size] → the same shape."""
-    assert (x.stride(1), x.dtype) == (1, weight.dtype)
+    num_tokens, size = x.shape
+    assert x.dtype == weight.dtype
+    assert x.stride(1) == 1
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     load().rms_norm(
-        *map(Tensor.data_ptr, (x, weight, out)), *x.shape, x.stride(0), eps, DTYPES[x.dtype]
+        x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        num_tokens,
+        size,
+        x.stride(0),
+        eps,
+        DTYPES[x.dtype],
     )
     return out
 
@@ -81,17 +162,30 @@ def norm_rotate(
 ) -> Tensor:
     """Normalise (if there are weights) and rotate queries and keys, in place, as in decoder.py."""
     num_tokens, num_heads, head_dim = qk.shape
-    assert (qk.stride()[1:], qk.dtype, qk.dtype) == ((head_dim, 1), cos.dtype, sin.dtype)
-    norms = map(Tensor.data_ptr, weights) if weights is not None else (None, None)
-    numbers = num_tokens, num_heads, num_q, head_dim // 2, qk.stride(0)
-    addresses = qk.data_ptr(), *norms, cos.data_ptr(), sin.data_ptr()
-    load().norm_rotate(*addresses, eps, *numbers, DTYPES[qk.dtype])
+    assert qk.dtype == cos.dtype == sin.dtype
+    assert qk.stride()[1:] == (head_dim, 1)
+    load().norm_rotate(
+        qk.data_ptr(),
+        weights[0].data_ptr() if weights is not None else None,
+        weights[1].data_ptr() if weights is not None else None,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        eps,
+        num_tokens,
+        num_heads,
+        num_q,
+        head_dim // 2,
+        qk.stride(0),
+        DTYPES[qk.dtype],
+    )
     return qk
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [num_tokens, 2 · width], contiguous → silu(gate) · up [num_tokens, width]."""
     assert gate_up.is_contiguous()
-    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-    load().silu_mul(gate_up.data_ptr(), out.data_ptr(), *out.shape, DTYPES[gate_up.dtype])
+    num_tokens = gate_up.shape[0]
+    width = gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_tokens, width)
+    load().silu_mul(gate_up.data_ptr(), out.data_ptr(), num_tokens, width, DTYPES[gate_up.dtype])
     return out

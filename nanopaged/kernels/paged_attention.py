@@ -1,14 +1,16 @@
 """Paged attention in Triton: store new K/V in slots, decode over blocks.
 
-A decode takes the time to read K/V. So the kernels read K/V exactly once:
+A decode takes as long as reading K/V takes, so the kernels read K/V exactly once:
 
-    decode_kernel   a program for each (split, KV head), with all query heads that share the KV head; a split
-                    is a range of a context's keys; it writes a partial softmax and its log-sum-exp (LSE)
+    decode_kernel   a program for each split and KV head, with all query heads that share the KV
+                    head. A split is a range of a context's keys. The program writes a partial
+                    softmax and its log-sum-exp (LSE).
     reduce_kernel   combines the splits of a query head
 
-Arguments such as `q_seq` and `table_row` are strides, in elements; the heads of a token are contiguous.
-`do_not_specialize_on_alignment` stops Triton from compiling a kernel for each alignment of a small input.
-With TRITON_INTERPRET=1 (set before triton is imported) they run on a CPU, slowly.
+Arguments such as `q_seq` and `table_row` are strides, in elements; the heads of a token are
+contiguous. `do_not_specialize_on_alignment` stops Triton from compiling a kernel for each alignment
+of a small input. With TRITON_INTERPRET=1 (set before triton is imported) the kernels run on a CPU,
+slowly.
 """
 
 from __future__ import annotations
@@ -47,12 +49,9 @@ def store_kernel(
         dims = tl.arange(0, DIM_PAD)[None, :]
         mask = (heads < NUM_HEADS) & (dims < HEAD_DIM)
         # block_size = 4, slot 9: block 2, offset 1
-        target = (
-            slot // BLOCK_SIZE * cache_block
-            + slot % BLOCK_SIZE * HEAD_DIM
-            + heads * cache_head
-            + dims
-        )
+        block = slot // BLOCK_SIZE
+        offset = slot % BLOCK_SIZE
+        target = block * cache_block + offset * HEAD_DIM + heads * cache_head + dims
         k = tl.load(k_ptr + token * k_token + heads * HEAD_DIM + dims, mask=mask)
         v = tl.load(v_ptr + token * v_token + heads * HEAD_DIM + dims, mask=mask)
         tl.store(k_cache_ptr + target, k, mask=mask)
@@ -84,10 +83,15 @@ def decode_kernel(
 ):
     """Partial attention of the query heads of one KV head over one split.
 
-    With S = scale · log2(e) · q Kᵀ over the split's keys: partial = Σ 2^(S - m) V / l and lse = m + log2(l),
-    where m = max S and l = Σ 2^(S - m). The loop keeps m, l and Σ in float32.
+    With S = scale · log2(e) · q Kᵀ over the split's keys, m = max S and l = Σ 2^(S - m):
+
+        partial = Σ 2^(S - m) V / l
+        lse = m + log2(l)
+
+    The loop keeps m, l and Σ in float32.
     """
-    split, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    split = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
     seq = tl.load(splits_ptr + split * 3)
     start = tl.load(splits_ptr + split * 3 + 1).to(tl.int32)
     end = tl.load(splits_ptr + split * 3 + 2).to(tl.int32)
@@ -104,23 +108,21 @@ def decode_kernel(
         # A tile spans several blocks. block_size = 4, positions 6 7 8 9, table [7, 2, 5]:
         # blocks 2 2 5 5, offsets 2 3 0 1. In 64 bits: a cache has more than 2^31 elements.
         position = start + tl.arange(0, TILE)
-        block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
+        block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+        block = block.to(tl.int64)
         for _ in range(start, end, TILE):
             live = position < end
             row = block * cache_block + (position % BLOCK_SIZE) * HEAD_DIM + kv_head * cache_head
             mask = live[:, None] & (dims < HEAD_DIM)
-            # 0 beyond the context: an unwritten slot may hold NaN.
+            # Beyond the context 0 is loaded, because an unwritten slot may hold NaN.
             k = tl.load(k_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
             v = tl.load(v_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
-            # The next tile's blocks: so its K and V are loaded while this tile is computed.
+            # The next tile's blocks, so that its K and V are loaded while this tile is computed.
             position += TILE
-            block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0).to(
-                tl.int64
-            )
-            scores = (
-                tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-            )  # [GROUP_PAD, TILE]
-            scores = tl.where(live[None, :], scores, float("-inf"))
+            block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+            block = block.to(tl.int64)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [GROUP_PAD, TILE]
+            scores = tl.where(live[None, :], scores * scale_log2, float("-inf"))
             m_new = tl.maximum(m, tl.max(scores, 1))
             p = tl.exp2(scores - m_new[:, None])
             rescale = tl.exp2(m - m_new)
@@ -147,20 +149,25 @@ def reduce_kernel(
 
     Sequence i has the splits firsts[i] to firsts[i + 1] - 1; without any, the output is 0.
     """
-    seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first, end = tl.load(firsts_ptr + seq).to(tl.int32), tl.load(firsts_ptr + seq + 1).to(tl.int32)
-    num_heads, dims = tl.num_programs(1), tl.arange(0, DIM_PAD)
-    m, l, acc = float("-inf"), 0.0, tl.zeros([DIM_PAD], tl.float32)
+    seq = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    first = tl.load(firsts_ptr + seq).to(tl.int32)
+    end = tl.load(firsts_ptr + seq + 1).to(tl.int32)
+    dims = tl.arange(0, DIM_PAD)
+    m = float("-inf")
+    l = 0.0
+    acc = tl.zeros([DIM_PAD], tl.float32)
     for start in range(first, end, CHUNK):
         split = start + tl.arange(0, CHUNK)
         rows = split.to(tl.int64) * num_heads + head
         lse = tl.load(lse_ptr + rows, mask=split < end, other=float("-inf"))
         mask = (split[:, None] < end) & (dims[None, :] < HEAD_DIM)
-        partial = tl.load(
-            partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0
-        )
+        source = rows[:, None] * HEAD_DIM + dims[None, :]
+        partial = tl.load(partial_ptr + source, mask=mask, other=0.0)
         m_new = tl.maximum(m, tl.max(lse, 0))
-        weight, rescale = tl.exp2(lse - m_new), tl.exp2(m - m_new)
+        weight = tl.exp2(lse - m_new)
+        rescale = tl.exp2(m - m_new)
         l = l * rescale + tl.sum(weight, 0)
         acc = acc * rescale + tl.sum(partial * weight[:, None], 0)
         m = m_new
@@ -168,7 +175,7 @@ def reduce_kernel(
     tl.store(out_ptr + (seq * num_heads + head) * HEAD_DIM + dims, out, mask=dims < HEAD_DIM)
 
 
-# ── launching the kernels ──────────────────────────────────────────────────────────────────────────
+# ── launching the kernels ─────────────────────────────────────────────────────────────────────────
 
 INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 MIN_SPLIT = 128  # fewest keys in a split of a longer context
@@ -180,12 +187,16 @@ def why_no_triton(device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"its kernels need a CUDA GPU, not {device}, or TRITON_INTERPRET=1 for a slow trial"
-    capability, version = torch.cuda.get_device_capability(device), triton.__version__
-    # For 7.5 (T4) Triton 3.4 fails on fewer than 16 rows; CUDA 13 has no compiler for older GPUs.
-    has_triton = tuple(map(int, version.split(".")[:2])) >= (3, 5)
-    if capability < ((7, 5) if has_triton else (8, 0)):
-        has = "{}.{} with Triton {}".format(*capability, version)
-        return f"its kernels need compute capability 8.0, or 7.5 with Triton 3.5, and {device} has {has}"
+    # On 7.5 (T4), Triton 3.4 fails on fewer than 16 rows. CUDA 13 has no compiler for older GPUs.
+    version = triton.__version__
+    major, minor = version.split(".")[:2]
+    needed = (7, 5) if (int(major), int(minor)) >= (3, 5) else (8, 0)
+    capability = torch.cuda.get_device_capability(device)
+    if capability < needed:
+        return (
+            "its kernels need compute capability 8.0, or 7.5 with Triton 3.5, and "
+            f"{device} has {capability[0]}.{capability[1]} with Triton {version}"
+        )
     return None
 
 
@@ -198,9 +209,9 @@ def decode_settings(
         from 8.0    group, at least 16  8 KB of K  4                          3
         7.5         group               16 keys    4, 8 if rows · dims ≥ 4096  3
 
-    A tensor core multiplies 16 rows (query heads of a KV head) at once; below 8.0 Triton uses none. In three
-    stages the next tile is loaded while one is computed. Two tiles of K and V are 32 KB (less for more than
-    32 rows): an H100's SM has room for six programs.
+    A tensor core multiplies 16 rows (query heads of a KV head) together; below 8.0 Triton uses
+    none. With three stages the next tile is loaded while one is computed. Two tiles of K and V are
+    32 KB (less for more than 32 rows), so an H100's SM has room for six programs.
 
     Args:
         capability: (9, 0) for an H100. The interpreter takes any.
@@ -208,38 +219,42 @@ def decode_settings(
     """
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     group_pad = triton.next_power_of_2(group)
-    tile, num_warps = 16, 8 if group_pad * dim_pad >= 4096 else 4
     if capability >= (8, 0):
-        group_pad, num_warps = max(16, group_pad), 4
-        tile = min(
-            MIN_SPLIT, max(16, 8192 // (dim_pad * dtype.itemsize) // triton.cdiv(group_pad, 32))
-        )
-    # Triton's interpreter computes bfloat16 products wrongly.
-    dot = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
-    dot = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dot]
+        group_pad = max(16, group_pad)
+        num_keys = 8192 // (dim_pad * dtype.itemsize) // triton.cdiv(group_pad, 32)
+        tile = min(MIN_SPLIT, max(16, num_keys))
+        num_warps = 4
+    else:
+        tile = 16
+        num_warps = 8 if group_pad * dim_pad >= 4096 else 4
+    dot = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+    if INTERPRETED and dtype == torch.bfloat16:
+        dot = tl.float32  # Triton's interpreter computes bfloat16 products wrongly
     constants = {"TILE": tile, "GROUP_PAD": group_pad, "DIM_PAD": dim_pad, "DOT": dot}
     return constants, {"num_warps": num_warps, "num_stages": 3}
 
 
-def split_contexts(context_lens: np.ndarray, most_cuts: int) -> tuple[np.ndarray, np.ndarray]:
+def split_contexts(context_lens: np.ndarray, max_splits: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut contexts into splits of equal length, so that a long one does not keep the GPU waiting.
 
-    The length is all keys / `most_cuts`, rounded up to a multiple of MIN_SPLIT. So there are at most
-    len(context_lens) + most_cuts splits: a CUDA graph has a fixed number.
+    The length is all keys / `max_splits`, rounded up to a multiple of MIN_SPLIT. So one context has
+    at most `max_splits` splits, and all contexts together have at most len(context_lens) +
+    max_splits, which is the number that a CUDA graph has.
 
-        contexts 300 40 0 500, most_cuts 4: 840 / 4 = 210 keys, so 256
+        contexts 300 40 0 500, max_splits 4: 840 / 4 = 210 keys, so 256
         splits of them  0: 0-256, 256-300    1: 0-40    3: 0-256, 256-500      firsts 0 2 3 3 5
 
     Returns:
-        splits int64 [num_splits, 3] (sequence, first key, end); firsts [num_seqs + 1], see `reduce_kernel`
+        splits int64 [num_splits, 3] (sequence, first key, end)
+        firsts int64 [num_seqs + 1], see `reduce_kernel`
     """
-    length = max(1, math.ceil(context_lens.sum() / most_cuts / MIN_SPLIT)) * MIN_SPLIT
-    counts = -(-context_lens // length)
-    firsts = np.zeros(len(counts) + 1, dtype=np.int64)
-    counts.cumsum(out=firsts[1:])
+    length = max(1, math.ceil(context_lens.sum() / max_splits / MIN_SPLIT)) * MIN_SPLIT
+    counts = -(-context_lens // length)  # ceil division
+    firsts = np.concatenate(([0], counts.cumsum()))
     seqs = np.repeat(np.arange(len(counts)), counts)
     starts = (np.arange(len(seqs)) - firsts[seqs]) * length
-    return np.stack([seqs, starts, np.minimum(starts + length, context_lens[seqs])], axis=1), firsts
+    ends = np.minimum(starts + length, context_lens[seqs])
+    return np.stack([seqs, starts, ends], axis=1), firsts
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -252,13 +267,22 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     num_tokens, num_heads, head_dim = k.shape
     assert k.stride()[1:] == v.stride()[1:] == k_cache.stride()[2:] == (head_dim, 1)
     assert k_cache.stride() == v_cache.stride()
-    strides = k.stride(0), v.stride(0), *k_cache.stride()[:2]
-    sizes = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": k_cache.shape[2]}
-    padded = {
-        "HEADS_PAD": triton.next_power_of_2(num_heads),
-        "DIM_PAD": triton.next_power_of_2(head_dim),
-    }
-    store_kernel[(num_tokens,)](k, v, k_cache, v_cache, slot_mapping, *strides, **sizes, **padded)
+    store_kernel[(num_tokens,)](
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        k.stride(0),
+        v.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=k_cache.shape[2],
+        HEADS_PAD=triton.next_power_of_2(num_heads),
+        DIM_PAD=triton.next_power_of_2(head_dim),
+    )
 
 
 def paged_decode(
@@ -276,7 +300,7 @@ def paged_decode(
     Args:
         q: [num_seqs, num_heads, head_dim], as the output.
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], two views of one tensor.
-        block_tables: int32 [num_rows, most blocks].
+        block_tables: int32 [num_rows, num_columns].
         rows: int64 [num_seqs], of `block_tables`.
         splits, firsts: see `split_contexts`; a sequence without splits gives zeros.
     """
@@ -285,19 +309,32 @@ def paged_decode(
     assert q.stride()[1:] == k_cache.stride()[2:] == (head_dim, 1)
     assert k_cache.stride() == v_cache.stride()
     group = num_heads // num_kv_heads
-    capability = (
-        torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
-    )  # (9, 0): interpreted
+    capability = (9, 0)  # if the kernels are interpreted
+    if q.is_cuda:
+        capability = torch.cuda.get_device_capability(q.device)
     constants, options = decode_settings(capability, group, head_dim, k_cache.dtype)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((len(splits), num_heads), dtype=torch.float32, device=q.device)
-    partial = torch.empty((*lse.shape, head_dim), dtype=torch.float32, device=q.device)
-    strides = q.stride(0), *k_cache.stride()[:2], block_tables.stride(0)
-    sizes = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((len(splits), num_heads), dtype=torch.float32)
+    partial = lse.new_empty((len(splits), num_heads, head_dim))
     decode_kernel[(len(splits), num_kv_heads)](
-        *(q, k_cache, v_cache, block_tables, rows, splits, partial, lse),
-        *(scale * math.log2(math.e), *strides),  # 2^(x · log2(e)) = e^x
-        **(sizes | constants | options),
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        rows,
+        splits,
+        partial,
+        lse,
+        scale * math.log2(math.e),  # 2^(x · log2(e)) = e^x
+        q.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        block_tables.stride(0),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        **constants,
+        **options,
     )
     reduce_kernel[(num_seqs, num_heads)](
         partial, lse, firsts, out, head_dim, constants["DIM_PAD"], CHUNK=16

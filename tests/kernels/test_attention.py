@@ -205,9 +205,12 @@ def test_interpreted_kernels_equal_dense_attention(lengths: list[tuple[int, int]
     torch.testing.assert_close(case.run("triton"), case.dense(), atol=2e-5, rtol=1e-4)
 
 
-def dense_varlen(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, softmax_scale: float) -> Tensor:
+def dense_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *lengths: Any, softmax_scale: float, causal: bool
+) -> Tensor:
     """What flash attention computes, one sequence at a time: causal, aligned to the end."""
     cu_q, cu_k, max_q, max_k = lengths
+    assert causal
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
     out = []
@@ -258,7 +261,7 @@ def test_how_flash_attention_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
             for module in ("flash_attn", "torch.nn.attention.varlen"):
                 patch.setitem(sys.modules, module, SimpleNamespace(**(members if module == name else {})))
             flash_backend.load_varlen.cache_clear()
-            flash_backend.load_varlen()(q, k, k, *rest, softmax_scale=0.5)
+            flash_backend.load_varlen()(q, k, k, *rest, softmax_scale=0.5, causal=True)
         return calls.pop()
 
     def new(*args: Any, scale: float, window_size: tuple[int, int], enable_gqa: bool) -> None:

@@ -31,7 +31,7 @@ from nanopaged.attention.triton_backend import TritonAttention
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model.model_config import read_model_config
 from nanopaged.model_runner import PromptTile
-from nanopaged.sequence import ScheduledBatch
+from nanopaged.sequence import Moves, ScheduledBatch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
 
@@ -105,7 +105,10 @@ def test_the_fake_records(
         ((7, 5), "bfloat16", "bfloat16", "bfloat16", "dtype='float16' is faster"),
         ((7, 5), "bfloat16", "float32", "float32", ""),
         ((7, 0), "bfloat16", "auto", "float16", "the checkpoint is read as float16"),
-        *((each, "bfloat16", "auto", "bfloat16", "") for each in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))),
+        *(
+            (number, "bfloat16", "auto", "bfloat16", "")
+            for number in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+        ),
     ],
 )
 def test_the_dtype_on_a_gpu(
@@ -290,9 +293,10 @@ def test_blocks_move_while_the_host_goes_on(cuda: FakeCuda) -> None:
     """All copies on write are one gather and one scatter. A block goes out, or comes back, in one copy."""
     shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=20, dtype=torch.bfloat16)
     cache = KVCache(shape, 8, 4, CUDA, num_host_blocks=5)
-    cache.move_blocks(swap_out=[(0, 4), (3, 2)], swap_in=[(2, 7)], copies=[(0, 1), (2, 3), (2, 4)])
+    moves = Moves(swap_out=[(0, 4), (3, 2)], swap_in=[(2, 7)], copies=[(0, 1), (2, 3), (2, 4)])
+    cache.move_blocks(moves)
     assert [what for what, _ in cuda.taken()] == ["fetch", "fetch", "send", "send"]
-    cache.move_blocks([], [], [])
+    cache.move_blocks(Moves())
     assert cuda.taken() == []
     assert cuda.launched == ["index_select", "index_copy_"]
 
@@ -398,9 +402,9 @@ def test_each_thread_uses_the_engine_s_gpu(
 
 def test_eight_programs_for_each_multiprocessor(cuda: FakeCuda) -> None:
     """On an H100, of 132: a split has a program for each KV head."""
-    for num_kv_heads, most_cuts in ((8, 132), (3, 352), (5, 212)):
+    for num_kv_heads, max_splits in ((8, 132), (3, 352), (5, 212)):
         cache = KVCache(KVShape(1, num_kv_heads, 16, torch.bfloat16), 2, 4, CUDA)
-        assert TritonAttention(cache, 1.0).most_cuts == most_cuts
+        assert TritonAttention(cache, 1.0).max_splits == max_splits
 
 
 # ── launches ──────────────────────────────────────────────────────────────────────────────────────

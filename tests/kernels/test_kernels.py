@@ -58,18 +58,27 @@ class Case:
         k_cache, v_cache = self.cache.layer(LAYER)
         for table, n in zip(self.tables, lens, strict=True):
             for i, block in enumerate(table):
-                here = min(block_size, n - i * block_size)
-                k_cache[block, :, :here] = torch.randn(num_kv_heads, here, head_dim).to(DEVICE, dtype)
-                v_cache[block, :, :here] = torch.randn(num_kv_heads, here, head_dim).to(DEVICE, dtype)
+                num_keys = min(block_size, n - i * block_size)
+                k_cache[block, :, :num_keys] = torch.randn(num_kv_heads, num_keys, head_dim).to(DEVICE, dtype)
+                v_cache[block, :, :num_keys] = torch.randn(num_kv_heads, num_keys, head_dim).to(DEVICE, dtype)
         # Rows of a wider tensor, as the queries are in the output of a fused projection.
         self.q = torch.randn(len(lens), num_heads + 3, head_dim).to(DEVICE, dtype)[:, 1:-2]
 
-    def decode(self, most_cuts: int) -> Tensor:
+    def decode(self, max_splits: int) -> Tensor:
         tables = BlockTables(DEVICE)
         rows = torch.tensor(tables.update(list(range(len(self.lens))), self.tables), device=DEVICE)
-        splits = kernels.split_contexts(np.array(self.lens), most_cuts)
-        where = tables.data, rows, *(torch.from_numpy(each).to(DEVICE) for each in splits)
-        return kernels.paged_decode(self.q, *self.cache.layer(LAYER), *where, self.head_dim**-0.5)
+        splits, firsts = kernels.split_contexts(np.array(self.lens), max_splits)
+        k_cache, v_cache = self.cache.layer(LAYER)
+        return kernels.paged_decode(
+            self.q,
+            k_cache,
+            v_cache,
+            block_tables=tables.data,
+            rows=rows,
+            splits=torch.from_numpy(splits).to(DEVICE),
+            firsts=torch.from_numpy(firsts).to(DEVICE),
+            scale=self.head_dim**-0.5,
+        )
 
     def dense(self) -> Tensor:
         """softmax(q Kᵀ / √d) V in float64; zeros for a sequence without keys."""
@@ -83,11 +92,11 @@ class Case:
                 out[i] = (p @ v).flatten(0, 1)
         return out.float()
 
-    def check(self, *cuts: int) -> None:
-        """Args: cuts: see `split_contexts`."""
+    def check(self, *max_splits: int) -> None:
+        """For each value of `max_splits`, see `split_contexts`."""
         expected = self.dense()
-        for most_cuts in cuts:
-            out = self.decode(most_cuts)
+        for number in max_splits:
+            out = self.decode(number)
             assert out.dtype == self.dtype
             atol = TOLERANCE[self.dtype]
             torch.testing.assert_close(out.float(), expected, atol=atol, rtol=atol)
@@ -124,8 +133,8 @@ def test_decode_of_scores_far_apart() -> None:
     case = Case([300, 9], 16, (4, 2), 64)
     case.q = case.q * 1e4
     expected = case.dense()
-    for most_cuts in (1, 4):
-        torch.testing.assert_close(case.decode(most_cuts), expected, atol=1e-3, rtol=1e-3)
+    for max_splits in (1, 4):
+        torch.testing.assert_close(case.decode(max_splits), expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, on meeting the NaN
@@ -133,8 +142,8 @@ def test_nan_in_a_context_is_not_hidden() -> None:
     """NaN among the keys of one sequence appears in its own output, and in no other."""
     case = Case([170, 140], 16, (2, 1), 16)
     case.cache.layer(LAYER)[0][case.tables[1][2], :, 3] = math.nan
-    for most_cuts in (1, 4):
-        out = case.decode(most_cuts)
+    for max_splits in (1, 4):
+        out = case.decode(max_splits)
         assert out[0].isfinite().all()
         assert out[1].isnan().all()
 
@@ -161,10 +170,10 @@ def test_splits(seed: int) -> None:
     """Each key of each context once, in order; equal lengths; no more splits than a graph has room for."""
     rng = random.Random(seed)
     lens = np.array([rng.choice((0, 1, 127, 128, 129, 1000, 32768)) for _ in range(rng.randrange(1, 70))])
-    most_cuts = rng.choice((1, 2, 7, 132, 1056))
-    splits, firsts = kernels.split_contexts(lens, most_cuts)
-    assert len(splits) == firsts[-1] <= len(lens) + most_cuts
-    longest = max(1, -(-lens.sum() // most_cuts // kernels.MIN_SPLIT)) * kernels.MIN_SPLIT
+    max_splits = rng.choice((1, 2, 7, 132, 1056))
+    splits, firsts = kernels.split_contexts(lens, max_splits)
+    assert len(splits) == firsts[-1] <= len(lens) + max_splits
+    longest = max(1, -(-lens.sum() // max_splits // kernels.MIN_SPLIT)) * kernels.MIN_SPLIT
     for i, length in enumerate(lens):
         ends = [*range(longest, length, longest), length] if length else []
         expected = [[i, start, end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -174,7 +183,7 @@ def test_splits(seed: int) -> None:
 @pytest.mark.parametrize("batch", [[1024] * 63 + [32768], [700] * 255 + [32768], [512], [1024] * 256])
 def test_no_program_has_much_more_than_its_share(batch: list[int]) -> None:
     """On an H100 with 8 KV heads: at most an eighth of what each of 132 multiprocessors has to read."""
-    splits, _ = kernels.split_contexts(np.array(batch), most_cuts=132)
+    splits, _ = kernels.split_contexts(np.array(batch), max_splits=132)
     share = 8 * sum(batch) / 132
     assert (splits[:, 2] - splits[:, 1]).max() <= max(kernels.MIN_SPLIT, share / 8 + kernels.MIN_SPLIT)
 

@@ -33,12 +33,12 @@ def with_graphs(folder: Path, max_num_seqs: int, **options: object) -> LLM:
     return llm
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 9, 100, 256, 257])
-def test_every_batch_finds_a_size(most: int) -> None:
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 8, 9, 100, 256, 257])
+def test_every_batch_finds_a_size(max_num_seqs: int) -> None:
     """Up to the largest batch, and padded to less than twice its size or by less than 8."""
-    sizes = graph_sizes(most)
-    assert sizes[-1] == most
-    for n in range(1, most + 1):
+    sizes = graph_sizes(max_num_seqs)
+    assert sizes[-1] == max_num_seqs
+    for n in range(1, max_num_seqs + 1):
         size = next(size for size in sizes if size >= n)
         assert size < 2 * n or size - n < 8
 
@@ -67,7 +67,8 @@ def test_graphs_give_the_same_tokens(qwen3: Oracle, monkeypatch: pytest.MonkeyPa
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (9, 3, 12, 6, 1, 7, 5)]
     params += [SamplingParams(n=3, seed=5, max_tokens=9, ignore_eos=True)]
     eager = LLM(qwen3.folder, dtype="float32", **options)
-    actual, expected = (each.generate(prompts, params, use_tqdm=False) for each in (llm, eager))
+    actual = llm.generate(prompts, params, use_tqdm=False)
+    expected = eager.generate(prompts, params, use_tqdm=False)
     assert tokens_of(actual) == tokens_of(expected)
     assert sizes & set(graphs.sizes), "no batch filled a graph"
     assert sizes - set(graphs.sizes), "no batch needed padding"
