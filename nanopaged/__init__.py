@@ -1,7 +1,5 @@
 """nanopaged: PagedAttention that you can read in an evening and run with or without a GPU."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -11,8 +11,6 @@ hypothesis, which is a finished sequence with the score that transformers gives 
     score = sum of the log-probabilities of the generated tokens / (their number ** length_penalty)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from operator import attrgetter
 

@@ -6,8 +6,6 @@ shared block before it is written, and keeps full blocks for later prompts (Page
 contents.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Options are checked when they are made. Limits that depend on the model are checked later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import KW_ONLY, dataclass

@@ -10,8 +10,6 @@ a CUDA graph replays exactly what was recorded: the same kernels, tensor sizes a
     - the block tables must not move (`triton_backend.BlockTables`).
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable

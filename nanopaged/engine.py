@@ -3,8 +3,6 @@
 `LLMEngine.run_step` is one turn of it. `Scheduler` chooses the batch, a `Runner` computes it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ All layers of a block are contiguous, so moving a block is one copy; a layer see
 Inside a block the slots of one head are contiguous, so attention has long contiguous reads.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

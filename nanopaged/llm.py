@@ -5,8 +5,6 @@ may be interleaved, because every step serves the requests of all of them. A cal
 aborts its unfinished requests.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf

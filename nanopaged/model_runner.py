@@ -3,8 +3,6 @@
 The runner has the model and the KV cache. It reads sequences and block tables, and changes neither.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ most likely tokens. A draw's random number is a hash of (seed, output index, pos
 the batch does not matter.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections import Counter

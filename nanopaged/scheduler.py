@@ -9,8 +9,6 @@ gets
 requests is preempted (PagedAttention, §4.5).
 """
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left, insort_left, insort_right
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 A snapshot is plain data, and a drawing in text. It shares nothing with the engine.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass

@@ -4,8 +4,6 @@ A request is swapped out whole. It is swapped in whole as well, to other device 
 several of its sequences share is moved once.
 """
 
-from __future__ import annotations
-
 from nanopaged.block_manager import BlockManager, blocks_needed, blocks_to_grow
 from nanopaged.sequence import Move, Request
 

@@ -22,8 +22,6 @@ A `score_mod` changes the scores (scale · q · k) before the softmax, as in Fle
 call a `score_mod`.
 """
 
-from __future__ import annotations
-
 import logging
 
 import torch

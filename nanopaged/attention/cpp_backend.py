@@ -3,8 +3,6 @@
 The kernels read K and V in place, and they read blocks that several sequences share only once.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import dataclass

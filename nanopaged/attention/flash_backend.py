@@ -9,8 +9,6 @@ Cached contexts are gathered from their blocks first, because flash-attn can rea
 tokens in place.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

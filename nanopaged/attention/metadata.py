@@ -1,7 +1,5 @@
 """A batch as plain data: its tokens, and what attention needs to know about them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

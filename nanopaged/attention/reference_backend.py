@@ -1,7 +1,5 @@
 """Paged attention, slow and obvious: read this backend first. The others compute the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

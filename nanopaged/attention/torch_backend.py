@@ -4,8 +4,6 @@ Contexts are gathered from their blocks; then follow two matrix products and a s
 computed one after another. Decodes are computed many together, padded to the longest context.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

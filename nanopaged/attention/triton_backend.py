@@ -1,7 +1,5 @@
 """Paged attention on a GPU: our Triton kernels store K/V and decode; prefills stay in PyTorch."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -5,8 +5,6 @@ They are compiled once, by `c++` or by the compiler in CXX (GCC or Clang), to a 
 attention_backend="auto" builds it, unless NANOPAGED_BUILD=0.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

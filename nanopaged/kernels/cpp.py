@@ -3,8 +3,6 @@
 The library knows nothing of PyTorch. It gets addresses and strides, so dtypes are checked here.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 

@@ -13,8 +13,6 @@ of a small input. With TRITON_INTERPRET=1 (set before triton is imported) the ke
 slowly.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
