@@ -26,7 +26,7 @@ def fork_samples(request: Request, samples: list[Sample], block_manager: BlockMa
     token.
     """
     (parent,) = request.live
-    siblings: list[Sequence] = []
+    siblings = []
     for index, sample in enumerate(samples):
         child = block_manager.fork(parent, index)
         siblings.append(child)
@@ -58,7 +58,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     beams = request.live
     width = request.width
     stop_token_ids = request.stop_rules.token_ids
-    candidates: list[Candidate] = []
+    candidates = []
     for beam in beams:
         logprob_so_far = beam.cumulative_logprob
         for sample in beam.candidates or ():
@@ -75,7 +75,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     hypotheses = hypotheses[:width]
 
     going_on = [c for c in candidates if c.sample.token_id not in stop_token_ids][:width]
-    next_beams: list[Sequence] = []
+    next_beams = []
     if going_on and not at_limit and not _is_over(request, hypotheses, going_on[0]):
         for index, candidate in enumerate(going_on):
             child = block_manager.fork(candidate.beam, index)

@@ -37,7 +37,7 @@ def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_siz
         tables: for each sequence its block table, or its host table if it is swapped out.
     """
     num_new = 0
-    written: list[int] = []
+    written = []
     for seq, table in zip(sequences, tables, strict=True):
         newest = (seq.num_tokens - 1) // block_size  # logical block of the newest token
         if newest < len(table):
@@ -153,10 +153,10 @@ class BlockManager:
             False, and nothing is changed, if the pool has too few blocks.
         """
         size = self.block_size
-        keys_of_seqs: list[list[bytes]] = []
-        hits_of_seqs: list[list[int]] = []
-        distinct_keys = set[bytes]()
-        hits_in_use = set[int]()
+        keys_of_seqs = []
+        hits_of_seqs = []
+        distinct_keys = set()
+        hits_in_use = set()
         for seq in sequences:
             # The last block of a sequence is its own, even if it is full, because the last token is
             # always computed.
@@ -205,7 +205,7 @@ class BlockManager:
         tables = [seq.block_table for seq in sequences]
         if blocks_to_grow(sequences, tables, size) > self.num_free_blocks:
             return None
-        copies: list[Move] = []
+        copies = []
         for seq in sequences:
             newest = (seq.num_tokens - 1) // size
             is_written = (
@@ -285,7 +285,7 @@ class BlockManager:
             block_size = 4, 8 tokens: (8 - 1) // 4 = 1 block is looked up, tokens 4 to 7 are
             computed
         """
-        prefix: list[int] = []
+        prefix = []
         if self.enable_prefix_caching:
             for key in self.keys_of(seq, (seq.num_tokens - 1) // self.block_size):
                 if key not in self.index:

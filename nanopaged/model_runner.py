@@ -206,11 +206,11 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
 
     block_size = 4, table [7, 2], 3 of 6 tokens computed: positions 3 4 5, slots 7·4+3, 2·4+0, 2·4+1
     """
-    input_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    sample_rows: list[int] = []  # of 1, 1 and 4 new tokens: rows 0, 1 and 5
-    tiles: list[PromptTile] = []
+    input_ids = []
+    positions = []
+    slots = []
+    sample_rows = []  # of 1, 1 and 4 new tokens: rows 0, 1 and 5
+    tiles = []
     for seq in batch.sequences:
         first_row = len(input_ids)
         start = seq.num_computed_tokens

@@ -74,15 +74,15 @@ class SamplingMetadata:
 
     def _list_banned(self, draws: list[Draw], device: torch.device) -> None:
         """Nothing is banned in row 0, tokens 3 and 5 in row 1: (1, 3), (1, 5)."""
-        banned: list[tuple[int, int]] = []
+        banned = []
         for row, draw in enumerate(draws):
             banned += [(row, token_id) for token_id in draw.banned_token_ids]
         self.banned = to_device(np.array(banned).T, device) if banned else None  # [2, num_banned]
 
     def _list_penalties(self, draws: list[Draw], device: torch.device) -> None:
         """The logits to penalise, and how; see `penalize`."""
-        places: list[tuple[int, int]] = []
-        numbers: list[tuple[float, ...]] = []
+        places = []
+        numbers = []
         for row, draw in enumerate(draws):
             for token_id, count in (draw.token_counts or {}).items():
                 places.append((row, token_id))
@@ -105,8 +105,8 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
     Args:
         logits: float32 [num_ready, vocab_size], a row for each sequence that needs a sample.
     """
-    draws: list[Draw] = []
-    rows: list[int] = []  # of each draw, in the logits
+    draws = []
+    rows = []  # of each draw, in the logits
     ready = [seq for seq in batch.sequences if seq.needs_sample]
     for row, seq in enumerate(ready):
         draws_of_seq = draws_of(seq, vocab_size=logits.shape[-1])

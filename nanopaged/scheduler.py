@@ -81,7 +81,7 @@ class Scheduler:
     @property
     def running_sequences(self) -> list[Sequence]:
         """All sequences with blocks on the device."""
-        sequences: list[Sequence] = []
+        sequences = []
         for request in self.running:
             sequences += request.live
         return sequences

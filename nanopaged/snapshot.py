@@ -333,7 +333,7 @@ def check_host_blocks(swapper: Swapper, requests: Iterable[Request]) -> None:
     block_size = swapper.block_manager.block_size
     all_ids = list(swapper.free_ids)
     for request in requests:
-        host_blocks: set[int] = set()
+        host_blocks = set()
         for seq in request.live:
             host_blocks.update(seq.host_table)
             if seq.host_table:

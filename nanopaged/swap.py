@@ -78,7 +78,7 @@ class Swapper:
 
     def release(self, request: Request) -> None:
         """Free the request's host blocks, if it has any."""
-        host_blocks: set[int] = set()
+        host_blocks = set()
         for seq in request.live:
             host_blocks.update(seq.host_table)
             seq.host_table = []
