@@ -70,8 +70,12 @@ def make_prompt(llm: nanopaged.LLM, turns: list[dict[str, str]]) -> str | dict[s
     """Return the conversation in the model's chat template; without a template, the text so far."""
     if getattr(llm.get_tokenizer(), "chat_template", None) is not None:
         return llm.chat_prompt(turns, {"enable_thinking": False})  # Qwen3 thinks by default
-    endings = {"user": "", "assistant": "\n"}
-    return "".join(turn["content"] + endings[turn["role"]] for turn in turns)
+    text = ""
+    for turn in turns:
+        text += turn["content"]
+        if turn["role"] == "assistant":
+            text += "\n"
+    return text
 
 
 def main() -> None:

@@ -194,7 +194,7 @@ class Recorder:
             del self.numbers[request]
 
     def _append(self, line: dict[str, Any]) -> None:
-        """Append a line. If that fails (the disk is full), the trace ends and the engine goes on."""
+        """Append a line. If that fails (the disk is full), the trace ends; the engine goes on."""
         if self.disk_is_full:
             return
         now = {"step": self.num_steps, "time": round(time.monotonic() - self.start, 6)}
