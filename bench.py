@@ -112,6 +112,8 @@ def make_sides(args: argparse.Namespace) -> dict[str, Callable[[Path, Requests, 
     """Return the name of each side, and the function that runs it. Raises ValueError for wrong options."""
     if min(args.requests, args.repeat, args.min_input, args.min_output) < 1:
         raise ValueError("--requests, --repeat, --min-input and --min-output must be at least 1")
+    if args.min_input > args.max_input or args.min_output > args.max_output:
+        raise ValueError("--min-input and --min-output must not exceed --max-input and --max-output")
     EngineConfig(dtype=args.dtype, **args.options)
     if args.fork:
         load_fork(args.fork)

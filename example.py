@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from argparse import SUPPRESS, ArgumentParser, RawTextHelpFormatter
 from textwrap import indent
-from typing import Any
 
 import nanopaged  # `nanopaged.LLM` imports PyTorch, which takes seconds, when it is first used
 from nanopaged import BeamSearchParams, EngineStats, RequestOutput, SamplingParams
@@ -50,8 +49,9 @@ def main() -> None:
         llm = make_llm(args.model, seed=args.seed, trace=args.trace)
         for name, prompt in prompts.items():
             if args.model and getattr(llm.get_tokenizer(), "chat_template", None):
-                prompt = llm.chat_prompt([{"role": "user", "content": prompt}], {"enable_thinking": False})
-            llm.engine.add_request(name, prompt, params)
+                chat = [{"role": "user", "content": prompt}]
+                prompts[name] = llm.chat_prompt(chat, {"enable_thinking": False})  # Qwen3 thinks by default
+            llm.engine.add_request(name, prompts[name], params)
     except (ValueError, OSError) as error:
         parser.error(one_line(error))
 
@@ -75,12 +75,11 @@ def main() -> None:
 {len(outputs) * longest}: {longest} for each request
   afterwards      {end.num_used_blocks} blocks in use, {end.num_cached_blocks} kept in the prefix cache""")
 
-    num_tokens = min(args.max_tokens, 40)
-    samples = SamplingParams(n=4, temperature=0.8, max_tokens=num_tokens)
-    beams = BeamSearchParams(beam_width=4, max_tokens=num_tokens)
     if not args.prompt:
-        show_sharing(llm.engine, f"{name} four samples", prompt, samples)
-        show_sharing(llm.engine, f"{name} a beam search of width four", prompt, beams)
+        samples = SamplingParams(n=4, temperature=0.8, max_tokens=min(args.max_tokens, 40))
+        show_sharing(llm.engine, "FALSTAFF: four samples", prompts["FALSTAFF:"], samples)
+        beams = BeamSearchParams(beam_width=4, max_tokens=min(args.max_tokens, 40))
+        show_sharing(llm.engine, "FALSTAFF: a beam search of width four", prompts["FALSTAFF:"], beams)
     if args.trace:
         print(f"\n{args.trace} shows every step: open it in a browser")
 
@@ -96,9 +95,9 @@ def run(engine: nanopaged.LLMEngine) -> tuple[dict[str, RequestOutput], EngineSt
     return outputs, busiest
 
 
-def show_sharing(engine: nanopaged.LLMEngine, title: str, prompt: Any, params: Any) -> None:
+def show_sharing(engine: nanopaged.LLMEngine, title: str, prompt: object, params: object) -> None:
     """Print the texts that continue one prompt, and how many blocks they save because they share them."""
-    copied_before = engine.stats().num_blocks_copied
+    num_copied = engine.stats().num_blocks_copied
     engine.add_request(title, prompt, params)
     outputs, busiest = run(engine)
     print(f"\n{title}")
@@ -107,9 +106,9 @@ def show_sharing(engine: nanopaged.LLMEngine, title: str, prompt: Any, params: A
     used = busiest.num_used_blocks
     unshared = used + busiest.num_blocks_saved
     saved = busiest.num_blocks_saved / max(unshared, 1)
-    copied = engine.stats().num_blocks_copied - copied_before
-    print(f"  {used} blocks in use where {unshared} would be without sharing ({saved:.0%} saved), ", end="")
-    print(f"{copied} copied on write")
+    num_copied = engine.stats().num_blocks_copied - num_copied
+    print(f"  {used} blocks in use where {unshared} would be without sharing ", end="")
+    print(f"({saved:.0%} saved), {num_copied} copied on write")
 
 
 if __name__ == "__main__":

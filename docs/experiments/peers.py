@@ -131,9 +131,7 @@ def ask(process: subprocess.Popen[str], job: Job, requests: Requests) -> Times:
     for line in process.stdout:  # among those of the engine itself
         if line.startswith("Times "):
             return json.loads(line.removeprefix("Times "))
-    raise SystemExit(
-        f"{job['package']} failed in {job['python']}: is it installed? Its output is above."
-    )
+    raise SystemExit(f"{job['package']} failed in {job['python']}: is it installed? Its output is above.")
 
 
 def run_job(job: Job, requests: Requests) -> Times:

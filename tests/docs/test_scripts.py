@@ -122,6 +122,7 @@ def test_example_with_another_model_and_a_trace(tmp_path: Path) -> None:
             "attention_backend is 'flsh', but must be one of auto, flash,",
         ),
         ("bench.py --requests 0", "must be at least 1"),
+        ("bench.py --min-input 300", "must not exceed --max-input"),
         ("bench.py --model ./typo", "typo is not a folder: name the one that holds config.json, or a hub id"),
         ("bench.py --baseline typo", "typo is neither hf nor a checkout of nanopaged"),
         ("docs/experiments/peers.py vllm --peer-python typo", "typo is not a program that can be run"),
@@ -133,7 +134,7 @@ def test_example_with_another_model_and_a_trace(tmp_path: Path) -> None:
         ("docs/experiments/kernel.py --context 9-1", "9-1 is not a length, or a range from low to high"),
         ("docs/experiments/equal_memory.py --slots 99", "a request may have 1024 tokens, but --slots is 99"),
     ],
-    ids=range(20),
+    ids=range(21),
 )
 def test_a_mistake_is_told_in_one_line(command: str, complaint: str) -> None:
     """(The engine, which has said more before, finds a prompt that is empty or too long.)"""
@@ -291,9 +292,8 @@ def test_bench_beside_transformers() -> None:
     """It says what was measured, and where the time went."""
     small = ["--model", str(TINY), "--requests", "5", "--options", '{"max_num_batched_tokens": 64}']
     printed = run("bench.py", *small, *LENGTHS, "--baseline", "hf", "--repeat", "2")
-    assert re.match(
-        rf"5 requests, \d+ prompt and \d+ output tokens; {re.escape(str(TINY))}, float32", printed
-    )
+    assert printed.startswith("5 requests, ")
+    assert f" output tokens; {TINY}, " in printed
     modes = [f"static batches of {size}" for size in (1, 2, 5)] + ["continuous"]
     rates = rates_of(printed)
     assert list(rates) == ["nanopaged", *(f"transformers, {mode}" for mode in modes)]
