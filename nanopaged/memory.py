@@ -197,8 +197,8 @@ def cheaper_preemption(model: Model, kv_cache: KVCache, budget: int) -> str:
     """The faster way to bring back a preempted block, "swap" or "recompute", as measured now.
 
     Swapping a block takes a copy out and a copy in. Recomputing it takes its share of a prefill
-    without attention. That prefill has 64 tokens on a CPU. On a GPU it has the whole budget, because
-    a short one takes as long as its launches.
+    without attention. That prefill has 64 tokens on a CPU. On a GPU it has the whole budget,
+    because a short one takes as long as its launches.
     """
     device = kv_cache.data.device
     num_moves = min(8, len(kv_cache.data), len(kv_cache.host))

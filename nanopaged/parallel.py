@@ -38,6 +38,7 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 STEP_TIMEOUT = float(os.environ.get("NANOPAGED_STEP_TIMEOUT", 30))
 NUM_THREADS = torch.get_num_threads()  # before any engine has changed it
 UNDER_TORCHRUN = dist.is_torchelastic_launched()
+CPU = torch.device("cpu")
 
 
 def pick_device(name: str, local_rank: int | None = None) -> torch.device:
@@ -98,20 +99,22 @@ class Ranks:
         if device.type == "cuda":
             # A lost rank must abort the collectives of the others, not end their processes.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-            self.group = dist.ProcessGroupNCCL(self.store, self.rank, self.size, timeout)
+            store = dist.PrefixStore("nccl", self.store)
+            # ty: ignore[invalid-argument-type]  # the stubs have only the form with options
+            self.group = dist.ProcessGroupNCCL(store, self.rank, self.size, timeout)
 
     # ── what a step needs ─────────────────────────────────────────────────────────────────────────
 
     def send(self, message: object) -> None:
         """Send an object to the workers, where `receive` returns it."""
         self.check()
-        dist.broadcast_object_list([message], group=self.messages, group_src=0, device="cpu")
+        dist.broadcast_object_list([message], group=self.messages, group_src=0, device=CPU)
 
     def receive(self) -> Any:
         """Wait for the next message of rank 0. The process ends when rank 0 does."""
         messages = [None]
         try:
-            dist.broadcast_object_list(messages, group=self.messages, group_src=0, device="cpu")
+            dist.broadcast_object_list(messages, group=self.messages, group_src=0, device=CPU)
         except RuntimeError:  # the connection is closed
             raise SystemExit from None
         return messages[0]
@@ -123,12 +126,12 @@ class Ranks:
 
     def smallest(self, number: int) -> int:
         """The smallest of the numbers that the ranks call this with."""
-        numbers = torch.tensor([number], device="cpu")
-        self.messages.allreduce([numbers], dist.ReduceOp.MIN).wait()
+        numbers = torch.tensor([number], device=CPU)
+        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self.messages)
         return int(numbers)
 
     def gather(self, x: Tensor) -> Tensor:
-        """On rank 0, the x [n, columns] of all ranks side by side: [n, size · columns]. Else x."""
+        """On rank 0, the x [n, columns] of all ranks as one [n, size · columns]. Elsewhere, x."""
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         dist.gather(x.contiguous(), parts, group=self.group, group_dst=0)
         return torch.cat(parts, dim=-1) if parts else x
@@ -136,12 +139,11 @@ class Ranks:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
     def find_failure(self, seconds: float = 0.0) -> str:
-        """Why the engine has ended. A worker that fails within `seconds` ends it."""
+        """Why the engine has ended, or "". A worker that fails within `seconds` ends it."""
         try:
-            if self.workers is not None:
+            if self.workers is not None and not self.ended:
                 self.workers.join(seconds)  # ends all workers if one has failed
         except ProcessException as error:  # counts the workers from 0
-            self.workers = None
             self.ended = error.msg.strip().replace(
                 f"rocess {error.error_index} ", f"rocess of rank {error.error_index + 1} "
             )
@@ -157,25 +159,28 @@ class Ranks:
         if self.find_failure():
             raise RuntimeError(self.ended)
 
-    def end(self, error: BaseException) -> None:
-        """End the engine after a failure within a step. This step and all later ones raise it."""
-        self.close(error)
-        self.ended = self.ended or f"rank 0 failed within a step: {error!r}"
-        if isinstance(error, Exception):
-            raise RuntimeError(f"the engine has ended: {self.ended}") from error
+    def end(self, error: BaseException, within_step: bool = True) -> None:
+        """End the workers. Raise RuntimeError if the engine cannot go on.
 
-    def close(self, error: BaseException | None = None) -> None:
-        """End the workers and the connections, after an error that a worker may have caused."""
+        It cannot if a worker has caused the error, or if the error is within a step, because then
+        the ranks are out of step. Later steps raise the same.
+        """
         if isinstance(error, RuntimeError):
             self.find_failure(seconds=3.0)  # a connection may end before its process does
         self.workers = None  # `_end_workers` ends them
         if self.group is not self.messages:
             self.group.abort()
+        if within_step and not self.ended:
+            self.ended = f"rank 0 failed within a step: {error!r}"
+        if self.ended and isinstance(error, Exception):
+            raise RuntimeError(
+                f"the engine {'has ended' if within_step else 'cannot start'}: {self.ended}"
+            ) from error
 
 
 def _end_workers(pid: int, processes: list[Any], folder: str) -> None:
-    """Kill the workers that this process has started. Those of torchrun end with their connections."""
-    if os.getpid() == pid:  # a fork of the engine's process leaves them alone
+    """Kill the workers that this process has started. A fork of it leaves them alone."""
+    if os.getpid() == pid:
         for process in processes:
             process.kill()
             process.join(5)
@@ -194,46 +199,47 @@ def start(size: int, device_name: str, make_runner: Any) -> Any:
     if size == 1:
         return make_runner()
     if UNDER_TORCHRUN:
-        device = pick_device(device_name, int(os.environ["LOCAL_RANK"]))
+        device = pick_device(device_name, dist.get_node_local_rank())
         store, rank, limit = next(dist.rendezvous("env://"))
         if size != limit or store.add("engines", 1) > limit:
             raise ValueError(
-                f"under torchrun a program can have one engine, with tensor_parallel_size={limit}, its number of processes"
+                "under torchrun a program can have one engine, whose tensor_parallel_size is the"
+                f" number of processes, {limit}, not {size}"
             )
         ranks = Ranks(rank, size, store)
         if rank > 0:
             make_runner(ranks=ranks, device=device).serve()
     else:
         device = pick_device(device_name, local_rank=0)
-        num_threads = max(1, NUM_THREADS // size)
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(max(1, NUM_THREADS // size))
         folder = tempfile.mkdtemp(prefix="nanopaged-")
-        arguments = (size, device_name, folder, num_threads, make_runner)
-        workers = spawn(_work, arguments, nprocs=size - 1, join=False, daemon=True)
-        weakref.finalize(workers, _end_workers, os.getpid(), workers.processes, folder)
-        ranks = Ranks(0, size, dist.FileStore(f"{folder}/store", size), workers=workers)
-        del workers
+        ranks = Ranks(0, size, dist.FileStore(f"{folder}/store"))
+        ranks.workers = spawn(
+            _work,
+            args=(size, device_name, folder, make_runner),
+            nprocs=size - 1,
+            join=False,
+            daemon=True,
+        )
+        # It is called when nothing refers to `workers` any more, or when the program ends.
+        weakref.finalize(ranks.workers, _end_workers, os.getpid(), ranks.workers.processes, folder)
     try:
         return make_runner(ranks=ranks, device=device)
     except BaseException as error:
-        ranks.close(error)
-        if not ranks.ended:
-            raise
-        raise RuntimeError(f"the engine cannot start: {ranks.ended}") from error
+        ranks.end(error, within_step=False)
+        raise
 
 
-def _work(
-    index: int, size: int, device_name: str, folder: str, num_threads: int, make_runner: Any
-) -> None:
+def _work(index: int, size: int, device_name: str, folder: str, make_runner: Any) -> None:
     """Serve as one of the workers that `start` has started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
-    torch.set_num_threads(num_threads)
-    ranks = Ranks(index + 1, size, dist.FileStore(f"{folder}/store", size))
+    torch.set_num_threads(max(1, NUM_THREADS // size))  # the ranks share the cores
+    ranks = Ranks(index + 1, size, dist.FileStore(f"{folder}/store"))
     make_runner(ranks=ranks, device=pick_device(device_name, index + 1)).serve()
 
 
 def _end_with_rank_0() -> None:
     """End this worker when rank 0's process has ended, however it did."""
-    multiprocessing.parent_process().join()  # ty: ignore[possibly-missing-attribute]
+    multiprocessing.parent_process().join()  # ty: ignore[missing-union-attribute]
     os._exit(1)

@@ -74,12 +74,12 @@ def load_model(
         _draw_weights(model, config.seed + rank)
     else:
         _read_weights(model, folder, rank, ranks.size if ranks is not None else 1)
-    reasons = {part.reorder_weight() for part in model.modules() if isinstance(part, Linear)}
-    reasons.discard(None)
-    if reasons:
-        logger.info(
-            f"linear layers run without oneDNN's packed weights, and slower: {reasons.pop()}"
-        )
+    reason = None
+    for part in model.modules():
+        if isinstance(part, Linear):
+            reason = part.reorder_weight() or reason
+    if reason is not None:
+        logger.info(f"linear layers run without oneDNN's packed weights, and slower: {reason}")
     if ranks is not None:
         ranks.meet(device)
     return model.eval()
@@ -100,22 +100,21 @@ def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
     slots = _weight_slots(model)
     files = _weight_files(folder)
     # Old checkpoints carry rotary frequencies, and some tied ones a copy of the embedding.
-    redundant = ["rotary_emb.inv_freq"]
+    redundant = ("rotary_emb.inv_freq",)
     if model.config.tie_word_embeddings:
-        redundant.append("lm_head.weight")
-    missing = sorted(slots.keys() - files.keys())
-    unexpected = sorted(files.keys() - slots.keys())
-    unexpected = [name for name in unexpected if not name.endswith(tuple(redundant))]
+        redundant += ("lm_head.weight",)
+    missing = sorted(slots.keys() - files.keys())[:8]
+    extra = [name for name in files.keys() - slots.keys() if not name.endswith(redundant)]
+    unexpected = sorted(extra)[:8]
     if missing or unexpected:
-        difference = f"missing: {', '.join(missing[:8])}; unexpected: {', '.join(unexpected[:8])}"
-        raise ValueError(
-            f"the weights in {folder} do not match its config.json; {one_line(difference)}"
-        )
+        names = one_line(f"missing: {', '.join(missing)}; unexpected: {', '.join(unexpected)}")
+        raise ValueError(f"the weights in {folder} do not match its config.json; {names}")
     shapes = _weight_slots(Model(model.config))  # without memory, for the shapes of unsplit weights
     for file in sorted(set(files.values())):
         with _open_weights(file) as tensors:
-            for name in [name for name in slots if files[name] == file]:
-                slot = slots[name]
+            for name, slot in slots.items():
+                if files[name] != file:
+                    continue
                 weight = tensors.get_slice(name)
                 shape = list(shapes[name].shape)
                 found = weight.get_shape()

@@ -68,8 +68,8 @@ class ModelConfig:
         if self.num_heads % size or self.intermediate_size % size or not heads_fit:
             raise ValueError(
                 f"tensor_parallel_size is {size}, but must divide the model's num_heads of"
-                f" {self.num_heads} and intermediate_size of {self.intermediate_size}, and divide its"
-                f" {self.num_kv_heads} KV heads or be a multiple of them"
+                f" {self.num_heads} and intermediate_size of {self.intermediate_size}, and"
+                f" divide its {self.num_kv_heads} KV heads or be a multiple of them"
             )
         return replace(
             self,
