@@ -1,5 +1,6 @@
-"""Output tokens per second of vLLM or nano-vllm next to nanopaged, on the random requests of bench.py.
+"""Output tokens per second of other engines next to nanopaged, on the random requests of bench.py.
 
+    python docs/experiments/peers.py transformers             its continuous batching
     python docs/experiments/peers.py vllm --peer-python vllm-venv/bin/python --threads 1
     python docs/experiments/peers.py nano-vllm --peer-python nano-venv/bin/python --requests 256
 
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from types import SimpleNamespace
 from typing import Any
 
 from common import DTYPES, ROOT, at_least, machine, make_parser
@@ -53,10 +55,7 @@ def main() -> None:
         except ValueError as error:
             parser.error(one_line(error))
         num_output = sum(n for _, n in requests)
-        print(
-            f"{len(requests)} requests, {num_output} output tokens; shape {args.shape}, {args.dtype}; ",
-            end="",
-        )
+        print(f"{len(requests)} requests, {num_output} output tokens; ", end="")
         print(f"shape {args.shape}, {args.dtype}; {machine()}", flush=True)
         for _ in range(args.repeat):
             for name, runs in rates.items():
@@ -69,7 +68,7 @@ def main() -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("peer", choices=["vllm", "nano-vllm"])
+    add("peer", choices=["vllm", "nano-vllm", "transformers"])
     add("--peer-python", default=sys.executable, help="of an environment with the peer")
     add("--shape", choices=SHAPES, default="100m", help="sizes of the model with random weights")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and K/V")
@@ -85,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_job(name: str, model: str, args: argparse.Namespace) -> Job:
-    """Return what `serve` needs to load nanopaged, vLLM or nano-vllm."""
+    """Return what `serve` needs to load an engine."""
     import torch
 
     options = {"max_num_batched_tokens": args.budget, "max_num_seqs": args.max_num_seqs}
@@ -98,6 +97,9 @@ def make_job(name: str, model: str, args: argparse.Namespace) -> Job:
         job["package"] = "nanovllm"
         for file in (ROOT / "nanopaged" / "tiny").glob("tokenizer*.json"):
             shutil.copy(file, model)  # it reads a tokenizer
+    elif name == "transformers":
+        job["package"] = "transformers"
+        job["options"] = {"dtype": args.dtype}
     else:
         job["package"] = "vllm"
         options |= {"dtype": args.dtype, "enable_prefix_caching": True, "skip_tokenizer_init": True}
@@ -144,10 +146,45 @@ def run_job(job: Job, requests: Requests) -> Times:
         process.communicate()
 
 
+class ContinuousBatching:
+    """transformers' own continuous batching, called like the other engines."""
+
+    def __init__(self, model: str, dtype: str) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        self.model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+    def generate(self, prompts: list[list[int]], params: dict | list[dict]) -> None:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        params = params if isinstance(params, list) else [params] * len(prompts)
+        lengths = [options["max_tokens"] for options in params]
+        batching = ContinuousBatchingConfig()
+        if self.model.device.type == "cpu":  # a GPU chooses the size of its pool; here it has room for all
+            batching.num_blocks = sum((len(prompt) + max(lengths)) // 256 + 2 for prompt in prompts)
+        with self.model.continuous_batching_context_manager(
+            generation_config=GenerationConfig(do_sample=False, max_new_tokens=max(lengths)),
+            continuous_batching_config=batching,
+        ) as manager:
+            for prompt, length in zip(prompts, lengths, strict=True):
+                manager.add_request(prompt, max_new_tokens=length)
+            num_done = 0
+            while num_done < len(prompts):
+                result = manager.get_result(timeout=60)
+                if result is None or result.error is not None:
+                    raise RuntimeError("transformers' continuous batching failed")
+                if result.is_finished():
+                    num_done += 1
+
+
 def serve() -> None:
     """Read a line with a job, then lines with requests. Run them, and print their times."""
     job = json.loads(sys.stdin.readline())
     package = importlib.import_module(job["package"])
+    if job["package"] == "transformers":
+        package = SimpleNamespace(LLM=ContinuousBatching, SamplingParams=dict)
     options: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
     if job["package"] == "nanovllm":
         options["temperature"] = 0.6
