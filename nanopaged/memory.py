@@ -1,7 +1,5 @@
 """What an engine chooses when it starts: the dtype, how many blocks fit, and how to preempt."""
 
-from __future__ import annotations
-
 import logging
 import timeit
 from collections.abc import Callable

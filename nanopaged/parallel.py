@@ -15,8 +15,6 @@ listens on 127.0.0.1 alone. Under torchrun the ports are open to the network, an
 pickle, which can run code (docs/reference/ranks.md).
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil
