@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from one_sentence import wall_limit
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nanopaged import parallel
+from nanopaged import EngineConfig, parallel
 from nanopaged.model import checkpoint
 from nanopaged.model.decoder import Linear, Model, allocate
 from nanopaged.model.model_config import ModelConfig
@@ -329,8 +328,8 @@ def run_model(model: Model) -> tuple[Tensor, Tensor]:
 
 
 def load(folder: str, ranks: Any = None) -> Model:
-    config = SimpleNamespace(max_model_len=32, load_format="auto")
-    return checkpoint.load_model(config, CONFIG, Path(folder), torch.float32, CPU, ranks)
+    options = {"max_model_len": 32, "dtype": torch.float32, "device": CPU, "ranks": ranks}
+    return checkpoint.load_model(EngineConfig(), CONFIG, Path(folder), **options)
 
 
 @cache
