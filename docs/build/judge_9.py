@@ -476,7 +476,7 @@ def do_all(ranks: Ranks, folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     try:
-        ranks.meet()
+        ranks.meet(CPU)
         ranks.meet = lambda *_: None  # `load_model` calls it, too
         for work in WORK:
             results[work.__name__] = work(ranks, folder)
@@ -492,7 +492,7 @@ def do_all(ranks: Ranks, folder: str) -> dict[str, Any]:
 
 def make_ranks(rank: int, folder: str) -> Ranks:
     parallel.STEP_TIMEOUT = float(SECONDS)
-    return Ranks(rank, 2, dist.FileStore(f"{folder}/store", 2), CPU)
+    return Ranks(rank, 2, rank, dist.FileStore(f"{folder}/store", 2))
 
 
 def rank_1(folder: str) -> None:
