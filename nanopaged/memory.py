@@ -26,7 +26,7 @@ logger = logging.getLogger("nanopaged")
 
 
 def pick_device(name: str, local_rank: int | None) -> torch.device:
-    """The torch device of that name, with its number; each rank of a machine has a GPU of its own."""
+    """The torch device of that name, with its number. Each rank of a machine has its own GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if local_rank is not None and name.startswith("cuda"):
@@ -35,12 +35,13 @@ def pick_device(name: str, local_rank: int | None) -> torch.device:
         device = torch.empty(0, device=name).device  # "cuda" becomes "cuda:0"
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"device {name!r} cannot be used here: PyTorch does not have it"
+            f"device {name!r} cannot be used here: PyTorch has no such device"
         ) from error
-    if device.type not in ("cpu", "cuda", "mps") or (
-        local_rank is not None and device.type == "mps"
-    ):
-        raise ValueError(f"device {name!r} cannot be used here: only cpu, cuda and mps can")
+    is_alone = local_rank is None
+    if device.type not in ("cpu", "cuda") and not (is_alone and device.type == "mps"):
+        raise ValueError(
+            f"device {name!r} cannot be used here: only cpu, cuda and, by one rank, mps can"
+        )
     return device
 
 

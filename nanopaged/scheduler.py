@@ -155,9 +155,7 @@ class Scheduler:
         else:
             for seq in request.live:
                 self.block_manager.free(seq)
-                seq.candidates = (
-                    None  # computing the last token of a beam again proposes them again
-                )
+                seq.candidates = None  # a beam that is computed again proposes them again
             batch.preempted.append((request, "recompute"))
         request.num_preemptions += 1
         request.rank = self.rank(request)
