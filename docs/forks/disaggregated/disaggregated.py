@@ -10,8 +10,6 @@ A long prompt delays no decode (DistServe, arXiv 2401.09670). A request returns 
     its next step        swaps in 7 → 0 and 3 → 1, and decodes: computes f, samples the next token
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import signal
@@ -34,8 +32,6 @@ from nanopaged.model_runner import ModelRunner
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, Sample, ScheduledBatch, StepResult
 
-SENT = ("prompt_token_ids", "params", "stop_rules", "seed", "cache_salt")  # of a request
-
 
 class KVRunner(ModelRunner):
     """A runner whose blocks are read and written as bytes, which numpy has for every dtype."""
@@ -57,7 +53,7 @@ class PromptEngine(nanopaged.LLMEngine):
     runner: Any
 
     def compute(self, fields: dict[str, Any]) -> tuple[list[Sample], list[Any], int, Any]:
-        """The fields SENT of a request → the samples that follow its prompt, its prompt_logprobs, its
+        """The fields that define a request → the samples that follow its prompt, its prompt_logprobs, its
         num_cached_tokens, its blocks. Raises what a step raises."""
         request = Request(request_id="", prompt=None, **fields)
         samples: list[Sample] = []
@@ -139,7 +135,8 @@ class DecodeScheduler(Scheduler):
         num_blocks = blocks_needed(request.num_prompt_tokens, self.block_size)
         if request.rank is None and num_blocks <= len(self.swapper.free_ids):  # not if it starts over
             request.live[0].host_table = [self.swapper.free_ids.pop() for _ in range(num_blocks)]
-            fields = {name: getattr(request, name) for name in SENT}
+            names = ("prompt_token_ids", "params", "stop_rules", "seed", "cache_salt")
+            fields = {name: getattr(request, name) for name in names}
             self.away[self.submit("compute", fields)] = request
             request.rank = self.rank(request)
         else:

@@ -1,7 +1,5 @@
 """Disaggregated prefill: the tokens of transformers and of one engine, and what becomes of two processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

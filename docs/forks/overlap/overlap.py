@@ -16,8 +16,6 @@ the place holder UNKNOWN. The worker sees a twin of each sequence, and appends t
     step 0 is updated              a b c                    a b c, soon a b c d
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -111,9 +109,7 @@ class OverlappedEngine(LLMEngine):
     """An `LLMEngine` whose worker computes one step while the next one is scheduled.
 
     Between two calls of `run_step`, the step ahead is being computed. Its tokens count as computed already.
-
-    Raises:
-        ValueError: the config has a trace; or as `LLMEngine`.
+    Raises ValueError if the config has a trace; or as `LLMEngine`.
     """
 
     make_block_manager = LateBlockManager
@@ -211,6 +207,4 @@ class OverlappedEngine(LLMEngine):
 
 
 class LLM(nanopaged.LLM):
-    """`nanopaged.LLM` with overlapped steps."""
-
     engine_class = OverlappedEngine

@@ -1,7 +1,5 @@
 """A second tier. The oracles: transformers, and the engine without a tier."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
@@ -285,5 +283,8 @@ def test_what_is_refused(qwen3: Oracle, tmp_path: Path) -> None:  # noqa: F811
     with pytest.raises(ValueError, match=r"tier_bytes is 4,096, .* raise it to"):
         make(qwen3.folder, tier_bytes=4096)
     for wrong in ({"enable_prefix_caching": False}, {"tensor_parallel_size": 2}):
-        with pytest.raises(ValueError, match="a second tier needs"):
+        with pytest.raises(ValueError, match="is .*, but a tier needs"):
             TierConfig(**wrong)
+    for wrong, says in ((tmp_path, "is a folder"), (tmp_path / "none" / "tier", "folder is missing")):
+        with pytest.raises((ValueError, FileNotFoundError), match=f"tier_file is .*, .*{says}"):
+            TierConfig(tier_file=wrong)

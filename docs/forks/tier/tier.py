@@ -15,8 +15,6 @@ database of SQLite, which maps no file into memory: a cut file is an error, not 
 checksum switches the tier off, with one warning, and tokens are computed again.
 """
 
-from __future__ import annotations
-
 import logging
 import sqlite3
 from collections import OrderedDict
@@ -56,10 +54,9 @@ class TierConfig(EngineConfig):
         if self.tier_file is not None and not Path(self.tier_file).absolute().parent.is_dir():
             raise FileNotFoundError(f"tier_file is {str(self.tier_file)!r}, but its folder is missing")
         if not self.enable_prefix_caching:
-            raise ValueError("enable_prefix_caching is False, but a second tier needs it: set it to True")
+            raise ValueError("enable_prefix_caching is False, but a tier needs it: set it to True")
         if self.tensor_parallel_size > 1:
-            size = self.tensor_parallel_size
-            raise ValueError(f"tensor_parallel_size is {size}, but a second tier needs 1: set it to 1")
+            raise ValueError(f"tensor_parallel_size is {self.tensor_parallel_size}, but a tier needs 1 rank")
 
 
 class Tier:
