@@ -54,7 +54,7 @@ class RadixConfig(EngineConfig):
         self.check_ints("min_partial", minimum=0)
         if self.min_partial > self.block_size:
             raise ValueError(
-                f"min_partial is {self.min_partial}, but must be at most block_size = {self.block_size}: lower it"
+                f"min_partial is {self.min_partial}, but block_size is only {self.block_size}: lower it"
             )
 
 
