@@ -3,9 +3,10 @@
 python -m nanopaged                            the tiny model in the box, which answers as in a play
 python -m nanopaged --model Qwen/Qwen3-0.6B    a real model: a folder or a hub id
 
-Without a chat template, each line that you type is added to the text so far, and the model goes on with it.
+Without a chat template, each line that you type is added to the text so far, and the model goes on
+with it.
 
-/blocks    the blocks of the last answer, before its last token: after it they are freed
+/blocks    the blocks of the last answer, before its last token; afterwards they are free
 /stats     what the engine has counted
 /reset     forget the conversation
 /help      this text
@@ -18,17 +19,16 @@ import sys
 from argparse import SUPPRESS, ArgumentParser, RawTextHelpFormatter
 from contextlib import closing, suppress
 from dataclasses import asdict
-from itertools import cycle
 from typing import Any
 
 import nanopaged  # `nanopaged.LLM` imports PyTorch, which takes seconds, when it is first used
-from nanopaged import EngineConfig, SamplingParams
+from nanopaged import SamplingParams
 from nanopaged.terminal import one_line, run_program
 
 
 def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
-    """Answer the lines of the input. The prefix cache keeps the K/V of the conversation from turn to turn."""
-    turns: list[str] = []  # a typed line, its answer, the next line, its answer, …
+    """Answer the lines of the input. The prefix cache keeps the K/V of the turns before."""
+    turns: list[dict[str, str]] = []
     blocks: object = "there is no answer yet"
     while True:
         try:
@@ -40,60 +40,61 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
         if line == "/blocks":
             print(blocks)
         elif line == "/stats":
-            print(
-                "\n".join(
-                    f"{name:25} {value}" for name, value in asdict(llm.engine.stats()).items()
-                )
-            )
+            for name, value in asdict(llm.engine.stats()).items():
+                print(f"{name:25} {value}")
         elif line == "/reset":
             turns.clear()
+        elif line == "/help":
+            print(__doc__)
         elif line.startswith("/"):
-            print(__doc__ if line == "/help" else f"there is no command {line}: /help lists them")
+            print(f"there is no command {line}: /help lists them")
         elif line:
+            question = {"role": "user", "content": line}
             try:
-                stream = llm.stream(make_prompt(llm, [*turns, line]), params)
+                stream = llm.stream(make_prompt(llm, [*turns, question]), params)
             except ValueError as error:  # such as a conversation that has grown too long
                 print(f"{one_line(error)}; /reset forgets the conversation")
                 continue
-            turns += [line, ""]
+            text = ""
             with suppress(KeyboardInterrupt), closing(stream):
                 for output in stream:
+                    print(output.outputs[0].text[len(text) :], end="", flush=True)
                     text = output.outputs[0].text
-                    print(text[len(turns[-1]) :], end="", flush=True)
-                    turns[-1] = text
                     if not output.finished:
                         blocks = llm.engine.snapshot()
             print()
+            turns += [question, {"role": "assistant", "content": text}]
 
 
-def make_prompt(llm: nanopaged.LLM, turns: list[str]) -> str | dict[str, Any]:
-    """The conversation in the model's chat template; without one, the text so far."""
-    if getattr(llm.get_tokenizer(), "chat_template", None) is None:
-        return "\n".join("".join(turns[i : i + 2]) for i in range(0, len(turns), 2))
-    messages = [
-        {"role": role, "content": text} for role, text in zip(cycle(["user", "assistant"]), turns)
-    ]
-    return llm.chat_prompt(messages, {"enable_thinking": False})  # Qwen3 thinks if it may
+def make_prompt(llm: nanopaged.LLM, turns: list[dict[str, str]]) -> str | dict[str, Any]:
+    """Return the conversation in the model's chat template; without a template, the text so far."""
+    if getattr(llm.get_tokenizer(), "chat_template", None) is not None:
+        return llm.chat_prompt(turns, {"enable_thinking": False})  # Qwen3 thinks by default
+    text = ""
+    for turn in turns:
+        text += turn["content"]
+        if turn["role"] == "assistant":
+            text += "\n"
+    return text
 
 
 def main() -> None:
     parser = ArgumentParser(
-        usage=SUPPRESS, description=__doc__, formatter_class=RawTextHelpFormatter
+        prog="python -m nanopaged",
+        usage=SUPPRESS,
+        description=__doc__,
+        formatter_class=RawTextHelpFormatter,
     )
-    parser.prog = "python -m nanopaged"
-    parser.add_argument(
-        "--model", help="a model folder or a hub id; default: the tiny one in the box"
-    )
-    parser.add_argument("--max-tokens", type=int, default=200, help="of an answer; default: 200")
-    parser.add_argument("--temperature", type=float, default=0.7, help="default: 0.7; 0 is greedy")
-    parser.add_argument("--seed", type=int, default=0)
+    add = parser.add_argument
+    add("--model", help="a model folder or a hub id; default: the tiny model in the box")
+    add("--max-tokens", type=int, default=200, help="of an answer; default: 200")
+    add("--temperature", type=float, default=0.7, help="default: 0.7; 0 is greedy")
+    add("--seed", type=int, default=0, help="default: 0")
     args = parser.parse_args()
-    try:  # what can be checked without PyTorch comes first
+    try:
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-        config = EngineConfig(
-            args.model, seed=args.seed, max_num_seqs=1
-        )  # so the pool is small, to be drawn
-        llm = nanopaged.LLM(**vars(config))
+        # With one sequence at most the pool is small enough to be drawn by /blocks.
+        llm = nanopaged.LLM(args.model, seed=args.seed, max_num_seqs=1)
     except (ValueError, OSError) as error:
         parser.error(one_line(error))
     if sys.stdin.isatty():

@@ -78,18 +78,17 @@ class LLM:
             RuntimeError: a call of another thread is unfinished.
         """
         options = {} if use_tqdm else {"disable": True}  # without the option, TQDM_DISABLE=1 counts
-        with self._call():
-            requests = self._make_requests(pair_up(prompts, sampling_params))
-            try:
-                self._queue(requests)
-                with tqdm(total=len(requests), desc="Generating", unit="prompt", **options) as bar:
-                    for request in requests:
-                        while not request.finished:
-                            advanced = self._step(requests)
-                            bar.update(len([r for r in advanced if r.finished and r in requests]))
-            finally:
-                self._end(requests)
-            return [request.output() for request in requests]
+        requests = self._make_requests(pair_up(prompts, sampling_params))
+        own = set(requests)  # a step also serves the streams of this thread
+        with (
+            self._call(requests),
+            tqdm(total=len(requests), desc="Generating", unit="prompt", **options) as bar,
+        ):
+            for request in requests:
+                while not request.finished:
+                    advanced = self._step(requests)
+                    bar.update(len([r for r in advanced if r.finished and r in own]))
+        return [request.output() for request in requests]
 
     def beam_search(
         self,
@@ -119,30 +118,24 @@ class LLM:
             raise TypeError(
                 "stream takes one prompt: a str, a list of token ids, or a dict of one of them"
             )
-        with self._call():
-            requests = self._make_requests([(prompt, sampling_params)])
-        return self._stream(requests)
+        return self._stream(self._make_requests([(prompt, sampling_params)]))
 
     def _stream(self, requests: list[Request]) -> Generator[RequestOutput]:
         (request,) = requests
         num_shown = 0
-        with self._call():
-            try:
-                self._queue(requests)
-                while True:
-                    if not request.finished:  # a step of another stream may have finished it
-                        self._step(requests)
-                    if request.error is not None:
-                        raise request.error
-                    output = request.output()
-                    num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-                    if num_tokens > num_shown or output.finished:
-                        num_shown = num_tokens
-                        yield output
-                    if output.finished:
-                        return
-            finally:
-                self._end(requests)
+        with self._call(requests):
+            while True:
+                if not request.finished:  # a step of another stream may have finished it
+                    self._step(requests)
+                if request.error is not None:
+                    raise request.error
+                output = request.output()
+                num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+                if num_tokens > num_shown or output.finished:
+                    num_shown = num_tokens
+                    yield output
+                if output.finished:
+                    return
 
     def chat(
         self,
@@ -162,8 +155,7 @@ class LLM:
             ValueError: the model has no chat template; or as `generate`.
         """
         conversations: Any = messages
-        is_list = isinstance(conversations, SequenceOf) and len(conversations) > 0
-        if not (is_list and isinstance(conversations[0], list | tuple)):
+        if not messages or not isinstance(conversations[0], list | tuple):
             conversations = [conversations]
         prompts = [self.chat_prompt(item, chat_template_kwargs) for item in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -193,39 +185,63 @@ class LLM:
         """Forget the K/V of finished requests: the next prompts are computed from their first
         token.
         """
-        with self._call(), self._engine_in_use():
+        self._check_thread()
+        with self._engine_in_use():
             self.engine.reset_prefix_cache()
 
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────
 
+    def _make_requests(self, pairs: list[tuple[Prompt, Params | None]]) -> list[Request]:
+        """Checked requests without an id."""
+        self._check_thread()
+        return [self.engine.prompts.make_request("", prompt, params) for prompt, params in pairs]
+
+    def _check_thread(self) -> None:
+        """Raise RuntimeError while a call of another thread is unfinished."""
+        if self._num_calls > 0 and self._thread != get_ident():
+            raise RuntimeError(
+                "another thread is using this LLM, which serves one thread at a time: "
+                "put a lock around your calls, or send the prompts to one thread"
+            )
+
     @contextmanager
-    def _call(self) -> Iterator[None]:
-        """Around a call. Raises RuntimeError while a call of another thread is unfinished."""
+    def _call(self, requests: list[Request]) -> Iterator[None]:
+        """Around a call: queue its requests, and take them out of the engine at the end."""
         with self._lock:
-            if self._num_calls > 0 and self._thread != get_ident():
-                raise RuntimeError(
-                    "another thread is using this LLM, which serves one thread at a time: "
-                    "put a lock around your calls, or send the prompts to one thread"
-                )
+            self._check_thread()
             self._thread = get_ident()
             self._num_calls += 1
         try:
+            with self._engine_in_use():
+                for request in requests:
+                    while not request.request_id or request.request_id in self.engine.requests:
+                        request.request_id = f"llm-{next(self._count)}"
+                    self.engine.queue(request)
             yield
         finally:
             with self._lock:
                 self._num_calls -= 1
+            self._ended += requests
+            if not self._uses_engine:
+                with self._engine_in_use():
+                    pass
 
-    def _make_requests(self, pairs: list[tuple[Prompt, Params | None]]) -> list[Request]:
-        """Checked requests without an id."""
-        return [self.engine.prompts.make_request("", prompt, params) for prompt, params in pairs]
+    @contextmanager
+    def _engine_in_use(self) -> Iterator[None]:
+        """Around each use of the engine. At its end, requests of calls that have ended are removed.
 
-    def _queue(self, requests: list[Request]) -> None:
-        """Queue requests, each with an id that no unfinished request has."""
-        with self._engine_in_use():
-            for request in requests:
-                while not request.request_id or request.request_id in self.engine.requests:
-                    request.request_id = f"llm-{next(self._count)}"
-                self.engine.queue(request)
+        The garbage collector may close a stream in the middle of a step. So the stream only notes
+        that its call has ended, and the step that is under way aborts its request.
+        """
+        self._uses_engine = True
+        try:
+            yield
+        finally:
+            while self._ended:
+                request = self._ended.pop()
+                if self.engine.requests.get(request.request_id) is request:
+                    self.engine.forget(request)
+            self._uses_engine = False
 
     def _step(self, requests: list[Request]) -> list[Request]:
         """Run a step of the engine. Returns the requests that got a token.
@@ -243,29 +259,3 @@ class LLM:
                 request.error = error
                 self.engine.scheduler.abort(request)
                 return []
-
-    def _end(self, requests: list[Request]) -> None:
-        """Take the requests of a call that has ended out of the engine; unfinished ones are
-        aborted.
-        """
-        self._ended += requests
-        if not self._uses_engine:
-            with self._engine_in_use():
-                pass
-
-    @contextmanager
-    def _engine_in_use(self) -> Iterator[None]:
-        """Around each use of the engine. At its end, requests of calls that have ended are removed.
-
-        The garbage collector may close a stream in the middle of a step. So the stream only notes
-        that it has ended, and the use of the engine that is under way removes its request.
-        """
-        self._uses_engine = True
-        try:
-            yield
-        finally:
-            while self._ended:
-                request = self._ended.pop()
-                if self.engine.requests.get(request.request_id) is request:
-                    self.engine.forget(request)
-            self._uses_engine = False

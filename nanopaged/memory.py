@@ -1,10 +1,11 @@
-"""What an engine chooses when it starts: the dtype, how many blocks fit, the way to preempt."""
+"""What an engine chooses when it starts: the dtype, how many blocks fit, and how to preempt."""
 
 from __future__ import annotations
 
 import logging
 import timeit
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -19,27 +20,23 @@ from nanopaged.parallel import Ranks
 from nanopaged.sampler import LOGITS_TILE, Draw, SamplingMetadata, sample
 from nanopaged.sequence import Moves
 
-# The most host memory for a KV cache on a CPU, and for swapped requests, of all ranks, unless configured.
+# Unless configured, the KV cache on a CPU takes at most this much host memory for all ranks, and so
+# do swapped requests on any device.
 HOST_BYTES = 4 << 30
 
 logger = logging.getLogger("nanopaged")
 
 
 def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The dtype of weights, activations and K/V. "auto" is the checkpoint's, if it is fast here."""
+    """The dtype of weights, activations and K/V. "auto" is the checkpoint's, if the GPU has it."""
     dtype = checkpoint if name == "auto" else name
-    if (
-        dtype == "bfloat16"
-        and device.type == "cuda"
-        and torch.cuda.get_device_capability(device) < (8, 0)
-    ):
-        dtype = "float16" if name == "auto" else dtype
-        advice = (
-            "dtype='float16' is faster"
-            if dtype == "bfloat16"
-            else "the checkpoint is read as float16"
-        )
-        logger.warning("%s has no instructions for bfloat16: %s", device, advice)
+    has_bfloat16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    if dtype == "bfloat16" and not has_bfloat16:
+        advice = "dtype='float16' is faster"
+        if name == "auto":
+            dtype = "float16"
+            advice = "the checkpoint is read as float16"
+        logger.warning(f"{device} has no instructions for bfloat16: {advice}")
     return getattr(torch, dtype)
 
 
@@ -51,24 +48,33 @@ def count_blocks(
     max_model_len: int,
     max_num_batched_tokens: int,
 ) -> tuple[int, int]:
-    """Blocks of the KV cache and in host memory: those of `config`, or measured."""
-    num_host_blocks, block_bytes = config.num_host_blocks, shape.block_bytes(config.block_size)
+    """The number of blocks in the KV cache and in host memory, as configured or as measured."""
+    block_bytes = shape.block_bytes(config.block_size)
     num_blocks = config.num_blocks
     if num_blocks is None:
         num_blocks = measure_num_blocks(config, model, shape, max_model_len, max_num_batched_tokens)
-    num_blocks = ranks.smallest(num_blocks) if ranks is not None else num_blocks
+    if ranks is not None:
+        num_blocks = ranks.smallest(num_blocks)
+
+    num_host_blocks = config.num_host_blocks
     if num_host_blocks is None:
-        most = HOST_BYTES // config.tensor_parallel_size // block_bytes
-        num_host_blocks = 0 if config.preemption == "recompute" else min(num_blocks, most)
-        num_host_blocks = num_pinned(num_host_blocks, block_bytes, model.embed_tokens.weight.device)
-        num_host_blocks = ranks.smallest(num_host_blocks) if ranks is not None else num_host_blocks
-    size = f"{num_blocks:,} blocks of {config.block_size} tokens ({num_blocks * block_bytes >> 20:,} MiB)"
-    logger.info("KV cache: %s, and %s blocks for swapped requests", size, f"{num_host_blocks:,}")
+        maximum = HOST_BYTES // config.tensor_parallel_size // block_bytes
+        if config.preemption == "recompute":
+            maximum = 0
+        device = model.embed_tokens.weight.device
+        num_host_blocks = num_pinned(min(num_blocks, maximum), block_bytes, device)
+        if ranks is not None:
+            num_host_blocks = ranks.smallest(num_host_blocks)
+    logger.info(
+        f"KV cache: {num_blocks:,} blocks of {config.block_size} tokens"
+        f" ({num_blocks * block_bytes >> 20:,} MiB),"
+        f" and {num_host_blocks:,} blocks for swapped requests"
+    )
     return num_blocks, num_host_blocks
 
 
 def num_pinned(num_blocks: int, block_bytes: int, device: torch.device) -> int:
-    """How many blocks of host memory can be pinned for a GPU: all of them, or a half, a quarter, …"""
+    """How many blocks of host memory can be pinned for a GPU: all, or a half, a quarter, …"""
     while device.type == "cuda" and num_blocks > 0:
         try:
             torch.empty(num_blocks * block_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -76,7 +82,7 @@ def num_pinned(num_blocks: int, block_bytes: int, device: torch.device) -> int:
         except RuntimeError:
             num_blocks //= 2
             logger.warning(
-                "too little host memory can be pinned for swaps: trying %s blocks", num_blocks
+                f"too little host memory can be pinned for swaps: trying {num_blocks} blocks"
             )
     return num_blocks
 
@@ -88,14 +94,15 @@ def measure_num_blocks(
     max_model_len: int,
     max_num_batched_tokens: int,
 ) -> int:
-    """Blocks for the KV cache: as many as fit in memory with the largest step, and no more than can be used.
+    """The number of blocks that fit in memory next to the largest step, if so many can be used.
 
-    On a GPU the largest step is run, and its peak memory beyond the weights is set aside:
+    On a GPU the largest step is run once, to set aside the memory that it takes beyond the weights:
 
-        total · memory_utilization  =  in use (weights, other programs)  +  the largest step  +  blocks
+        total · memory_utilization = in use (weights, other programs) + the largest step + blocks
 
-    CUDA graphs, captured later, use the memory left over: 10 % by default. On a CPU, blocks take at most
-    `HOST_BYTES` of all ranks, unless a share is configured or one sequence needs more.
+    CUDA graphs, which are captured later, use the memory that is left, 10 % by default. On a CPU
+    all ranks together take at most `HOST_BYTES`, unless `memory_utilization` is set or one sequence
+    needs more.
     """
     device = model.embed_tokens.weight.device
     if device.type == "cuda":
@@ -109,18 +116,19 @@ def measure_num_blocks(
         usable = psutil.virtual_memory().available * (config.memory_utilization or 0.5)
         num_bytes = int(usable / config.tensor_parallel_size)
     block_bytes = shape.block_bytes(config.block_size)
-    fit = max(0, num_bytes) // block_bytes
-    needed = -(-max_model_len // config.block_size)  # blocks of one sequence: ceil division
-    if fit < needed:
-        what = (
-            f"one sequence of max_model_len tokens needs {needed} blocks of {block_bytes:,} bytes"
+    num_fitting = max(0, num_bytes) // block_bytes
+    num_needed = -(-max_model_len // config.block_size)  # blocks of one sequence: ceil division
+    if num_fitting < num_needed:
+        raise ValueError(
+            f"one sequence of max_model_len={max_model_len} tokens needs {num_needed} blocks of"
+            f" {block_bytes:,} bytes, but only {num_fitting} fit in memory: lower max_model_len,"
+            " raise memory_utilization, or set num_blocks yourself"
         )
-        way_out = "lower max_model_len, raise memory_utilization, or set num_blocks yourself"
-        raise ValueError(f"{what}, but only {fit} fit in memory: {way_out}")
-    useful = needed * config.max_num_seqs
+    num_useful = num_needed * config.max_num_seqs
     if device.type != "cuda" and config.memory_utilization is None:
-        useful = min(useful, max(needed, HOST_BYTES // config.tensor_parallel_size // block_bytes))
-    return min(fit, useful)
+        maximum = HOST_BYTES // config.tensor_parallel_size // block_bytes
+        num_useful = min(num_useful, max(num_needed, maximum))
+    return min(num_fitting, num_useful)
 
 
 def peak_memory(work: Callable[[], None], device: torch.device) -> int:
@@ -141,45 +149,59 @@ def largest_step(
     max_model_len: int,
     max_num_batched_tokens: int,
 ) -> None:
-    """Run a step that needs the most memory: the whole budget, the longest contexts, the most samples.
+    """Run the step that needs the most memory, with the most tokens, keys and samples.
 
-    Prefills are the ends of the longest contexts, enough to gather as many keys as a backend does at once.
-    All share the blocks of one small cache of a single layer.
+    The prefills are the ends of contexts of `max_model_len` tokens. There are enough of them for a
+    backend to gather as many keys as it ever gathers together. All contexts share the blocks of one
+    small cache with a single layer.
     """
     device = model.embed_tokens.weight.device
-    budget = max_num_batched_tokens
-    num_seqs = min(config.max_num_seqs, budget, -(-GATHER_KEYS // max_model_len))
-    num_seqs = max(num_seqs, -(-budget // max_model_len))
-    query_lens = np.diff(np.arange(num_seqs + 1) * budget // num_seqs)  # 10 tokens by 3: 3 3 4
+    num_seqs = min(config.max_num_seqs, max_num_batched_tokens, -(-GATHER_KEYS // max_model_len))
+    num_seqs = max(num_seqs, -(-max_num_batched_tokens // max_model_len))
+    ends = np.arange(num_seqs + 1) * max_num_batched_tokens // num_seqs
+    query_lens = np.diff(ends)  # a budget of 10 tokens for 3 sequences: 3 3 4
     positions = np.concatenate([np.arange(max_model_len - n, max_model_len) for n in query_lens])
     num_blocks = -(-max_model_len // config.block_size)
-    one_layer = KVShape(1, shape.num_kv_heads, shape.head_dim, shape.dtype)
-    cache = KVCache(one_layer, num_blocks, config.block_size, device)
+    cache = KVCache(
+        replace(shape, num_layers=1),
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        device=device,
+    )
     # The reference backend would take hours, and needs less memory.
     backend = "auto" if config.attention_backend == "reference" else config.attention_backend
     attention = make_attention(backend, cache, 1.0)
-    # The blocks are 0, 1, 2, ..., so a slot is a position.
-    ends, tables = np.full(num_seqs, max_model_len), [list(range(num_blocks))] * num_seqs
-    attention.begin_step(
-        AttentionMetadata(query_lens, ends, tables, positions, 0, [*range(num_seqs)])
+    metadata = AttentionMetadata(
+        query_lens=query_lens,
+        context_lens=np.full(num_seqs, max_model_len),
+        block_tables=[list(range(num_blocks))] * num_seqs,
+        slot_mapping=positions,  # because the blocks are 0, 1, 2, …
+        num_decodes=0,
+        seq_ids=list(range(num_seqs)),
     )
+    attention.begin_step(metadata)
     tokens = to_device(positions, device)
     hidden = model(tokens * 0, tokens, lambda layer, q, k, v: attention(0, q, k, v))
-    # Top-p sorts all probabilities; penalties and bans copy the logits, and so do forks (`clone`).
-    filters = SamplingParams(top_k=10), SamplingParams(top_p=0.9, min_p=0.1)
+    # Top-p sorts all probabilities. Penalties, bans and forks copy the logits.
+    params = [SamplingParams(top_k=10), SamplingParams(top_p=0.9, min_p=0.1)]
     num_rows = max(config.max_num_seqs, LOGITS_TILE)
-    draws = [Draw(filters[i % 2], 0, i, 0, [0], {0: 1}) for i in range(num_rows)]
+    draws = [
+        Draw(params[i % 2], seed=0, index=i, position=0, banned_token_ids=[0], token_counts={0: 1})
+        for i in range(num_rows)
+    ]
     logits = model.logits(hidden[:1].expand(num_rows, -1))
     sample(logits.clone(), SamplingMetadata(draws, device))
 
 
 def cheaper_preemption(model: Model, kv_cache: KVCache, budget: int) -> str:
-    """The faster way ("swap" or "recompute") to restore a block, measured now.
+    """The faster way to bring back a preempted block, "swap" or "recompute", as measured now.
 
-    The time to copy a block out and in is compared with its share of a prefill, without attention: of 64
-    tokens on a CPU, of a step's budget on a GPU, where a short one takes the time of its launches.
+    Swapping a block takes a copy out and a copy in. Recomputing it takes its share of a prefill
+    without attention. That prefill has 64 tokens on a CPU. On a GPU it has the whole budget,
+    because a short one takes as long as its launches.
     """
-    num_moves, device = min(8, len(kv_cache.data), len(kv_cache.host)), kv_cache.data.device
+    device = kv_cache.data.device
+    num_moves = min(8, len(kv_cache.data), len(kv_cache.host))
     if num_moves == 0:
         return "recompute"
     blocks = [(i, i) for i in range(num_moves)]
@@ -188,22 +210,20 @@ def cheaper_preemption(model: Model, kv_cache: KVCache, budget: int) -> str:
     num_tokens = budget if device.type == "cuda" else min(64, budget)
     ids = torch.arange(num_tokens, dtype=torch.int64, device=device) % model.config.vocab_size
     prefill = seconds(lambda: model(ids, ids * 0, lambda layer, q, k, v: q), device)
-    recompute = prefill * kv_cache.block_size / len(ids)
+    recompute = prefill * kv_cache.block_size / num_tokens
     choice = "swap" if swap < recompute else "recompute"
-    measured = (
-        f"{1e3 * swap:.3f} ms to swap a block out and in, {1e3 * recompute:.3f} ms to recompute it"
+    logger.info(
+        f"preemption by {choice}: {1e3 * swap:.3f} ms to swap a block out and in,"
+        f" {1e3 * recompute:.3f} ms to recompute it"
     )
-    logger.info("preemption by %s: %s", choice, measured)
     return choice
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that `work` takes, the best of three runs."""
+    """The seconds that `work` takes, the best of three runs."""
 
-    def wait_for_work() -> None:
+    def run() -> None:
         work()
-        torch.get_device_module(
-            device
-        ).synchronize()  # a GPU may still compute; for a CPU this does nothing
+        torch.get_device_module(device).synchronize()  # a GPU may still compute
 
-    return min(timeit.repeat(wait_for_work, number=1, repeat=3))
+    return min(timeit.repeat(run, number=1, repeat=3))

@@ -1,17 +1,17 @@
-"""Tensor parallelism: several processes, the ranks, hold a share of each layer and compute steps together.
+"""Tensor parallelism: several processes, the ranks, compute a model together.
 
 Rank 0 is the engine's process. The other ranks, its workers, have only a model runner.
 
     rank 0    schedule ─▶ send ─▶ forward ─▶ logits ─▶ sample, update
     rank 1                 └────▶ forward ─▶ logits ─┘ gathered
 
-A rank has a share of the attention heads, of the columns of the MLP and of the rows of the vocabulary. The
-partial results are added up (all-reduce) after `o_proj` and `down_proj` (Megatron-LM, arXiv 1909.08053). A
-rank stores the K/V of its own heads in the same physical blocks as the others: block tables are the same
-everywhere, and K/V is never sent (PagedAttention, §4.6).
+A rank has a share of the attention heads, of the columns of the MLP and of the rows of the
+vocabulary. An all-reduce adds up the partial results after `o_proj` and `down_proj` (Megatron-LM,
+arXiv 1909.08053). The block tables are the same on all ranks. Each rank stores the K/V of its own
+heads in the blocks, so ranks never send K/V to each other (PagedAttention, §4.6).
 
-A rank that fails or is lost ends the engine. Ranks that are started here meet by a file, and open ports on
-127.0.0.1 alone (except NCCL's, on GPUs). Under torchrun ports are open to the network, and a message is a
+A rank that fails or is lost ends the engine. Ranks that `start` starts meet by a file, and gloo
+listens on 127.0.0.1 alone. Under torchrun the ports are open to the network, and a message is a
 pickle, which can run code (docs/reference/ranks.md).
 """
 
@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -35,164 +34,153 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-# Seconds that ranks wait for each other within a step; a rank that takes longer is lost.
+# Within a step, rank 0 waits this many seconds for the others.
 STEP_TIMEOUT = float(os.environ.get("NANOPAGED_STEP_TIMEOUT", 30))
 NUM_THREADS = torch.get_num_threads()  # before any engine has changed it
-UNDER_TORCHRUN = (
-    "TORCHELASTIC_RUN_ID" in os.environ
-)  # it has started this process, and all other ranks
-
-MADE_IN: set[int] = (
-    set()
-)  # this process, if it has made engines, and those from which it was forked
+UNDER_TORCHRUN = dist.is_torchelastic_launched()
+CPU = torch.device("cpu")
 
 
 def pick_device(name: str, local_rank: int | None = None) -> torch.device:
-    """The torch device of that name, with its number; each rank of this machine has a GPU of its own."""
+    """The torch device called `name`, with its number. Each rank on a machine has its own GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if local_rank is not None and name.startswith("cuda"):
-        name = f"cuda:{local_rank}"
+    types = ("cpu", "cuda", "mps")
+    if local_rank is not None:
+        types = ("cpu", "cuda")
+        if name.startswith("cuda"):
+            name = f"cuda:{local_rank}"
     try:
-        device = torch.empty(
-            0, device=name
-        ).device  # "cuda" becomes "cuda:0": some functions need the number
+        device = torch.empty(0, device=name).device  # "cuda" becomes "cuda:0"
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"device {name!r} cannot be used here: PyTorch has no such device"
         ) from error
-    if device.type not in ("cpu", "cuda", "mps") or (
-        local_rank is not None and device.type == "mps"
-    ):
+    if device.type not in types:
         raise ValueError(
             f"device {name!r} cannot be used here: only cpu, cuda and, by one rank, mps can"
         )
     return device
 
 
+@dataclass
 class Ranks:
-    """This process as one of the `size` ranks of a model, which find each other by the `store`."""
+    """This process as one of the `size` ranks of a model, which find each other by the `store`.
 
-    def __init__(
-        self, rank: int, size: int, store: Any, device: torch.device, folder: str = ""
-    ) -> None:
-        self.rank, self.size, self.store, self.device = rank, size, store, device
-        self.lost: str | None = None  # why the engine has ended
-        self.failed: str | None = None  # why a worker has
-        self.workers: Any = None  # on rank 0, those it has started; None if torchrun has
-        self.processes: list[Any] = []  # theirs
-        self.messages: Any = None  # the group for messages, and …
-        self.group: Any = None  # … for tensors
-        # It runs as this object goes, or as the program ends.
-        self.end_workers = weakref.finalize(self, _end_workers, os.getpid(), folder, self.processes)
+    Attributes:
+        workers: on rank 0, PyTorch's context of the processes that `start` has started.
+        ended: why the engine has ended, "" while it runs.
+        messages, group: the connections for messages and for tensors, once the ranks have met.
+    """
 
-    def meet(self) -> None:
-        """Connect all ranks, once all of them are ready."""
-        self.store.set(f"ready/{self.rank}", "")
-        while not self.store.check([f"ready/{rank}" for rank in range(self.size)]):
-            if reason := self.failure():
-                raise RuntimeError(reason)
+    rank: int
+    size: int
+    store: Any
+    workers: Any = None
+    ended: str = ""
+    messages: Any = None
+    group: Any = None
+
+    def meet(self, device: torch.device) -> None:
+        """Wait until all ranks are ready, and connect them for the tensors of `device`."""
+        self.store.add("ready", 1)
+        while int(self.store.get("ready")) < self.size:
+            self.check()
             time.sleep(0.02)
-        gloo, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()  # ty: ignore[missing-attribute]
-        # Under torchrun, ports are on the interface that GLOO_SOCKET_IFNAME names.
-        here = (
-            gloo.create_default_device()
-            if UNDER_TORCHRUN
-            else gloo.create_device(hostname="127.0.0.1")
-        )
-        options._devices, options._timeout = [here], timedelta(seconds=STEP_TIMEOUT)
-        store = dist.PrefixStore("gloo", self.store)
-        self.group = self.messages = gloo(store, self.rank, self.size, options)
-        if self.device.type == "cuda":
-            os.environ.setdefault(
-                "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
-            )  # abort, do not end the process
-            options, store = dist.ProcessGroupNCCL.Options(), dist.PrefixStore("nccl", self.store)
-            options._timeout = timedelta(seconds=STEP_TIMEOUT)
-            self.group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        # Only rank 0 stops waiting. The others then end, because their connections are closed.
+        timeout = timedelta(seconds=STEP_TIMEOUT if self.rank == 0 else 1e7)
+        options: Any = timeout  # listens on the interface that GLOO_SOCKET_IFNAME names
+        if not UNDER_TORCHRUN:
+            options = dist.ProcessGroupGloo._Options()  # ty: ignore[missing-attribute]
+            options._timeout = timeout
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        self.messages = dist.ProcessGroupGloo(self.store, self.rank, self.size, options)
+        self.group = self.messages
+        if device.type == "cuda":
+            # A lost rank must abort the collectives of the others, not end their processes.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+            store = dist.PrefixStore("nccl", self.store)
+            # ty: ignore[invalid-argument-type]  # the stubs have only the form with options
+            self.group = dist.ProcessGroupNCCL(store, self.rank, self.size, timeout)
 
     # ── what a step needs ─────────────────────────────────────────────────────────────────────────
 
     def send(self, message: object) -> None:
-        """Send the workers what `receive` returns there."""
-        if self.lost is not None:
-            raise RuntimeError(self.lost)
-        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        for x in (torch.tensor([len(data)], dtype=torch.int64, device="cpu"), data):
-            self.messages.broadcast([x]).wait()
+        """Send an object to the workers, where `receive` returns it."""
+        self.check()
+        dist.broadcast_object_list([message], group=self.messages, group_src=0, device=CPU)
 
     def receive(self) -> Any:
-        """In a worker, the next message of rank 0. The process ends if rank 0 does."""
-        size, options = torch.empty(1, dtype=torch.int64, device="cpu"), dist.BroadcastOptions()
-        options.timeout = timedelta(days=100)
+        """Wait for the next message of rank 0. The process ends when rank 0 does."""
+        messages = [None]
         try:
-            self.messages.broadcast([size], options).wait()
+            dist.broadcast_object_list(messages, group=self.messages, group_src=0, device=CPU)
         except RuntimeError:  # the connection is closed
             raise SystemExit from None
-        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        self.messages.broadcast([data]).wait()
-        return pickle.loads(data.numpy().tobytes())
+        return messages[0]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks of x, in place."""
+        """Replace x by the sum of the x of all ranks."""
         self.group.allreduce([x]).wait()
         return x
 
     def smallest(self, number: int) -> int:
-        """The smallest of the numbers that the ranks have."""
-        numbers = torch.tensor([number], dtype=torch.int64, device=self.device)
-        self.group.allreduce([numbers], dist.ReduceOp.MIN).wait()
+        """The smallest of the numbers that the ranks call this with."""
+        numbers = torch.tensor([number], device=CPU)
+        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self.messages)
         return int(numbers)
 
     def gather(self, x: Tensor) -> Tensor:
-        """On rank 0, the x [n, columns] of all ranks side by side: [n, size · columns]. Elsewhere, x."""
+        """On rank 0, the x [n, columns] of all ranks as one [n, size · columns]. Elsewhere, x."""
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
-        self.group.gather([parts] if parts else [], [x.contiguous()]).wait()  # to rank 0
+        dist.gather(x.contiguous(), parts, group=self.group, group_dst=0)
         return torch.cat(parts, dim=-1) if parts else x
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
-    def failure(self, seconds: float = 0.0) -> str | None:
-        """The traceback of a worker that failed, or how one died. None: all that were started here live."""
+    def find_failure(self, seconds: float = 0.0) -> str:
+        """Why the engine has ended, or "". A worker that fails within `seconds` ends it."""
         try:
-            if self.workers is not None and self.failed is None:
-                self.workers.join(seconds)  # it ends all workers if one has failed
-        except ProcessException as error:  # its message counts the workers from 0
-            number = error.error_index
-            self.failed = error.msg.strip().replace(
-                f"rocess {number} ", f"rocess of rank {number + 1} "
+            if self.workers is not None and not self.ended:
+                self.workers.join(seconds)  # ends all workers if one has failed
+        except ProcessException as error:  # counts the workers from 0
+            self.ended = error.msg.strip().replace(
+                f"rocess {error.error_index} ", f"rocess of rank {error.error_index + 1} "
             )
-        return self.failed
+        return self.ended
 
     def check(self) -> None:
-        """On a GPU an all-reduce may end without an error, with wrong sums, if other ranks are gone."""
-        torch.cuda.synchronize()
-        if self.failure():
-            raise RuntimeError("a rank did not take part in the whole step")
+        """Raise RuntimeError if the engine has ended, or if a worker has failed.
 
-    def end(self, error: BaseException) -> None:
-        """End the engine after a failure within a step. Raises RuntimeError, as every later step does."""
-        if self.lost is None:  # else `send` has raised it
-            # A connection may end before its process does.
-            reason = self.failure(3.0) if isinstance(error, RuntimeError) else None
-            self.lost = (
-                f"the engine has ended: {reason or f'rank 0 failed within a step: {error!r}'}"
-            )
-            self.close()
-        if isinstance(error, Exception):
-            raise RuntimeError(self.lost) from error
+        On a GPU, sums may be wrong without an error if a rank is lost, so wait for them first.
+        """
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        if self.find_failure():
+            raise RuntimeError(self.ended)
 
-    def close(self) -> None:
-        """End the workers, and this rank's connections to them."""
-        self.end_workers()
-        if self.group is not None and self.device.type == "cuda":
+    def end(self, error: BaseException, within_step: bool = True) -> None:
+        """End the workers. Raise RuntimeError if the engine cannot go on.
+
+        It cannot if a worker has caused the error, or if the error is within a step, because then
+        the ranks are out of step. Later steps raise the same.
+        """
+        if isinstance(error, RuntimeError):
+            self.find_failure(seconds=3.0)  # a connection may end before its process does
+        self.workers = None  # `_end_workers` ends them
+        if self.group is not self.messages:
             self.group.abort()
-        self.messages = self.group = None
+        if within_step and not self.ended:
+            self.ended = f"rank 0 failed within a step: {error!r}"
+        if self.ended and isinstance(error, Exception):
+            raise RuntimeError(
+                f"the engine {'has ended' if within_step else 'cannot start'}: {self.ended}"
+            ) from error
 
 
-def _end_workers(pid: int, folder: str, processes: list[Any]) -> None:
-    """Kill the workers that were started here; torchrun's end as their connections close."""
-    if os.getpid() == pid:  # a fork leaves them to its parent
+def _end_workers(pid: int, processes: list[Any], folder: str) -> None:
+    """Kill the workers that this process has started. A fork of it leaves them alone."""
+    if os.getpid() == pid:
         for process in processes:
             process.kill()
             process.join(5)
@@ -202,62 +190,56 @@ def _end_workers(pid: int, folder: str, processes: list[Any]) -> None:
 # ── starting ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def start(size: int, device_name: str, make_runner: Callable[..., Any]) -> Any:
-    """The model runner of rank 0, `make_runner(ranks=…, device=…)`; of the only rank, if `size` is 1.
+def start(size: int, device_name: str, make_runner: Any) -> Any:
+    """Start the ranks. Returns the model runner of rank 0, `make_runner(ranks=…, device=…)`.
 
-    Under torchrun each process is a rank: in the workers this call ends the process when rank 0 ends.
-    Otherwise the workers are started here. A RuntimeError has the traceback of one that cannot start.
+    Under torchrun each process is a rank. In a worker this call ends the process when rank 0 ends.
+    If a worker cannot start, the RuntimeError has its traceback.
     """
-    # A fork has none of PyTorch's threads, and would wait for them.
-    if MADE_IN - {os.getpid()} and torch.get_num_threads() > 1:
-        raise RuntimeError(
-            "a fork of an engine's process would hang: use 'spawn', or set_num_threads(1)"
-        )
-    MADE_IN.add(os.getpid())
     if size == 1:
         return make_runner()
-    device = pick_device(device_name, int(os.environ["LOCAL_RANK"]) if UNDER_TORCHRUN else 0)
     if UNDER_TORCHRUN:
-        store, rank, num_launched = next(dist.rendezvous("env://"))
-        if num_launched != size:
+        device = pick_device(device_name, dist.get_node_local_rank())
+        store, rank, limit = next(dist.rendezvous("env://"))
+        if size != limit or store.add("engines", 1) > limit:
             raise ValueError(
-                f"tensor_parallel_size is {size}, but torchrun started {num_launched} processes"
+                "under torchrun a program can have one engine, whose tensor_parallel_size is the"
+                f" number of processes, {limit}, not {size}"
             )
-        ranks = Ranks(rank, size, store, device)
+        ranks = Ranks(rank, size, store)
         if rank > 0:
             make_runner(ranks=ranks, device=device).serve()
-        if store.add("num_engines", 1) > 1:
-            raise ValueError(
-                "under torchrun a program can have one engine: its workers serve no other"
-            )
     else:
-        if device.type == "cpu":  # all ranks share the cores
-            torch.set_num_threads(min(torch.get_num_threads(), max(1, NUM_THREADS // size)))
+        device = pick_device(device_name, local_rank=0)
+        torch.set_num_threads(max(1, NUM_THREADS // size))
         folder = tempfile.mkdtemp(prefix="nanopaged-")
-        ranks = Ranks(0, size, dist.FileStore(f"{folder}/store", size), device, folder)
+        ranks = Ranks(0, size, dist.FileStore(f"{folder}/store"))
+        ranks.workers = spawn(
+            _work,
+            args=(size, device_name, folder, make_runner),
+            nprocs=size - 1,
+            join=False,
+            daemon=True,
+        )
+        # It is called when nothing refers to `workers` any more, or when the program ends.
+        weakref.finalize(ranks.workers, _end_workers, os.getpid(), ranks.workers.processes, folder)
     try:
-        if not UNDER_TORCHRUN:
-            arguments = size, device_name, folder, torch.get_num_threads(), make_runner
-            ranks.workers = spawn(_worker, arguments, size - 1, join=False, daemon=True)
-            ranks.processes += ranks.workers.processes
         return make_runner(ranks=ranks, device=device)
     except BaseException as error:
-        reason = ranks.failure(3.0) if isinstance(error, RuntimeError) else None
-        ranks.close()
-        if reason is None:
-            raise
-        raise RuntimeError(f"the engine cannot start: {reason}") from error
+        ranks.end(error, within_step=False)
+        raise
 
 
-def _worker(
-    index: int, size: int, device_name: str, folder: str, threads: int, make_runner: Any
-) -> None:
-    """The life of a worker that was started here."""
+def _work(index: int, size: int, device_name: str, folder: str, make_runner: Any) -> None:
+    """Serve as one of the workers that `start` has started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
-    parent: Any = multiprocessing.parent_process()
-    # When rank 0's process has ended, however it did, this one ends.
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    torch.set_num_threads(threads)
-    rank, device = index + 1, pick_device(device_name, index + 1)
-    ranks = Ranks(rank, size, dist.FileStore(f"{folder}/store", size), device)
-    make_runner(ranks=ranks, device=device).serve()
+    threading.Thread(target=_end_with_rank_0, daemon=True).start()
+    torch.set_num_threads(max(1, NUM_THREADS // size))  # the ranks share the cores
+    ranks = Ranks(index + 1, size, dist.FileStore(f"{folder}/store"))
+    make_runner(ranks=ranks, device=pick_device(device_name, index + 1)).serve()
+
+
+def _end_with_rank_0() -> None:
+    """End this worker when rank 0's process has ended, however it did."""
+    multiprocessing.parent_process().join()  # ty: ignore[missing-union-attribute]
+    os._exit(1)

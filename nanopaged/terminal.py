@@ -1,63 +1,40 @@
-"""Programs in a terminal: what a user causes ends one with a line, not with a traceback."""
+"""Programs in a terminal end with a line, not with a traceback, when the user causes the end."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 
 def run_program(main: Callable[[], object]) -> None:
-    """Run `main`. Ctrl-C, an OSError and a closed stdout end it. What a terminal cannot show becomes "?"."""
-    if sys.stdout is None:
-        sys.exit("stdout is closed")
-    for name, mode in (("stdin", "r"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed: the next file would get its number
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    pressed: list[int] = []
-
-    def interrupt(number: int, _frame: object) -> None:
-        pressed.append(number)
-        raise KeyboardInterrupt
-
-    if is_ours := signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+    """Run `main`. Ctrl-C, a reader that has gone (`| head`) and other OSErrors end it."""
     try:
-        try:
-            main()
-        finally:
-            sys.stdout.flush()
-        if is_ours:  # not within finalizers
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except OSError as error:
-        # Its reader has gone (`| head`), or the disk is full; Python would write again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1 if isinstance(error, BrokenPipeError) else one_line(error))
-    except (Exception, KeyboardInterrupt) as error:
-        # Imports may swallow Ctrl-C, and fail later.
-        if not pressed and isinstance(error, Exception):
-            raise
+        main()
+        print(end="", flush=True)
+    except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except OSError as error:
+        # Python flushes stdout once more when it exits; that must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1 if isinstance(error, BrokenPipeError) else one_line(error))
 
 
 def load_fork(file: str) -> Any:
-    """The class `LLM` of a fork's file. Raises ValueError if it has none."""
-    sys.path.insert(0, str(Path(file).resolve().parent))
+    """Return the class `LLM` of a fork's file. Raises ValueError if the file has none."""
+    path = Path(file).resolve()
+    sys.path.insert(0, str(path.parent))
     try:
-        return import_module(Path(file).stem).LLM
+        return import_module(path.stem).LLM
     except (ImportError, AttributeError, SyntaxError) as error:
         raise ValueError(f"{file} is no fork, which has a class LLM: {error}") from error
 
 
 def one_line(error: object) -> str:
-    """A message without line breaks and control characters, which a file's contents may have."""
-    return " ".join("".join(char if char.isprintable() else " " for char in str(error)).split())
+    """Return a message without the line breaks and control characters that a file may bring in."""
+    printable = [char if char.isprintable() else " " for char in str(error)]
+    return " ".join("".join(printable).split())

@@ -1,7 +1,7 @@
 """A fake Apple GPU: tensors that claim to be on the device "mps:0", and are computed on the CPU.
 
 `FakeMps` sees every operation on them, and fails where PyTorch's MPS backend would fail or go wrong: float64,
-operators without a kernel for it, operands of the host beside those of the device, pinned memory, and copies
+operators without a kernel for it, operands of the host next to those of the device, pinned memory, and copies
 for which the host does not wait. Unlike the tensors of `fake_cuda.py` these hold data, so a run gives tokens.
 
 What it does not know is which dtypes and shapes each Metal kernel takes, and how exact it is.
@@ -92,7 +92,8 @@ class FakeMps(TorchDispatchMode):
         self, func: Any, types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         kwargs = dict(kwargs or {})
-        device, given = kwargs.get("device"), _tensors([*args, *kwargs.values()])
+        device = kwargs.get("device")
+        given = _tensors([*args, *kwargs.values()])
         to_mps = device is not None and torch.device(device).type == "mps"
         assert not kwargs.get("pin_memory"), f"{func} asks for pinned memory"
         if not to_mps and not any(isinstance(tensor, MpsTensor) for tensor in given):
@@ -114,7 +115,8 @@ class FakeMps(TorchDispatchMode):
 
         if to_mps:
             kwargs["device"] = torch.device("cpu")
-        out = func(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+        plain_args = [_plain(value) for value in args]
+        out = func(*plain_args, **{name: _plain(value) for name, value in kwargs.items()})
         to_host = device is not None and not to_mps
         if to_host or (name == "copy_" and not isinstance(args[0], MpsTensor)):
             return out
@@ -131,7 +133,7 @@ def _tensors(values: list[object]) -> list[Tensor]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return type(value)(map(_plain, value))
+        return type(value)(_plain(part) for part in value)
     return value.data_of_it if isinstance(value, MpsTensor) else value
 
 

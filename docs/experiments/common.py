@@ -1,4 +1,4 @@
-"""What experiments share beside the parts of bench.py: models of known shapes, timing, figures.
+"""What experiments share: their options, models of known shapes, the machine, timing, figures.
 
 torch, transformers and matplotlib take seconds to load. They are imported in the functions that need them, so
 that `--help` and a mistake in the arguments answer at once.
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,22 +29,56 @@ if TYPE_CHECKING:
     from nanopaged import LLM
 
 ROOT = Path(__file__).parents[2]  # of the checkout
-sys.path.append(str(ROOT))
-from bench import (  # noqa: E402, F401 (the experiments take them from here)
-    DTYPES,
-    SHAPES,
-    at_least,
-    commit_of,
-    copy_bandwidth,
-    decode_bytes,
-    device_name,
-    layer_weights,
-    machine,
-    make_parser,
-    pick_device,
-)
+sys.path.append(str(ROOT))  # for bench.py and nanopaged
+
+DTYPES = ["float32", "bfloat16", "float16"]
+NAMES = ["model_type", "num_hidden_layers", "hidden_size", "intermediate_size"]
+NAMES += ["num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"]
+SIZES = {
+    "test": ["qwen3", 2, 64, 96, 4, 2, 16, 12000],
+    "28m": ["qwen3", 6, 384, 1024, 6, 2, 64, 32000],
+    "100m": ["qwen3", 12, 768, 2048, 12, 4, 64, 32000],
+    "qwen3-0.6b": ["qwen3", 28, 1024, 3072, 16, 8, 128, 151936],
+    "qwen3-4b": ["qwen3", 36, 2560, 9728, 32, 8, 128, 151936],
+    "qwen3-8b": ["qwen3", 36, 4096, 12288, 32, 8, 128, 151936],
+    "llama-3.2-1b": ["llama", 16, 2048, 8192, 32, 8, 64, 128256],
+    "llama-3-8b": ["llama", 32, 4096, 14336, 32, 8, 128, 128256],
+}
+SHAPES: dict[str, dict[str, Any]] = {}  # name → config.json
+for name, sizes in SIZES.items():
+    SHAPES[name] = {
+        **dict(zip(NAMES, sizes, strict=True)),
+        "tie_word_embeddings": sizes[2] <= 2560,  # the larger ones have an output projection of their own
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": None,
+    }
 
 # ── the command line ──────────────────────────────────────────────────────────────────────────────
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default not in (None, []) else action.help
+
+
+def make_parser(docstring: str) -> argparse.ArgumentParser:
+    """A parser with --seed. Its --help shows the docstring as it is, and all defaults."""
+    parser = argparse.ArgumentParser(description=docstring, formatter_class=_HelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of everything random")
+    return parser
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Return a type for argparse: whole numbers from `minimum` on."""
+
+    def number(text: str) -> int:
+        if int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text} is less than {minimum}")
+        return int(text)
+
+    return number
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, shape: str = "100m") -> None:
@@ -84,6 +122,44 @@ def make_llm(args: argparse.Namespace, **config: Any) -> LLM:
 def model_name(args: argparse.Namespace) -> str:
     """For a headline."""
     return f"{args.model or f'shape {args.shape}'}, {args.dtype}"
+
+
+def machine() -> str:
+    """The versions and the device, for a headline. (torch's own number names the build, such as +cpu.)"""
+    import torch
+
+    versions = f"torch {torch.__version__}, transformers {version('transformers')}"
+    versions += f", Python {platform.python_version()}"
+    return f"{versions}, {device_name()}, {torch.get_num_threads()} threads"
+
+
+def pick_device() -> torch.device:
+    """CUDA if there is any, else the CPU."""
+    import torch
+
+    return torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu").device
+
+
+def device_name() -> str:
+    """The name of the GPU, or of the CPU as far as the system tells it."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    with suppress(OSError):  # Linux has this file; on a processor that is not x86 it may have no such line
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit_of(checkout: Path) -> str | None:
+    """The commit of a checkout, with "-dirty" if a file has changed since; None outside git."""
+    if not (checkout / ".git").exists() or shutil.which("git") is None:
+        return None
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+    return done.stdout.strip() or None
 
 
 # ── timing ────────────────────────────────────────────────────────────────────────────────────────

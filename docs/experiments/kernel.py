@@ -25,7 +25,6 @@ from common import (
     DTYPES,
     add_plot_argument,
     at_least,
-    copy_bandwidth,
     machine,
     make_parser,
     pick_device,
@@ -64,6 +63,8 @@ def main() -> None:
 
     import torch
     from decode_case import KVSizes
+
+    from bench import copy_bandwidth
 
     device = pick_device()
     on_gpu = device.type == "cuda"

@@ -24,9 +24,6 @@ from typing import TYPE_CHECKING
 from common import (
     add_model_arguments,
     at_least,
-    copy_bandwidth,
-    decode_bytes,
-    layer_weights,
     machine,
     make_llm,
     make_parser,
@@ -57,6 +54,8 @@ def main() -> None:
     parser.add_argument("--block-size", type=at_least(1), default=16, help="tokens in a block")
     parser.add_argument("--backend", default="auto", help="attention_backend")
     args = parser.parse_args()
+    from bench import copy_bandwidth
+
     on_gpu = pick_device().type == "cuda"
     batches = args.batch or ([1, 8, 64, 256] if on_gpu else [1, 8, 32])
     bandwidth, speed = copy_bandwidth(pick_device()), linear_speed(args.dtype)
@@ -147,6 +146,20 @@ def time_steps(llm: LLM, batch: int, context: int, args: argparse.Namespace) -> 
     num_weights = layer_weights(config) + config.vocab_size * config.hidden_size
     operations = 2 * batch * num_weights + attention_operations(config, keys)
     return [prefill, ("decode", host, model, decode_bytes(llm, 1, keys), operations)]
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """Numbers in the matrices of all layers, without embedding and output projection."""
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim  # q and o, k and v
+    return config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+
+
+def decode_bytes(llm: LLM, steps: int, keys: float) -> float:
+    """Bytes that decoding has to read: all matrices in every step, and the K/V of `keys` tokens in total."""
+    config, itemsize = llm.engine.runner.model.config, llm.engine.runner.dtype.itemsize
+    weights = layer_weights(config) + config.vocab_size * config.hidden_size
+    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim  # of a token
+    return itemsize * (steps * weights + keys * kv)
 
 
 def attention_operations(config: ModelConfig, pairs: float) -> float:

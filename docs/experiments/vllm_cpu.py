@@ -10,33 +10,32 @@ threads. (The packages' own progress bars and messages go to the standard error.
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import random
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from common import DTYPES, ROOT, SHAPES, at_least, machine, make_parser
+from common import DTYPES, at_least, machine, make_parser
+from peers import SHAPES, Job, Requests, Times, ask, make_job, start
 
-import bench
 from nanopaged.terminal import run_program
 
-Sides = dict[str, Callable[[bench.Requests], bench.Times]]
+Sides = dict[str, Callable[[Requests], Times]]
 
 
 def kind(requests: int, own: range, output: range, shared: int = 0) -> argparse.Namespace:
-    """The sizes that `bench.draw_requests` reads; the ranges include their ends."""
-    sizes = {
-        "min_input": own.start,
-        "max_input": own.stop,
-        "min_output": output.start,
-        "max_output": output.stop,
-    }
-    return argparse.Namespace(requests=requests, shared_prefix=shared, **sizes)
+    """The sizes of requests that begin with `shared` equal tokens; the ranges include their ends."""
+    return argparse.Namespace(
+        requests=requests,
+        shared_prefix=shared,
+        min_input=own.start,
+        max_input=own.stop,
+        min_output=output.start,
+        max_output=output.stop,
+    )
 
 
 ROWS = {
@@ -62,26 +61,23 @@ def main() -> None:
     add("--rounds", type=at_least(1), default=3, help="of each row")
     add("--backends", nargs="+", default=["torch", "cpp"], help="of nanopaged: attention_backend")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="kinds of requests")
-    parser.set_defaults(
-        baseline="vllm", budget=2048, max_num_seqs=256, block_size=16, backend="auto", eager=False
-    )
+    parser.set_defaults(budget=2048, max_num_seqs=256)
     args = parser.parse_args()
 
     import torch
+
+    import bench
 
     torch.set_num_threads(args.threads)
     if args.threads == 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {0})  # vLLM binds its thread to core 0: all sides have the same core
     with tempfile.TemporaryDirectory() as model, ExitStack() as stack:
-        bench.save_random_weights(args, model)
-        options = bench.engine_options(args)
-        ours = {"package": "nanopaged", "python": sys.executable, "model": model, "folder": str(ROOT)}
-        jobs = {
-            name: ours | {"options": options | {"attention_backend": name}, "environment": {}}
-            for name in args.backends
-        }
-        jobs["vLLM"] = bench.peer_job(model, args)
-        sides = {name: stack.enter_context(started(name, job)) for name, job in jobs.items()}
+        bench.save_random_weights(model, args)
+        jobs = {"vLLM": make_job("vllm", model, args)}
+        for name in args.backends:
+            job = make_job("nanopaged", model, args)
+            jobs[name] = job | {"options": job["options"] | {"attention_backend": name}}
+        sides = {name: stack.enter_context(started(job)) for name, job in jobs.items()}
         print(f"shape {args.shape}, {args.dtype}; {machine()}")
         print(f"{'':20} {''.join(f'{name:>22}' for name in sides)}    over vLLM, wall/CPU")
         for row in args.rows:
@@ -89,35 +85,22 @@ def main() -> None:
 
 
 @contextmanager
-def started(name: str, job: bench.Job) -> Iterator[Callable[[bench.Requests], bench.Times]]:
+def started(job: Job) -> Iterator[Callable[[Requests], Times]]:
     """A process that has loaded the engine, as a function that runs requests in it.
 
     Between two runs it is stopped, where the system can do that: an idle vLLM takes 1 to 2 % of a core.
     """
-    import torch
+    process = start(job)
 
-    process = subprocess.Popen(
-        [job["python"], bench.__file__, bench.SERVE],
-        env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())} | job["environment"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C is for this process, which kills the other
-    )
-
-    def run(requests: bench.Requests) -> bench.Times:
+    def run(requests: Requests) -> Times:
         if os.name == "posix":
             process.send_signal(signal.SIGCONT)
-        print(json.dumps(requests), file=process.stdin, flush=True)
-        for line in process.stdout:
-            if line.startswith("Times "):
-                if os.name == "posix":
-                    process.send_signal(signal.SIGSTOP)
-                return json.loads(line.removeprefix("Times "))
-        raise SystemExit(f"{name} failed in {job['python']}: is it installed there? Its output is above.")
+        times = ask(process, job, requests)
+        if os.name == "posix":
+            process.send_signal(signal.SIGSTOP)
+        return times
 
     try:
-        print(json.dumps(job), file=process.stdin, flush=True)
         yield run
     finally:
         process.kill()
@@ -126,10 +109,14 @@ def started(name: str, job: bench.Job) -> Iterator[Callable[[bench.Requests], be
 
 def compare(row: str, sides: Sides, args: argparse.Namespace) -> None:
     """A round to warm up, then `--rounds` of them; prints the row."""
+    import bench
+
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for i in range(args.rounds + 1):
         sizes = argparse.Namespace(**vars(ROWS[row]), seed=args.seed + i)
-        requests = bench.draw_requests(SHAPES[args.shape]["vocab_size"], sizes)
+        vocab_size = bench.SHAPES[args.shape][-1]
+        prefix = random.Random(sizes.seed).choices(range(vocab_size), k=sizes.shared_prefix)
+        requests = [(prefix + prompt, n) for prompt, n in bench.draw_requests(vocab_size, sizes)]
         num_tokens = sum(n for _, n in requests)
         for name, run in sides.items():
             times = run(requests)

@@ -1,7 +1,7 @@
 """Load a model's weights and its tokenizer, from a folder or from the Hugging Face hub.
 
-The projections q, k and v of a checkpoint become one matrix of ours, and so do gate and up: one large matrix
-product is faster than several small ones.
+The projections q, k and v of a checkpoint become one matrix here, and so do gate and up, because
+one large matrix product is faster than several small ones.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from nanopaged.config import EngineConfig
 from nanopaged.model.decoder import PLAIN, Linear, Model, Operations, allocate
 from nanopaged.model.model_config import ModelConfig, read_json
 from nanopaged.parallel import Ranks
+from nanopaged.terminal import one_line
 
 TINY_MODEL = Path(__file__).parents[1] / "tiny"
 CONFIG_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -31,8 +32,8 @@ logger = logging.getLogger("nanopaged")
 
 
 def find_model(model: str | Path | None, with_weights: bool = True) -> Path:
-    """The folder of a model: the tiny model for None, a local folder, or a download from the hub."""
-    folder = Path(os.path.expanduser(model)) if model is not None else TINY_MODEL
+    """The folder of a model: the tiny one for None, a local folder, or a download from the hub."""
+    folder = TINY_MODEL if model is None else Path(os.path.expanduser(model))
     if os.path.isdir(folder):  # unlike Path's, False for a name that is too long
         return folder
     if isinstance(model, Path) or str(model).startswith(("/", ".", "~")):
@@ -40,7 +41,7 @@ def find_model(model: str | Path | None, with_weights: bool = True) -> Path:
             f"{folder} is not a folder: name the one that holds config.json, or a hub id"
         )
     try:
-        patterns = CONFIG_FILES + ["*.safetensors"] * with_weights
+        patterns = [*CONFIG_FILES, "*.safetensors"] if with_weights else CONFIG_FILES
         return Path(snapshot_download(str(model), allow_patterns=patterns))
     except (OSError, ValueError) as error:  # huggingface's own errors are of these types
         raise FileNotFoundError(
@@ -59,29 +60,28 @@ def load_model(
     operations: Operations = PLAIN,
 ) -> Model:
     """The model of `folder` on `device`, ready to run. Each rank reads its part of the weights."""
-    rank, size = (ranks.rank, ranks.size) if ranks is not None else (0, 1)
     try:
         model = Model(model_config, ranks, operations)
         allocate(model, dtype, device)
         model.rotary.compute(model_config, max_model_len, dtype, device)
-    except (
-        RuntimeError,
-        OverflowError,
-        TypeError,
-    ) as error:  # out-of-memory errors are RuntimeErrors
-        advice = f"lower max_model_len, {max_model_len}: {model_config}"
-        raise ValueError(f"the model cannot be allocated on {device}, {advice}") from error
+    except (RuntimeError, OverflowError, TypeError) as error:  # of the first kind: out of memory
+        raise ValueError(
+            f"the model cannot be allocated on {device}, lower max_model_len, {max_model_len}:"
+            f" {model_config}"
+        ) from error
+    rank = ranks.rank if ranks is not None else 0
     if config.load_format == "dummy":
         _draw_weights(model, config.seed + rank)
     else:
-        _read_weights(model, folder, rank, size)
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
-    if reasons := {linear.reorder_weight() for linear in linears} - {None}:
-        logger.info(
-            "linear layers run without oneDNN's packed weights, and slower: %s", reasons.pop()
-        )
+        _read_weights(model, folder, rank, ranks.size if ranks is not None else 1)
+    reason = None
+    for part in model.modules():
+        if isinstance(part, Linear):
+            reason = part.reorder_weight() or reason
+    if reason is not None:
+        logger.info(f"linear layers run without oneDNN's packed weights, and slower: {reason}")
     if ranks is not None:
-        ranks.meet()
+        ranks.meet(device)
     return model.eval()
 
 
@@ -97,37 +97,35 @@ def _draw_weights(model: Model, seed: int) -> None:
 
 def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
     """Fill the model's weights, or this rank's shares of them, from the safetensors files."""
-    slots, files = _weight_slots(model), _weight_files(folder)
+    slots = _weight_slots(model)
+    files = _weight_files(folder)
     # Old checkpoints carry rotary frequencies, and some tied ones a copy of the embedding.
-    redundant = (
-        "rotary_emb.inv_freq",
-        "lm_head.weight" if model.config.tie_word_embeddings else "inv_freq",
-    )
+    redundant = ("rotary_emb.inv_freq",)
+    if model.config.tie_word_embeddings:
+        redundant += ("lm_head.weight",)
     missing = sorted(slots.keys() - files.keys())[:8]
-    unexpected = sorted(
-        name for name in files.keys() - slots.keys() if not name.endswith(redundant)
-    )[:8]
+    extra = [name for name in files.keys() - slots.keys() if not name.endswith(redundant)]
+    unexpected = sorted(extra)[:8]
     if missing or unexpected:
-        lost, odd = (
-            ", ".join(repr(name)[1:-1] for name in names) for names in (missing, unexpected)
-        )
-        named = f"missing: {lost}; unexpected: {odd}"
-        raise ValueError(f"the weights in {folder} do not match its config.json; {named}")
+        names = one_line(f"missing: {', '.join(missing)}; unexpected: {', '.join(unexpected)}")
+        raise ValueError(f"the weights in {folder} do not match its config.json; {names}")
     shapes = _weight_slots(Model(model.config))  # without memory, for the shapes of unsplit weights
     for file in sorted(set(files.values())):
         with _open_weights(file) as tensors:
-            for name, slot in [each for each in slots.items() if files[each[0]] == file]:
-                weight, shape = tensors.get_slice(name), list(shapes[name].shape)
-                dtype, found = weight.get_dtype(), weight.get_shape()
-                if found != shape or dtype not in ("F32", "F16", "BF16"):  # others may be quantised
+            for name, slot in slots.items():
+                if files[name] != file:
+                    continue
+                weight = tensors.get_slice(name)
+                shape = list(shapes[name].shape)
+                found = weight.get_shape()
+                dtype = weight.get_dtype()  # a quantised weight has another one than these
+                if found != shape or dtype not in ("F32", "F16", "BF16"):
                     raise ValueError(
                         f"{name} is {dtype} {found}, but must be F32, F16 or BF16 {shape}"
                     )
                 part = weight[_share(name, slot, shape, rank, size)]
                 if rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias")):
-                    part = part[
-                        :0
-                    ]  # the ranks' results are added up, so only one may have the bias
+                    part = part[:0]  # the ranks' results are added up, so only rank 0 has the bias
                 slot[: len(part)].copy_(part)
                 slot[len(part) :].zero_()  # rows beyond the vocabulary
                 if not torch.stack(slot.aminmax()).isfinite().all():
@@ -150,58 +148,70 @@ def _open_weights(file: Path) -> Iterator[safe_open]:
 
 
 def _weight_slots(model: Model) -> dict[str, Tensor]:
-    """The name of a weight in the checkpoint → the part of our weights that it fills.
+    """The name of each weight in the checkpoint → the part of the model's weights that it fills.
 
-    q, k and v of a layer are the rows of its `qkv_proj`, in this order (4 query heads and 2 KV heads of
-    dimension 8: rows 0-31, 32-47, 48-63); gate and up are the halves of its `gate_up_proj`.
+    The rows of a layer's `qkv_proj` are q, k and v in this order. With 4 query heads and 2 KV heads
+    of dimension 8 these are the rows 0-31, 32-47 and 48-63. The halves of `gate_up_proj` are gate
+    and up.
     """
     config = model.share
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    parts = {  # our matrix → the checkpoint's projections, and their rows
+    q = config.num_heads * config.head_dim
+    kv = config.num_kv_heads * config.head_dim
+    width = config.intermediate_size
+    parts = {  # the model's matrix → the checkpoint's projections, and their rows
         "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
-        "gate_up_proj": {
-            "gate_proj": config.intermediate_size,
-            "up_proj": config.intermediate_size,
-        },
+        "gate_up_proj": {"gate_proj": width, "up_proj": width},
     }
-    slots: dict[str, Tensor] = {}
+    slots = {}
     for name, weight in model.named_parameters():
-        name = name if name.startswith("lm_head") else f"model.{name}"
+        if not name.startswith("lm_head"):
+            name = f"model.{name}"
         matrix = name.split(".")[-2]
         rows = parts.get(matrix, {matrix: len(weight)})
-        for part, piece in zip(rows, weight.data.split(list(rows.values())), strict=True):
-            slots[name.replace(matrix, part)] = piece
+        pieces = weight.data.split(list(rows.values()))
+        for projection, piece in zip(rows, pieces, strict=True):
+            slots[name.replace(matrix, projection)] = piece
     return slots
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
-    """The name of each weight in the checkpoint → its file, which the index says if there is one."""
-    index = read_json(folder / "model.safetensors.index.json").get("weight_map")
-    if isinstance(index, dict) and index:
-        return {name: folder / str(file) for name, file in index.items()}
-    with _open_weights(folder / "model.safetensors") as tensors:
-        return dict.fromkeys(tensors.keys(), folder / "model.safetensors")
+    """The name of each weight in the checkpoint → its file, by the index if there is one."""
+    index = folder / "model.safetensors.index.json"
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        file = folder / "model.safetensors"
+        with _open_weights(file) as tensors:
+            return dict.fromkeys(tensors.keys(), file)
+    files = {}
+    for name, file in weight_map.items():
+        files[name] = folder / str(file)
+        # The file itself may be a link to elsewhere, as in the cache of the hub.
+        parent = Path(os.path.realpath(files[name].parent))
+        if not parent.is_relative_to(os.path.realpath(folder)):
+            raise ValueError(f"{index} lists {file!r}, which is outside {folder}")
+    return files
 
 
 def _share(name: str, slot: Tensor, shape: list[int], rank: int, size: int) -> tuple[slice, ...]:
-    """Which part of a weight of this shape goes to the slot: all of it, or some rows, or some columns.
+    """The part of a weight of this shape that goes to the slot: all, some rows, or some columns.
 
-    k_proj with 2 heads of 8 rows, on 4 ranks: ranks 0 and 1 take rows 0-7, ranks 2 and 3 rows 8-15
+    k_proj has 2 heads of 8 rows. Of 4 ranks, 0 and 1 take rows 0-7, and 2 and 3 take rows 8-15.
     """
     parts = []
-    for total, mine in zip(shape, slot.shape, strict=True):
-        first = rank * total // size // mine * mine if total > mine else 0
-        if total > mine and name.startswith(("lm_head", "model.embed_tokens")):
-            first = rank * mine  # the last share may be smaller
-        parts.append(slice(first, first + mine))
+    for total, length in zip(shape, slot.shape, strict=True):
+        first = 0
+        if total > length:
+            first = rank * total // size // length * length
+            if name.startswith(("lm_head", "model.embed_tokens")):
+                first = rank * length  # the last share may be smaller
+        parts.append(slice(first, first + length))
     return tuple(parts)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The folder's tokenizer. None if there is none; prompts must then be token ids."""
-    if not any(
-        (folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
-    ):
+    """The folder's tokenizer, or None if there is none. Prompts must then be token ids."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((folder / name).exists() for name in names):
         return None
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -212,16 +222,18 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def read_eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """All end-of-sequence ids: those of generation_config.json (else config.json) and the tokenizer's."""
-    eos = read_json(folder / "generation_config.json").get("eos_token_id")
-    if eos is None:
-        eos = read_json(folder / "config.json").get("eos_token_id")
-    eos = eos if isinstance(eos, list) else [eos]
-    eos = [
-        token_id
-        for token_id in (*eos, getattr(tokenizer, "eos_token_id", None))
-        if token_id is not None
-    ]
-    if not all(type(token_id) is int and token_id >= 0 for token_id in eos):
-        raise ValueError(f"{folder} has eos_token_id {eos}, but token ids are ints from 0 on")
+    """The end-of-sequence ids of generation_config.json (else of config.json) and the tokenizer."""
+    for name in ("generation_config.json", "config.json"):
+        eos = read_json(folder / name).get("eos_token_id")
+        if eos is not None:
+            break
+    if not isinstance(eos, list):
+        eos = [] if eos is None else [eos]
+    for token_id in eos:
+        if type(token_id) is not int or token_id < 0:
+            raise ValueError(
+                f"{folder / name} has eos_token_id {eos}, but token ids are ints from 0 on"
+            )
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.append(tokenizer.eos_token_id)
     return frozenset(eos)

@@ -1,8 +1,9 @@
 """One decoder for Llama, Qwen2 and Qwen3, which differ only in biases and in a norm of q and k.
 
-The model computes a flat batch: `num_tokens` tokens of any number of sequences, end to end, without padding.
-It knows no sequences, blocks or caches: the `attention` that is passed in knows them. It is made without
-memory (on PyTorch's meta device); `checkpoint.py` reads the weights.
+The model computes a flat batch, in which the tokens of all sequences stand end to end without
+padding. It does not know about sequences, blocks or caches. Only the `attention` function that it
+is given does. A model is created without memory, on PyTorch's meta device; `checkpoint.py` reads
+its weights.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,8 @@ from nanopaged.parallel import Ranks
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """x / √(mean(x²) + ε) · w over the last dimension of x, computed in float32 (arXiv 1910.07467).
 
-    On a CPU, `F.rms_norm` makes eight temporaries; here it is one, changed in place (records/benchmarks.md).
+    On a CPU, `F.rms_norm` allocates eight temporary tensors (records/benchmarks.md). This function
+    allocates one and changes it in place.
     """
     if x.is_cuda:  # one kernel
         return F.rms_norm(x, x.shape[-1:], weight, eps)
@@ -43,33 +44,35 @@ def norm_rotate(
     cos: Tensor,
     sin: Tensor,
 ) -> Tensor:
-    """Queries and keys of the new tokens: normalised head by head, if there are weights, and rotated.
+    """Normalise the queries and keys of the new tokens, if there are weights, and rotate them.
 
     Args:
-        qk: [num_tokens, heads, head_dim], as the result; the first `num_q` heads are queries. May be changed.
-        weights: of the norms of queries and of keys, each [head_dim].
-        cos, sin: of the tokens' positions, from `Rotary`.
+        qk: [num_tokens, heads, head_dim], like the result. The first `num_q` heads are queries. The
+            function may change this tensor.
+        weights: the weights of the query norm and of the key norm, each [head_dim].
+        cos, sin: the rows of `Rotary` at the tokens' positions.
     """
     if weights is not None:
         qk = rms_norm(qk, eps)
         qk[:, :num_q].mul_(weights[0])
         qk[:, num_q:].mul_(weights[1])
     rotated = qk * cos
-    (first, second), (out_first, out_second) = qk.chunk(2, dim=-1), rotated.chunk(2, dim=-1)
+    first, second = qk.chunk(2, dim=-1)
+    out_first, out_second = rotated.chunk(2, dim=-1)
     out_first.addcmul_(second, sin, value=-1)
     out_second.addcmul_(first, sin)
     return rotated
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [num_tokens, 2 · width] → silu(gate) · up [num_tokens, width]; silu(x) = x / (1 + e^-x)."""
+    """gate_up [n, 2 · width] → silu(gate) · up [n, width], where silu(x) = x / (1 + e^-x)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 @dataclass(frozen=True)
 class Operations:
-    """The small operations of a layer; `choose_operations` in model_runner.py chooses them."""
+    """The functions that compute the small operations of a layer, chosen by model_runner.py."""
 
     rms_norm: Callable[..., Tensor] = rms_norm
     norm_rotate: Callable[..., Tensor] = norm_rotate
@@ -87,21 +90,21 @@ def empty_weight(*shape: int) -> nn.Parameter:
 
 
 def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give the weights of a module memory. Two names of one weight stay names of one weight."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    """Give the weights of a module memory. A weight that has two names keeps both."""
+    allocated = {}
     for part in module.modules():
         for name, weight in list(part.named_parameters(recurse=False)):
-            if weight not in made:
+            if weight not in allocated:
                 memory = torch.empty(weight.shape, dtype=dtype, device=device)
-                made[weight] = nn.Parameter(memory, requires_grad=False)
-            setattr(part, name, made[weight])
+                allocated[weight] = nn.Parameter(memory, requires_grad=False)
+            setattr(part, name, allocated[weight])
 
 
 class Linear(nn.Module):
     """y = x Wᵀ + b, with W [out_features, in_features].
 
     Args:
-        ranks: if W is split by columns, the ranks whose results add up to y.
+        ranks: the ranks whose results add up to y, if each has some of the columns of W.
     """
 
     def __init__(
@@ -114,12 +117,12 @@ class Linear(nn.Module):
         self._reordered: Tensor | None = None
 
     def reorder_weight(self) -> str | None:
-        """On a CPU, keep W in the layout that oneDNN reads. Returns why that cannot be done, None if it is.
+        """On a CPU, keep W in the layout that oneDNN reads. Returns the reason if that fails.
 
-        `F.linear` reorders W at every call, or uses a slower kernel (records/benchmarks.md). These operators
-        are private to PyTorch: if they are missing or fail, `F.linear` is used.
+        `F.linear` reorders W at every call, or uses a slower kernel (records/benchmarks.md). These
+        operators are private to PyTorch. If they are missing or fail, `forward` uses `F.linear`.
         """
-        if self.weight is None or self.weight.device.type != "cpu":
+        if self.weight is None or not self.weight.is_cpu:
             return None
         x = self.weight.new_zeros(1, self.weight.shape[1])
         try:
@@ -127,10 +130,8 @@ class Linear(nn.Module):
             torch.ops.mkldnn._linear_pointwise(x, reordered, self.bias, "none", [], "")
         except (RuntimeError, AttributeError) as error:
             return str(error).partition("\n")[0]
-        self._reordered, self.weight = (
-            reordered,
-            None,
-        )  # only the reordered copy is needed from here on
+        self._reordered = reordered
+        self.weight = None  # frees its memory
         return None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,7 +150,8 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, operations: Operations) -> None:
         super().__init__()
         self.weight = empty_weight(size)
-        self.eps, self.rms_norm = eps, operations.rms_norm
+        self.eps = eps
+        self.rms_norm = operations.rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, size] → the same shape."""
@@ -161,10 +163,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, ranks: Ranks | None, operations: Operations) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = Linear(hidden, 2 * inner, config.mlp_bias)
+        hidden = config.hidden_size
+        self.gate_up_proj = Linear(hidden, 2 * config.intermediate_size, config.mlp_bias)
         self.silu_mul = operations.silu_mul
-        self.down_proj = Linear(inner, hidden, config.mlp_bias, ranks)
+        self.down_proj = Linear(config.intermediate_size, hidden, config.mlp_bias, ranks)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] → the same shape."""
@@ -172,50 +174,49 @@ class MLP(nn.Module):
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
-    """Angle per position of each pair of dimensions: theta^(-2i / head_dim), i < head_dim / 2.
+    """The angle by which position 1 rotates pair i, theta^(-2i / head_dim), for i < head_dim / 2.
 
-    Llama 3's scaling divides the frequencies of long wavelengths by `factor`, and keeps those of short ones.
+    Llama 3 divides the low frequencies by `factor`, keeps the high ones, and blends in between.
     """
-    exponents = (
-        torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
-    )
-    frequencies = 1.0 / config.rope_theta**exponents
-    if (scaling := config.rope_scaling) is None:
+    dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
+    frequencies = 1.0 / config.rope_theta ** (dims / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
         return frequencies
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    keep = ((turns - low) / (high - low)).clamp(
-        0, 1
-    )  # 1: short wavelength, unchanged; 0: divided by factor
+    low = scaling["low_freq_factor"]
+    keep = ((turns - low) / (scaling["high_freq_factor"] - low)).clamp(0, 1)
     return frequencies * (keep + (1 - keep) / scaling["factor"])
 
 
 class Rotary:
-    """Rotary position embedding (Su et al., arXiv 2104.09864): rotates q and k by their position.
+    """The tables of rotary position embedding (Su et al., arXiv 2104.09864), which rotates q and k.
 
-    The pair (x_i, x_{i + half}) is rotated by the angle a_i of its position:
+    At position p the pair (x_i, x_{i + half}) is rotated by the angle a_i = p · frequency_i:
 
         x_i cos a_i - x_{i + half} sin a_i        x_{i + half} cos a_i + x_i sin a_i
 
     Attributes:
-        cos: [max_positions, 1, head_dim], for both halves.
+        cos: [max_positions, 1, head_dim]. The second half repeats the first.
         sin: [max_positions, 1, head_dim / 2].
     """
 
     def compute(
-        self, config: ModelConfig, max_positions: int, dtype: Any, device: torch.device
+        self, config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, rotary_frequencies(config))[:, None]
         cos = angles.cos().to(device, dtype)
-        self.cos, self.sin = torch.cat((cos, cos), dim=-1), angles.sin_().to(device, dtype)
+        self.cos = torch.cat((cos, cos), dim=-1)
+        self.sin = angles.sin_().to(device, dtype)
 
 
-# ── the decoder ──────────────────────────────────────────────────────────────────────────────────────
+# ── the decoder ───────────────────────────────────────────────────────────────────────────────────
 
 AttentionFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""attention(layer, q, k, v) → out, with q, out [num_tokens, num_heads, head_dim] and k, v [num_tokens,
-num_kv_heads, head_dim]. A backend of `nanopaged.attention` is one."""
+"""attention(layer, q, k, v) → out. The shape of q and out is [num_tokens, num_heads, head_dim], the
+shape of k and v is [num_tokens, num_kv_heads, head_dim]. The backends of `nanopaged.attention` are
+such functions."""
 
 
 class SelfAttention(nn.Module):
@@ -225,25 +226,26 @@ class SelfAttention(nn.Module):
         self, config: ModelConfig, layer: int, ranks: Ranks | None, operations: Operations
     ) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.eps = layer, config.head_dim, config.rms_norm_eps
-        self.norm_rotate, self.heads = (
-            operations.norm_rotate,
-            [config.num_heads, config.num_kv_heads],
-        )
-        width = config.num_heads * config.head_dim
-        qkv_width = width + 2 * config.num_kv_heads * config.head_dim
-        self.qkv_proj = Linear(config.hidden_size, qkv_width, config.qkv_bias)
-        self.o_proj = Linear(width, config.hidden_size, config.o_bias, ranks)
-        self.q_norm = RMSNorm(config.head_dim, self.eps, operations) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, self.eps, operations) if config.qk_norm else None
+        self.layer = layer
+        self.config = config
+        self.norm_rotate = operations.norm_rotate
+        q_width = config.num_heads * config.head_dim
+        kv_width = config.num_kv_heads * config.head_dim
+        self.qkv_proj = Linear(config.hidden_size, q_width + 2 * kv_width, config.qkv_bias)
+        self.o_proj = Linear(q_width, config.hidden_size, config.o_bias, ranks)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, operations)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, operations)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn) -> Tensor:
         """x [num_tokens, hidden_size] → the same shape."""
-        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        qk, v = qkv.split([sum(self.heads), self.heads[1]], dim=1)
-        weights = (self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None
-        qk = self.norm_rotate(qk, self.heads[0], weights, self.eps, cos, sin)
-        q, k = qk.split(self.heads, dim=1)  # each [num_tokens, its heads, head_dim]
+        num_q = self.config.num_heads
+        num_kv = self.config.num_kv_heads
+        qkv = self.qkv_proj(x).view(len(x), -1, self.config.head_dim)
+        qk, v = qkv.split([num_q + num_kv, num_kv], dim=1)
+        weights = (self.q_norm.weight, self.k_norm.weight) if self.config.qk_norm else None
+        qk = self.norm_rotate(qk, num_q, weights, self.config.rms_norm_eps, cos, sin)
+        q, k = qk.split([num_q, num_kv], dim=1)  # [num_tokens, num_q or num_kv, head_dim]
         return self.o_proj(attention(self.layer, q, k, v).flatten(1))
 
 
@@ -265,10 +267,10 @@ class DecoderLayer(nn.Module):
 
 
 class Model(nn.Module):
-    """Token ids and positions in, hidden states out; `logits` turns hidden states into scores.
+    """Computes hidden states from token ids and positions; `logits` turns them into scores.
 
     Args:
-        ranks: the ranks that share the model; None if this is all of it.
+        ranks: the ranks that share the model, None if this process has all of it.
         operations: the functions that compute the small operations of all layers.
     """
 
@@ -276,33 +278,33 @@ class Model(nn.Module):
         self, config: ModelConfig, ranks: Ranks | None = None, operations: Operations = PLAIN
     ) -> None:
         super().__init__()
-        self.config, self.ranks, self.rotary = config, ranks, Rotary()
-        self.share = share = config.share(
-            ranks.size if ranks is not None else 1
-        )  # this rank's layers
-        num_rows = share.vocab_size  # the last rank may have some too many
-        self.embed_tokens = nn.Embedding.from_pretrained(empty_weight(num_rows, config.hidden_size))
-        layers = (DecoderLayer(share, i, ranks, operations) for i in range(config.num_layers))
+        self.config = config
+        self.ranks = ranks
+        self.rotary = Rotary()
+        share = config.share(ranks.size if ranks is not None else 1)
+        self.share = share  # the sizes of this rank's layers
+        embedding = empty_weight(share.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding)
+        layers = [DecoderLayer(share, i, ranks, operations) for i in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, operations)
-        self.lm_head = Linear(config.hidden_size, num_rows, False)
+        self.lm_head = Linear(config.hidden_size, share.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
         """input_ids, positions [num_tokens] → hidden states [num_tokens, hidden_size]."""
-        x = (
-            self.embed_tokens(input_ids)
-            if self.ranks is None
-            else self._embed_share(input_ids, self.ranks)
-        )
+        if self.ranks is None:
+            x = self.embed_tokens(input_ids)
+        else:
+            x = self._embed_share(input_ids, self.ranks)
         cos, sin = self.rotary.cos[positions], self.rotary.sin[positions]
         for layer in self.layers:
             x = layer(x, cos, sin, attention)
         return self.norm(x)
 
     def _embed_share(self, input_ids: Tensor, ranks: Ranks) -> Tensor:
-        """Embeddings of the tokens whose rows this rank has, added to those of the other ranks."""
+        """Embed the tokens whose rows this rank has, and add up the results of all ranks."""
         num_rows = self.embed_tokens.num_embeddings
         rows = input_ids - ranks.rank * num_rows
         elsewhere = (rows < 0) | (rows >= num_rows)
@@ -310,11 +312,12 @@ class Model(nn.Module):
         return ranks.all_reduce(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden_size] → float32 scores [n, vocab_size]; of ranks above 0, only their columns.
+        """hidden [n, hidden_size] → float32 scores [n, vocab_size], only columns on ranks above 0.
 
-        Those of Apple's GPU are fetched: draws add up probabilities in float64, which it has not.
+        Scores on Apple's GPU are copied to the host, because sampling adds up probabilities in
+        float64, which that GPU does not have.
         """
         scores = self.lm_head(hidden).float()
         if self.ranks is not None:
             return self.ranks.gather(scores)[:, : self.config.vocab_size]
-        return scores.cpu() if scores.device.type == "mps" else scores
+        return scores.cpu() if scores.is_mps else scores

@@ -1,6 +1,6 @@
 """Read a model's config.json, and refuse models that this engine would compute wrongly.
 
-transformers parses the file, of any of its versions, and fills in the defaults of each family.
+transformers parses the file, whatever version wrote it, and fills in the defaults of the family.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FAMILIES: dict[str, dict[str, bool]] = {  # model_type → how it differs from L
     "qwen2": {"qkv_bias": True, "o_bias": False},
     "qwen3": {"qk_norm": True},
 }
-CHOICES: dict[
-    str, tuple[Any, ...]
-] = {  # setting → what is supported; the first is what a missing one means
+# setting → the values that are supported. A setting that is missing has the first of them.
+CHOICES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "quantization_config": (None, {}),
-    "rope_type": (None, "default", "llama3"),
+    "rope_type": ("default", "llama3"),
+    "full_attention": (None,),  # rope parameters of one kind of layers
     "partial_rotary_factor": (1.0, None),
     "dtype": DTYPES[1:],
     "is_causal": (True,),
@@ -59,37 +59,39 @@ class ModelConfig:
     dtype: str  # the checkpoint's, e.g. "bfloat16"
 
     def share(self, size: int) -> ModelConfig:
-        """The layers of one of `size` ranks. With fewer KV heads than ranks, several ranks have the same one.
+        """The sizes of one of `size` ranks. With fewer KV heads than ranks, several share a head.
 
-        8 query heads and 2 KV heads on 4 ranks: each has 2 query heads and 1 KV head, ranks 0 and 1 the same
+        8 query heads and 2 KV heads on 4 ranks: each rank has 2 query heads and 1 KV head, and
+        ranks 0 and 1 have the same KV head.
         """
-        heads, kv_heads, columns = self.num_heads, self.num_kv_heads, self.intermediate_size
-        if heads % size or columns % size or (kv_heads % size and size % kv_heads):
-            both = f"num_heads of {heads} and intermediate_size of {columns}"
-            what = f"tensor_parallel_size is {size}, but must divide the model's {both}"
-            raise ValueError(f"{what}, and divide its {kv_heads} KV heads or be a multiple of them")
-        shares = {"num_heads": heads // size, "num_kv_heads": max(1, kv_heads // size)}
-        rows = -(-self.vocab_size // size)  # ceil division
-        return replace(self, **shares, intermediate_size=columns // size, vocab_size=rows)
+        heads_fit = self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0
+        if self.num_heads % size or self.intermediate_size % size or not heads_fit:
+            raise ValueError(
+                f"tensor_parallel_size is {size}, but must divide the model's num_heads of"
+                f" {self.num_heads} and intermediate_size of {self.intermediate_size}, and"
+                f" divide its {self.num_kv_heads} KV heads or be a multiple of them"
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(1, self.num_kv_heads // size),
+            intermediate_size=self.intermediate_size // size,
+            vocab_size=-(-self.vocab_size // size),  # ceil division
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The contents of a JSON file, {} if there is none."""
+    """The contents of a JSON file, or {} if there is none."""
     if not path.exists():
         return {}
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (
-        ValueError,
-        TypeError,
-        OSError,
-        RecursionError,
-    ) as error:  # OSError: e.g. a folder of this name
+    except (ValueError, TypeError, OSError, RecursionError) as error:  # OSError: it may be a folder
         raise ValueError(f"{path} cannot be read as a JSON object: {error}") from error
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Read `folder`/config.json. Raises ValueError for what this engine cannot run; the message names it."""
+    """Read `folder`/config.json. Raises ValueError for a setting that this engine cannot run."""
     file = folder / "config.json"
     if not file.exists():
         raise FileNotFoundError(f"no config.json in {folder}: is it a Hugging Face model folder?")
@@ -97,41 +99,63 @@ def read_model_config(folder: Path) -> ModelConfig:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ValueError(f"{path} is neither a file nor a folder")
     raw = read_json(file)
-    if (differences := FAMILIES.get(str(raw.get("model_type")))) is None:
+    model_type = str(raw.get("model_type"))
+    if model_type not in FAMILIES:
         raise _unsupported(file, "model_type", raw.get("model_type"), " or ".join(FAMILIES))
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters")  # as transformers does
+    settings = raw | rope if isinstance(rope, dict) else raw
+    for name in ("rms_norm_eps", "rope_theta") + LLAMA3:  # transformers fails later
+        value = settings.get(name, 1)
+        if type(value) not in (int, float) or not 0 < value < 1e300:
+            raise _unsupported(file, name, value, "a finite number above 0")
     try:
         hf = AutoConfig.for_model(**copy.deepcopy(raw))  # it changes its arguments
     except Exception as error:  # the message of transformers says what is wrong, in several lines
         raise ValueError(f"{file} cannot be used: {one_line(error)}") from error
-    rope, dtype = hf.rope_parameters, str(hf.dtype or "float32").removeprefix("torch.")
-    settings = {**raw, **rope, "dtype": dtype}
+    rope = hf.rope_parameters
+    dtype = str(hf.dtype or "float32").removeprefix("torch.")
+    settings = raw | rope | {"dtype": dtype}
     for name, choices in CHOICES.items():
-        if (value := settings.get(name, choices[0])) not in choices:
-            raise _unsupported(file, name, value, " or ".join(map(repr, choices)))
-    layer_types, window = getattr(hf, "layer_types", None), getattr(hf, "sliding_window", None)
+        value = settings.get(name, choices[0])
+        if value not in choices:
+            raise _unsupported(file, name, value, " or ".join(repr(choice) for choice in choices))
+    layer_types = getattr(hf, "layer_types", None)
+    window = getattr(hf, "sliding_window", None)
     if set(layer_types or ()) - {"full_attention"} or (window and not layer_types):
-        raise _unsupported(
-            file, f"sliding_window {window} and layer_types", layer_types, "full attention"
-        )
-    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads or hf.num_attention_heads
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // max(heads, 1)
-    names = "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"
-    sizes = {name: getattr(hf, name) for name in names} | {"num_layers": hf.num_hidden_layers}
-    sizes |= {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
-    if min(sizes.values()) < 1 or heads % kv_heads or head_dim % 2:
-        allowed = "sizes above 0, num_heads a multiple of num_kv_heads, head_dim even"
-        raise _unsupported(file, "sizes", sizes, allowed)
+        name = f"sliding_window {window} and layer_types"
+        raise _unsupported(file, name, layer_types, "full attention")
+    num_heads = hf.num_attention_heads
+    num_kv_heads = hf.num_key_value_heads or num_heads
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // max(num_heads, 1)
+    sizes = {
+        "vocab_size": hf.vocab_size,
+        "hidden_size": hf.hidden_size,
+        "intermediate_size": hf.intermediate_size,
+        "max_position_embeddings": hf.max_position_embeddings,
+        "num_layers": hf.num_hidden_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+    if min(sizes.values()) < 1 or num_heads % num_kv_heads or head_dim % 2:
+        supported = "sizes above 0, num_heads a multiple of num_kv_heads, head_dim even"
+        raise _unsupported(file, "sizes", sizes, supported)
     bias = bool(getattr(hf, "attention_bias", False))
+    family = {"qkv_bias": bias, "o_bias": bias, "qk_norm": False} | FAMILIES[model_type]
+    rope_scaling = None
+    if rope["rope_type"] == "llama3":
+        rope_scaling = {name: rope[name] for name in LLAMA3}
+        if rope["low_freq_factor"] >= rope["high_freq_factor"]:
+            limit = f"a number below high_freq_factor, {rope['high_freq_factor']},"
+            raise _unsupported(file, "low_freq_factor", rope["low_freq_factor"], limit)
     return ModelConfig(
         **sizes,
-        **{"qkv_bias": bias, "o_bias": bias, "qk_norm": False} | differences,
+        **family,
         mlp_bias=bool(getattr(hf, "mlp_bias", False)),
         attention_scale=head_dim**-0.5,
         rms_norm_eps=hf.rms_norm_eps,
         rope_theta=float(rope["rope_theta"]),
-        rope_scaling={name: rope[name] for name in LLAMA3}
-        if rope["rope_type"] == "llama3"
-        else None,
+        rope_scaling=rope_scaling,
         tie_word_embeddings=hf.tie_word_embeddings,
         dtype=dtype,
     )

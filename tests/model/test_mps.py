@@ -82,12 +82,15 @@ def test_every_kind_of_sampling_gives_the_tokens_of_the_cpu(qwen3: Oracle, apple
     """A seed draws what it draws on the CPU: only the logits are computed on the other device."""
     scored = {"prompt_logprobs": 2} if name == "log-probabilities" else {}
     params = dataclasses.replace(KINDS[name], max_tokens=4, **scored)
-    there, here = (engine(qwen3, d).generate(PROMPTS, params, use_tqdm=False) for d in ("mps", "cpu"))
-    assert tokens_of(there) == tokens_of(here)
-    for a, b in zip(there, here, strict=True) if scored else ():
-        found, wanted = ([*o.prompt_logprobs[1:], *o.outputs[0].logprobs] for o in (a, b))
-        for at, wanted_at in zip(found, wanted, strict=True):
-            assert at == pytest.approx(wanted_at, abs=1e-4)
+    on_mps = engine(qwen3, "mps").generate(PROMPTS, params, use_tqdm=False)
+    on_cpu = engine(qwen3, "cpu").generate(PROMPTS, params, use_tqdm=False)
+    assert tokens_of(on_mps) == tokens_of(on_cpu)
+    if scored:
+        for output, expected_output in zip(on_mps, on_cpu, strict=True):
+            logprobs = output.prompt_logprobs[1:] + output.outputs[0].logprobs
+            expected = expected_output.prompt_logprobs[1:] + expected_output.outputs[0].logprobs
+            for position, expected_position in zip(logprobs, expected, strict=True):
+                assert position == pytest.approx(expected_position, abs=1e-4)
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute", "auto"])
@@ -119,8 +122,9 @@ def test_backends_and_dtypes(qwen3: Oracle, apple: None) -> None:
 def test_the_number_of_blocks(qwen3: Oracle, apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Apple's GPU shares the memory of the CPU, so the rule is the CPU's: no step is run to measure."""
     monkeypatch.setattr("nanopaged.memory.HOST_BYTES", 1 << 20)
-    here, there = (engine(qwen3, device, num_blocks=None, max_num_seqs=10**6) for device in ("cpu", "mps"))
-    assert there.engine.stats().num_blocks == here.engine.stats().num_blocks < 10**6 * MAX_MODEL_LEN // 4
+    on_cpu = engine(qwen3, "cpu", num_blocks=None, max_num_seqs=10**6).engine.stats().num_blocks
+    on_mps = engine(qwen3, "mps", num_blocks=None, max_num_seqs=10**6).engine.stats().num_blocks
+    assert on_mps == on_cpu < 10**6 * MAX_MODEL_LEN // 4
 
 
 # ── what it does not take ─────────────────────────────────────────────────────────────────────────

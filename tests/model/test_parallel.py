@@ -23,7 +23,6 @@ from conftest import Oracle, make_checkpoint, random_prompts, tokens
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, SamplingParams, parallel
 from nanopaged.attention.metadata import StepInputs
-from nanopaged.config import resolve_lengths
 from nanopaged.model.model_config import read_model_config
 from nanopaged.model_runner import ModelRunner
 
@@ -46,8 +45,8 @@ def everything(llm: LLM) -> list[Any]:
     prompts = random_prompts(4, seed=8, longest=30)
     prompts += [[*tokens(5, 21), i] for i in range(4)]  # with a common prefix
     results = []
-    for way in ("swap", "recompute"):
-        llm.engine.scheduler.preemption = way
+    for preemption in ("swap", "recompute"):
+        llm.engine.scheduler.preemption = preemption
         outputs = llm.generate(prompts, kinds * 2, use_tqdm=False)
         llm.engine.check_invariants()
         for output in outputs:
@@ -121,9 +120,21 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sabotaged(oracle: Oracle, orders: Path) -> LLMEngine:
-    config = resolve_lengths(EngineConfig(model=oracle.folder, **OPTIONS), 160)
-    arguments = config, read_model_config(oracle.folder), oracle.folder
-    return LLMEngine(config, parallel.start(2, "cpu", partial(Saboteur, *arguments, orders=orders)))
+    config = EngineConfig(model=oracle.folder, **OPTIONS)
+    make_runner = partial(
+        Saboteur,
+        config=config,
+        model_config=read_model_config(oracle.folder),
+        folder=oracle.folder,
+        max_model_len=160,
+        max_num_batched_tokens=40,
+        orders=orders,
+    )
+    return LLMEngine(config, parallel.start(2, "cpu", make_runner))
+
+
+def processes_of(engine: LLMEngine) -> list[Any]:
+    return engine.runner.ranks.workers.processes
 
 
 def listening(pid: int | None = None) -> set[tuple[str, int]]:
@@ -145,7 +156,7 @@ def stores() -> set[Path]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Engines of a test end with their workers, their ports are free again, and their stores are removed."""
+    """Engines of a test end with their workers, their ports are free again, their stores are removed."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # where no other test puts its stores
     monkeypatch.setattr(tempfile, "tempdir", None)
     before, ports, folders = set(psutil.Process().children(recursive=True)), listening(), stores()
@@ -168,9 +179,9 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     ],
 )
 def test_a_worker_that_fails_ends_the_engine(qwen3: Oracle, orders: Path, order: str, message: str) -> None:
-    """One error says which rank failed and how; all later steps raise the same at once."""
+    """One error says which rank failed and how. All later steps raise the same, without waiting."""
     engine = sabotaged(qwen3, orders)
-    processes = engine.runner.ranks.processes
+    processes = processes_of(engine)
     engine.add_request("a", [1, 2, 3], GREEDY)
     engine.step()
     orders.write_text(order, encoding="utf-8")
@@ -246,8 +257,10 @@ def pair(qwen3: Oracle) -> Pair:
                 patch.setenv("GLOO_SOCKET_IFNAME", name)  # gloo would listen there
         before = listening()
         llm = LLM(qwen3.folder, tensor_parallel_size=2, **OPTIONS)
-    ports = [port for rank in llm.engine.runner.ranks.processes for port in listening(rank.pid)]
-    return llm, {*ports, *(listening() - before)}
+    ports = listening() - before
+    for process in processes_of(llm.engine):
+        ports |= listening(process.pid)
+    return llm, ports
 
 
 def test_ports_are_of_the_loopback_address(pair: Pair) -> None:
@@ -287,21 +300,17 @@ def test_engines_side_by_side(pair: Pair, qwen3: Oracle, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on Windows")
-def test_a_fork_of_the_engines_process(pair: Pair, qwen3: Oracle) -> None:
-    """It cannot use its parent's engine, and its end does not end the parent's workers."""
+def test_a_fork_does_not_end_its_parents_workers(pair: Pair, qwen3: Oracle) -> None:
+    """When it ends, and when the engine is deleted in it."""
     llm, _ = pair
-    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(30)  # ends it if it hangs
-        try:
-            llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-        except RuntimeError as error:
-            os.write(writer, str(error).encode())
+        llm.engine.runner.ranks.workers = None
+        gc.collect()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    refused = f"this engine was made in process {os.getpid()}, and its forks cannot use it: start processes"
-    assert os.read(reader, 1000).decode().startswith(refused)
+    assert all(process.is_alive() for process in processes_of(llm.engine))
     (output,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
 
@@ -313,8 +322,7 @@ if __name__ == "__main__":
     llm = LLM(sys.argv[1], tensor_parallel_size=2, num_blocks=30)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
-    pids = [process.pid for process in llm.engine.runner.ranks.processes]
-    print(os.getpid(), pids, output.outputs[0].token_ids, flush=True)
+    print(output.outputs[0].token_ids, flush=True)
     if len(sys.argv) > 2:
         input()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -323,47 +331,6 @@ if __name__ == "__main__":
         except ValueError as error:
             print(error)
 """
-
-
-FORK = """
-import os, signal, sys, torch
-from nanopaged import LLM, SamplingParams
-def generate(llm):
-    return llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-llm = LLM(sys.argv[1], attention_backend=sys.argv[2], num_blocks=30)
-stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))
-torch.set_num_threads(2)
-torch.ones(500, 500) @ torch.ones(500, 500)  # by two threads
-next(stream)
-child = os.fork()
-if child == 0:
-    signal.alarm(60)  # ends it if it hangs
-    uses = [lambda: generate(llm), llm.engine.step, lambda: LLM(sys.argv[1]), lambda: next(stream)]
-    for use in uses:
-        try:
-            use()
-        except RuntimeError as error:
-            print(error)
-    torch.set_num_threads(1)
-    print(generate(LLM(sys.argv[1], attention_backend=sys.argv[2], num_blocks=30))[0].outputs[0].token_ids)
-    sys.stdout.flush()
-    os._exit(0)
-print(os.getpid(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), generate(llm)[0].outputs[0].token_ids)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on Windows")
-def test_a_fork_of_one_rank(qwen3: Oracle) -> None:
-    """PyTorch's threads are not forked: the first product would wait for them. One thread is enough there."""
-    command = [sys.executable, "-c", FORK, qwen3.folder, "torch"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    *refused, tokens_of_child, parent = done.stdout.splitlines()
-    pid, status, expected = parent.split(maxsplit=2)
-    assert (status, expected) == ("0", str(qwen3.greedy([1, 2, 3], 8, ignore_eos=True))), done.stderr
-    assert tokens_of_child == expected
-    ours = f"this engine was made in process {pid}, and its forks cannot use it: start processes by 'spawn'"
-    new = "a fork of an engine's process would hang: use 'spawn', or set_num_threads(1)"
-    assert refused == [ours, ours, new, ours]
 
 
 @pytest.mark.slow
@@ -400,4 +367,4 @@ def test_under_torchrun(qwen3: Oracle, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     line, second = done.stdout.splitlines()  # of rank 0 alone
     assert second.startswith("under torchrun a program can have one engine")
-    assert line.endswith(f"[] {qwen3.greedy([1, 2, 3], 8, ignore_eos=True)}")
+    assert line == str(qwen3.greedy([1, 2, 3], 8, ignore_eos=True))

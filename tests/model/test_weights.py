@@ -72,7 +72,7 @@ def greedy(folder: Path | str, prompt: list[int], **config: object) -> list[int]
 
 
 def test_sharded_checkpoints(qwen3: Oracle, tmp_path: Path) -> None:
-    """Whole; without a shard; and with an index that names a shard without the weight."""
+    """Whole; without a shard; and with an index that lists a shard without the weight."""
     qwen3.model.save_pretrained(tmp_path, max_shard_size="20KB")
     _, victim, *_ = sorted(tmp_path.glob("*.safetensors"))
     (prompt,) = random_prompts(1, seed=0)
@@ -108,13 +108,13 @@ def test_configs_of_transformers_4_and_5(oracle: Oracle, folder: Path) -> None:
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 @pytest.mark.parametrize("first", [True, False])
 def test_rope_scaling_counts_before_rope_parameters(qwen3_folder: Path, key: str, first: bool) -> None:
-    """As in transformers, which then forgets the theta of rope_parameters too."""
+    """As in transformers, which then also forgets the theta of rope_parameters."""
     scaling = {key: "llama3"} | {name: LLAMA3_ROPE[name] for name in list(LLAMA3_ROPE)[2:]}
 
     def edit(config: dict) -> None:
         config["rope_parameters"]["rope_theta"] = 123.0
-        both = {"rope_scaling": scaling, "rope_parameters": config.pop("rope_parameters")}
-        config.update(both if first else dict(reversed(both.items())))
+        settings = [("rope_scaling", scaling), ("rope_parameters", config.pop("rope_parameters"))]
+        config.update(settings if first else reversed(settings))
 
     edit_config(qwen3_folder, edit)
     reference = AutoModelForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32).eval()
@@ -203,9 +203,15 @@ def test_memory_of_weights_that_was_never_written(
     whole = make_checkpoint("llama", tmp_path, attention_bias=True, mlp_bias=True)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *sizes, **kwargs: empty(*sizes, **kwargs).fill_(math.nan))
-    ranks, cpu = SimpleNamespace(rank=rank, size=2, meet=lambda: None), torch.device("cpu")
-    config, model_config = EngineConfig(max_model_len=8), read_model_config(tmp_path)
-    model = load_model(config, model_config, tmp_path, torch.float32, cpu, ranks)
+    model = load_model(
+        config=EngineConfig(),
+        model_config=read_model_config(tmp_path),
+        folder=tmp_path,
+        max_model_len=8,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        ranks=SimpleNamespace(rank=rank, size=2, meet=lambda device: None),
+    )
     assert all(weight.isfinite().all() for weight in model.parameters())
     rows = model.embed_tokens.weight
     assert rows.shape[0] == 49
@@ -254,10 +260,16 @@ def test_eos_ids_come_from_generation_config_and_tokenizer(tmp_path: Path) -> No
     assert read_eos_token_ids(folder, None) == frozenset()
 
 
-@pytest.mark.parametrize("eos", ["7", ["7"], -1, True, 7.0, {"a": 1}, [[7]]])
+@pytest.mark.parametrize("eos", ["7", ["7"], -1, True, 7.0, math.nan, {"a": 1}, [[7]], [7, None]])
 def test_eos_ids_that_are_no_ids(qwen3_folder: Path, eos: object) -> None:
+    """The message names the file. transformers has more to say of some of these in config.json."""
     edit_config(qwen3_folder, lambda c: c.update(eos_token_id=eos), "generation_config.json")
-    with pytest.raises(ValueError, match=r"has eos_token_id .*, but token ids are"):
+    message = rf"generation_config\.json has eos_token_id .*{re.escape(str(eos))}.*, but token ids are"
+    with pytest.raises(ValueError, match=message):
+        LLM(qwen3_folder, num_blocks=8)
+    (qwen3_folder / "generation_config.json").unlink()
+    edit_config(qwen3_folder, lambda c: c.update(eos_token_id=eos))
+    with pytest.raises(ValueError, match=rf"/config\.json .*eos_token_id.*{re.escape(str(eos))}"):
         LLM(qwen3_folder, num_blocks=8)
 
 
@@ -295,6 +307,14 @@ def test_the_attention_scale_is_the_configs(qwen3: Oracle, monkeypatch: pytest.M
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            "full_attention .*, but only None",
+        ),
+        (
+            {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4.0}},
+            r"low_freq_factor 4\.0, but only a number below high_freq_factor, 4\.0",
+        ),
         (WINDOW | {"max_window_layers": 1}, "sliding_attention"),
         (WINDOW | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         # The class of a llama knows no such field, but transformers' cache drops what lies before the window.
@@ -314,6 +334,36 @@ def test_what_is_not_supported_is_refused_by_name(qwen3_folder: Path, edit: dict
     edit_config(qwen3_folder, lambda c: c.update(edit))
     with pytest.raises(ValueError, match=message):
         LLM(qwen3_folder, num_blocks=8)
+
+
+NO_NUMBERS = (None, math.nan, math.inf, -1.0, 0, 0.0, "1e4", True, [1.0], 10**400)
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda value: str(value)[:6])
+@pytest.mark.parametrize("name", ["rms_norm_eps", *list(LLAMA3_ROPE)[1:]])
+def test_numbers_that_cannot_be_computed_with(qwen3_folder: Path, name: str, value: object) -> None:
+    """In each place of rope's numbers. transformers refuses some later, others not, and few by name."""
+    message = rf"config\.json has {name} {re.escape(repr(value))}, but only a finite number above 0"
+    rope = LLAMA3_ROPE | {name: value}
+    edits: list[dict[str, object]] = [{"rope_parameters": rope}, {"rope_scaling": rope}]
+    if name == "rms_norm_eps":
+        edits = [{name: value}]
+    if name == "rope_theta":
+        edits += [{"rope_parameters": {"rope_type": "default", name: value}}]
+        edits += [{"rope_parameters": None, name: value}]
+    original = (qwen3_folder / "config.json").read_text(encoding="utf-8")
+    for edit in edits:
+        (qwen3_folder / "config.json").write_text(original, encoding="utf-8")
+        edit_config(qwen3_folder, lambda config, edit=edit: config.update(edit))
+        with pytest.raises(ValueError, match=message):
+            read_model_config(qwen3_folder)
+
+
+def test_a_number_that_is_overruled_is_not_checked(qwen3_folder: Path) -> None:
+    """As in transformers, the theta of rope_parameters counts before that at top level."""
+    edit_config(qwen3_folder, lambda c: c.update(rope_theta=None, rope_scaling=None))
+    edit_config(qwen3_folder, lambda c: c["rope_parameters"].update(rope_theta=500))
+    assert read_model_config(qwen3_folder).rope_theta == 500.0
 
 
 def test_sizes_that_are_worked_out(tmp_path: Path) -> None:
@@ -447,6 +497,36 @@ def test_an_index_that_is_wrong(qwen3_folder: Path, index: object) -> None:
     message = "do not match its config|is no file: convert|broken or cut short, or not what the index says"
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         LLM(qwen3_folder, num_blocks=8)
+
+
+@pytest.mark.parametrize("kind", ["parent", "absolute", "link to a folder"])
+def test_an_index_that_leads_out_of_the_folder(qwen3_folder: Path, kind: str) -> None:
+    """The file is a whole checkpoint, but nothing outside the folder is read because an index says so."""
+    outside = qwen3_folder.parent / "outside"
+    outside.mkdir()
+    (qwen3_folder / "model.safetensors").rename(outside / "model.safetensors")
+    name = "../outside/model.safetensors"
+    if kind == "absolute":
+        name = str(outside / "model.safetensors")
+    if kind == "link to a folder":
+        (qwen3_folder / "inside").symlink_to(outside)
+        name = "inside/model.safetensors"
+    index = {"weight_map": dict.fromkeys(load_file(outside / "model.safetensors"), name)}
+    (qwen3_folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    message = (
+        rf"{re.escape(INDEX)} lists '{re.escape(name)}', which is outside {re.escape(str(qwen3_folder))}"
+    )
+    with pytest.raises(ValueError, match=message):
+        LLM(qwen3_folder, num_blocks=8)
+
+
+def test_an_index_with_a_folder_of_the_checkpoint(qwen3: Oracle, qwen3_folder: Path) -> None:
+    (qwen3_folder / "weights").mkdir()
+    file = (qwen3_folder / "model.safetensors").rename(qwen3_folder / "weights/model.safetensors")
+    for name in ("weights/model.safetensors", "weights/../weights/model.safetensors"):
+        index = {"weight_map": dict.fromkeys(load_file(file), name)}
+        (qwen3_folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+        assert greedy(qwen3_folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
 
 
 def test_control_characters_do_not_reach_the_terminal(qwen3_folder: Path) -> None:

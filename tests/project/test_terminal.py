@@ -1,4 +1,4 @@
-"""Programs end with a line, not with a traceback: closed streams, a reader that goes, Ctrl-C, full disks."""
+"""Programs end with a line, not with a traceback: a reader that goes, Ctrl-C, a full disk."""
 
 from __future__ import annotations
 
@@ -33,10 +33,6 @@ if __name__ == "__main__":
     run_program(main)
 """
 
-# A library that catches everything, as PyTorch does while it imports NumPy.
-SWALLOWED = "import contextlib, signal; exec('with contextlib.suppress(BaseException):"
-SWALLOWED += " signal.raise_signal(signal.SIGINT)')"
-
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
@@ -66,17 +62,11 @@ def test_a_reader_that_goes(script: Path, end: str) -> None:
 @pytest.mark.parametrize(
     ("body", "redirect", "status", "stdout", "stderr"),
     [
-        ("print(repr(sys.stdin.read()))", "<&-", 0, b"''\n", b""),
-        ("print(open('/dev/null').fileno())", "<&-", 0, b"3\n", b""),  # no file becomes stdin
-        ("print(1)", ">&-", 1, b"", b"stdout is closed\n"),
-        ("print(1, file=sys.stderr); print(2)", "2>&-", 0, b"2\n", b""),
         ("print(1)", "> /dev/full", 1, b"", b"[Errno 28] No space left on device\n"),
         ("open('/nowhere/a', 'w')", "", 1, b"", b"[Errno 2] No such file or directory: '/nowhere/a'\n"),
         ("raise OSError('two\\nlines \\033[31m')", "", 1, b"", b"two lines [31m\n"),
         ("print('began'); raise KeyboardInterrupt", "", 130, b"began\n", b"interrupted\n"),
         ("sys.exit(7)", "", 7, b"", b""),
-        (f"{SWALLOWED}; 1 / 0", "", 130, b"", b"interrupted\n"),
-        (f"{SWALLOWED}; print('goes on')", "", 0, b"goes on\n", b""),
     ],
 )
 def test_what_ends_a_program(
@@ -89,13 +79,6 @@ def test_what_ends_a_program(
 @needs_bash
 def test_a_mistake_of_the_program_itself_has_its_traceback(script: Path) -> None:
     assert b"ZeroDivisionError" in run(script, "1 / 0").stderr
-
-
-@needs_bash
-def test_a_terminal_that_shows_ascii_alone(script: Path) -> None:
-    """What it cannot read or show is replaced, and stops nothing."""
-    done = run(script, "print('é', sys.stdin.read())", "<<< è", PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stdout) == (0, b"? ??\n\n")
 
 
 def test_one_line() -> None:
@@ -124,9 +107,12 @@ def start(program: str, **options: object) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @needs_bash
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [program for program in PROGRAMS if "bench.py" not in program])
 def test_ctrl_c_at_any_moment(program: str) -> None:
-    """While it loads, too. (In the first instants Python itself starts, and no line of ours has run.)"""
+    """Also while it loads, except in bench.py, which imports everything before `main`.
+
+    (In the first instants Python itself starts, and no line of ours has run.)
+    """
     for seconds in (0.4, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0):
         with start(program) as process:
             time.sleep(seconds)
@@ -139,7 +125,7 @@ def test_ctrl_c_at_any_moment(program: str) -> None:
 @pytest.mark.slow
 @needs_bash
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("redirect", ["| head -1", "<&-", ">&-", "> /dev/full"])
+@pytest.mark.parametrize("redirect", ["| head -1", "> /dev/full"])
 def test_real_programs(program: str, redirect: str) -> None:
     line = f"{sys.executable} {program} {redirect}"
     done = subprocess.run(
@@ -152,4 +138,4 @@ def test_real_programs(program: str, redirect: str) -> None:
     if redirect == "| head -1":
         assert done.stdout.startswith(PROGRAMS[program])
     else:
-        assert done.returncode == (0 if redirect == "<&-" else 1), done.stderr
+        assert done.returncode == 1, done.stderr

@@ -67,9 +67,9 @@ class Watcher:
         engine.listeners.append(self)
 
     def batch_scheduled(self, batch: ScheduledBatch) -> None:
-        moves = [f"pool {src} host {dst}" for src, dst in batch.swap_out]
-        moves += [f"host {src} pool {dst}" for src, dst in batch.swap_in]
-        moves += [f"pool {src} pool {dst}" for src, dst in batch.copies]
+        moves = [f"pool {src} host {dst}" for src, dst in batch.moves.swap_out]
+        moves += [f"host {src} pool {dst}" for src, dst in batch.moves.swap_in]
+        moves += [f"pool {src} pool {dst}" for src, dst in batch.moves.copies]
         num = {(seq.request.request_id, seq.index): seq.num_scheduled_tokens for seq in batch.sequences}
         self.now = Recorded(self.engine.snapshot(), None, moves, num)
 

@@ -11,9 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from common import ROOT, commit_of, copy_bandwidth, device_name
+from common import ROOT, commit_of, device_name
 from roofline import linear_speed
 
+from bench import copy_bandwidth
 from light import Light
 from nanopaged.attention import make_attention
 from nanopaged.kv_cache import KVCache, KVShape

@@ -32,7 +32,7 @@ ADVICE = {  # part → (what to look at, what avoids the failure until it is men
     ),
     "swap": ("nanopaged/kv_cache.py, nanopaged/swap.py", "`preemption='recompute'`"),
     "workload": ("the parts above", "`enforce_eager=True`, then `attention_backend='torch'`"),
-    "peers": ("bench.py", "not needed, unless the row of nanopaged is missing"),
+    "peers": ("docs/experiments/peers.py", "not needed, unless the row of nanopaged is missing"),
     "engine-tests": (
         "the test that is named, in tests/kernels/test_gpu.py",
         "`enforce_eager=True`, `attention_backend='torch'`, `preemption='recompute'`",

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from common import copy_bandwidth, make_llm
+from common import make_llm
 from roofline import Row, linear_speed, time_steps
 
+from bench import copy_bandwidth
 from light import Light, release
 
 

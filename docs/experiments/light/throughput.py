@@ -7,64 +7,74 @@ import sys
 import tempfile
 from importlib.util import find_spec
 
-from common import ROOT, make_llm
+from common import make_llm
+from peers import make_job, run_job
 
 import bench
 from light import Light, NotRun, release
 
 
 def arguments(light: Light) -> argparse.Namespace:
-    """Those of bench.py, whose defaults on a GPU are nano-vllm's benchmark. Less of it in smaller runs."""
-    full = {"requests": 256, "min-input": 100, "max-input": 1024, "min-output": 100, "max-output": 1024}
+    """Those of bench.py on a GPU, which are nano-vllm's benchmark. Less of it in smaller runs."""
+    full = {"requests": 256, "input": (100, 1024), "output": (100, 1024)}
     if light.no_kernels is not None:  # an older GPU, with PyTorch alone
-        full |= {"requests": 64, "max-input": 512, "max-output": 512}
-    quick = {"requests": 16, "min-input": 100, "max-input": 200, "min-output": 50, "max-output": 100}
-    small = {"requests": 4, "min-input": 4, "max-input": 20, "min-output": 2, "max-output": 9}
-    options = {"shape": light.args.shape, "dtype": light.args.dtype} | light.pick(full, quick, small)
-    sys.argv = ["bench.py", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
-    return bench.read_arguments()
+        full = {"requests": 64, "input": (100, 512), "output": (100, 512)}
+    quick = {"requests": 16, "input": (100, 200), "output": (50, 100)}
+    small = {"requests": 4, "input": (4, 20), "output": (2, 9)}
+    sizes = light.pick(full, quick, small)
+    return argparse.Namespace(
+        model=None,
+        shape=light.args.shape,
+        dtype=light.args.dtype,
+        seed=0,
+        requests=sizes["requests"],
+        min_input=sizes["input"][0],
+        max_input=sizes["input"][1],
+        min_output=sizes["output"][0],
+        max_output=sizes["output"][1],
+        budget=16384 if light.on_gpu else 2048,
+        max_num_seqs=256,
+        peer_python=sys.executable,
+    )
 
 
 def workload(light: Light) -> str:
     """nanopaged alone, with random weights."""
     args = arguments(light)
     light.now("starting the engine")
-    options = bench.engine_options(args)
-    del options["dtype"]  # make_llm reads it itself
-    llm = make_llm(args, **options)
+    llm = make_llm(args, max_num_batched_tokens=args.budget)
     requests = bench.draw_requests(llm.engine.vocab_size, args)
-    num_input, num_output = sum(len(prompt) for prompt, _ in requests), sum(n for _, n in requests)
+    num_input = sum(len(prompt) for prompt, _ in requests)
+    num_output = sum(n for _, n in requests)
     light.now(f"{len(requests)} requests")
     run = bench.measure(llm, requests)
     light.table("", "")
-    for name in ("output_tokens_per_second", "total_tokens_per_second", "steps", "preemptions"):
-        light.row(name.replace("_", " "), f"{run[name]:,.0f}")
-    for name in ("time_to_first_token", "time_per_output_token"):
-        light.row(
-            f"{name.replace('_', ' ')}, ms (p50, p95, p99)", ", ".join(f"{1e3 * t:.1f}" for t in run[name])
-        )
-    light.row("GB/s of weights and K/V that decodes read", f"{run['bytes_read'] / run['seconds'] / 1e9:,.0f}")
+    for name, values in run["rows"].items():
+        if name == "steps, sequences in each":
+            light.row("steps", f"{values[0]:,.0f}")
+            light.row("sequences in each", f"{values[1]:,.1f}")
+        else:
+            light.row(name, ", ".join(f"{value:,.1f}" for value in values))
     amount = f"{len(requests)} requests, {num_input:,} tokens in, {num_output:,} out"
-    return f"{run['output_tokens_per_second']:,.0f} output tokens/s: {amount}, in {run['seconds']:.1f} s"
+    return f"{num_output / run['seconds']:,.0f} output tokens/s: {amount}, in {run['seconds']:.1f} s"
 
 
 def peers(light: Light) -> str:
     """The same requests and weights in nanopaged, vLLM and nano-vllm, each in a process of its own."""
-    there = [peer for peer in ("vllm", "nano-vllm") if find_spec(peer.replace("-", "")) is not None]
-    if not there:
+    installed = [peer for peer in ("vllm", "nano-vllm") if find_spec(peer.replace("-", "")) is not None]
+    if not installed:
         raise NotRun("neither vLLM nor nano-vllm is installed here")
-    args, rates = arguments(light), {}
+    args = arguments(light)
+    rates = {}
     requests = bench.draw_requests(1024, args)  # token ids that the tiny model's tokenizer has
     num_output = sum(n for _, n in requests)
     with tempfile.TemporaryDirectory() as folder:
         light.now("random weights")
-        bench.save_random_weights(args, folder)
+        bench.save_random_weights(folder, args)
         release()
         light.table("", "output tokens/s")
-        for args.baseline in (str(ROOT), *there):
-            sides = bench.sides(folder, requests, args)
-            name = "nanopaged" if args.baseline == str(ROOT) else list(sides)[-1]
+        for name in ("nanopaged", *installed):
             with light.trying(name):
-                rates[name] = num_output / sides[name]()["seconds"]
+                rates[name] = num_output / run_job(make_job(name, folder, args), requests)["seconds"]
                 light.row(name, f"{rates[name]:,.0f}")
     return f"output tokens/s: {', '.join(f'{name} {rate:,.0f}' for name, rate in rates.items())}"

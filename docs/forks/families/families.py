@@ -20,13 +20,9 @@ token chooses 2 of 3 experts, pair i is of token i // 2:
 The scheduler, the block manager and the KV cache stay as they are: only attention has K/V.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +31,8 @@ from transformers import AutoConfig
 
 import nanopaged
 from nanopaged.attention import make_attention
-from nanopaged.config import ResolvedConfig, require
 from nanopaged.engine import LLMEngine
+from nanopaged.kv_cache import KVCache
 from nanopaged.model import checkpoint
 from nanopaged.model.decoder import PLAIN, Linear, Model, Operations
 from nanopaged.model.model_config import FAMILIES, ModelConfig, read_json
@@ -45,7 +41,6 @@ from nanopaged.parallel import Ranks
 
 # transformers computes Mistral without biases, also if its config.json has them.
 FAMILIES.update({"mistral": {"qkv_bias": False, "o_bias": False}, "qwen3_moe": {"qk_norm": True}})
-LOADING = Lock()  # held while `checkpoint.Model` is another class
 
 
 @dataclass(frozen=True)
@@ -64,10 +59,10 @@ class ExpertsConfig(ModelConfig):
         Raises ValueError if the columns of an expert cannot be divided.
         """
         columns = self.moe_intermediate_size
-        what = (
-            f"tensor_parallel_size is {size}, but must divide the model's moe_intermediate_size of {columns}"
-        )
-        require(columns % size == 0, f"{what}: choose one of its divisors")
+        if columns % size != 0:
+            raise ValueError(
+                f"tensor_parallel_size is {size}, but must divide a moe_intermediate_size of {columns}"
+            )
         return super(ExpertsConfig, replace(self, moe_intermediate_size=columns // size)).share(size)
 
 
@@ -78,20 +73,30 @@ def with_experts(config: ModelConfig, folder: Path) -> ModelConfig:
 
     Raises ValueError for numbers that make no mixture, such as more experts per token than experts.
     """
-    raw, file = read_json(folder / "config.json"), folder / "config.json"
+    file = folder / "config.json"
+    raw = read_json(file)
     if raw.get("model_type") != "qwen3_moe":
         return config
     hf: Any = AutoConfig.for_model(**raw)  # fills in defaults, and knows older names; it checks the types
     for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"):
         value = getattr(hf, name)
-        require(value > 0, f"{file} has {name} {value}, but only numbers above 0 are supported: correct it")
-    what = f"{file} has num_experts_per_tok {hf.num_experts_per_tok}"
-    most = f"but num_experts is {hf.num_experts}, and no token can choose more: correct it"
-    require(hf.num_experts_per_tok <= hf.num_experts, f"{what}, {most}")
+        if value <= 0:
+            raise ValueError(f"{file} has {name} {value}, but only numbers above 0 are supported: correct it")
+    if hf.num_experts_per_tok > hf.num_experts:
+        raise ValueError(
+            f"{file} has num_experts_per_tok {hf.num_experts_per_tok}, but num_experts is {hf.num_experts}, "
+            "and no token can choose more: correct it"
+        )
     step = hf.decoder_sparse_step
     layers = tuple(i for i in range(step - 1, config.num_layers, step) if i not in hf.mlp_only_layers)
-    names = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"
-    return ExpertsConfig(**vars(config), sparse_layers=layers, **{name: getattr(hf, name) for name in names})
+    return ExpertsConfig(
+        **vars(config),
+        sparse_layers=layers,
+        num_experts=hf.num_experts,
+        num_experts_per_tok=hf.num_experts_per_tok,
+        moe_intermediate_size=hf.moe_intermediate_size,
+        norm_topk_prob=hf.norm_topk_prob,
+    )
 
 
 class Expert(nn.Module):
@@ -103,9 +108,9 @@ class Expert(nn.Module):
 
     def __init__(self, hidden_size: int, columns: int) -> None:
         super().__init__()
-        self.gate_proj = Linear(hidden_size, columns, False)
-        self.up_proj = Linear(hidden_size, columns, False)
-        self.down_proj = Linear(columns, hidden_size, False)
+        self.gate_proj = Linear(hidden_size, columns, bias=False)
+        self.up_proj = Linear(hidden_size, columns, bias=False)
+        self.down_proj = Linear(columns, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] → the same shape; with several ranks, this rank's part of the sum."""
@@ -124,7 +129,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
         self.ranks, sizes = ranks, (config.hidden_size, config.moe_intermediate_size)
-        self.gate = Linear(config.hidden_size, config.num_experts, False)
+        self.gate = Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = nn.ModuleList(Expert(*sizes) for _ in range(config.num_experts))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,21 +172,20 @@ class SparseModel(Model):
                 self.layers[i].mlp = MixtureOfExperts(self.share, ranks)
 
 
+checkpoint.Model = SparseModel  # the class that `load_model` makes
+
+
 class FamiliesRunner(ModelRunner):
     """A `ModelRunner` for all families."""
 
-    def make_model(
-        self, config: ResolvedConfig, model_config: ModelConfig, folder: Path, *args: Any
-    ) -> Model:
+    def make_model(self, model_config: ModelConfig, folder: Path, **options: Any) -> Model:
         """As `load_model`. Raises ValueError for a mixture that this model cannot have."""
         model_config = with_experts(model_config, folder)
-        # `load_model`, and the functions that it calls, name the class `Model` themselves.
-        with LOADING, patch.object(checkpoint, "Model", SparseModel):
-            return checkpoint.load_model(config, model_config, folder, *args)
+        return checkpoint.load_model(model_config=model_config, folder=folder, **options)
 
-    def make_attention(self, *args: Any) -> Any:
-        """As before; with experts, steps are not recorded as CUDA graphs, whose sizes are fixed."""
-        attention = make_attention(*args)
+    def make_attention(self, backend: str, cache: KVCache, scale: float) -> Any:
+        """As before. With experts, no step is recorded as a CUDA graph, because its sizes are fixed."""
+        attention = make_attention(backend, cache, scale)
         attention.supports_cuda_graphs &= not isinstance(self.model.config, ExpertsConfig)
         return attention
 

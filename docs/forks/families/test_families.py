@@ -1,7 +1,5 @@
 """Mistral and Qwen3-MoE against transformers: the same greedy tokens, and log-probabilities to 1e-4."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

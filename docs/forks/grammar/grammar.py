@@ -12,8 +12,6 @@ A matcher's state is a function of the output's tokens. So a preempted request k
 starts over makes it again. Each of n outputs has its own: they begin where nothing is consumed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator
@@ -26,26 +24,20 @@ import torch
 from torch import Tensor
 
 import nanopaged
-from nanopaged.config import Params, SamplingParams, option, optional, require
+from nanopaged import EngineConfig
+from nanopaged.config import Params, SamplingParams
 from nanopaged.engine import LLMEngine
-from nanopaged.kv_cache import take_rows, to_device
+from nanopaged.kv_cache import KVCache, take_rows, to_device
 from nanopaged.model.decoder import Model
+from nanopaged.model.model_config import ModelConfig
 from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import CompletionOutput
 from nanopaged.prompts import Prompt, PromptProcessor
-from nanopaged.sampler import Draw, SamplingMetadata, sample, sample_next_tokens, token_counts
+from nanopaged.sampler import SamplingMetadata, draws_of, sample, sample_next_tokens
 from nanopaged.sequence import NonFiniteLogits, NoTokenAllowed, Request, Sample, ScheduledBatch, Sequence
 
 NO_SPACES = {"whitespace_flexible": False}  # a small model may repeat them without end
 FUEL = 50_000  # expressions that a grammar may need at its start; the library would take seconds for more
-
-
-def text_of(name: str, value: Any) -> str:
-    """A regex, or a JSON schema (JSON or a dict). Kept as a str, so that params are hashable."""
-    value = json.dumps(value) if name == "json_schema" and isinstance(value, dict) else value
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, got {value!r} ({type(value).__name__})")
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +51,16 @@ class GrammarParams(SamplingParams):
     Raises ValueError if both are given.
     """
 
-    json_schema: dict[str, Any] | str | None = option(None, optional(text_of))
-    regex: str | None = option(None, optional(text_of))
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.json_schema is None or self.regex is None, "give json_schema or regex, not both")
+        if isinstance(self.json_schema, dict):  # params must be hashable
+            self.keep("json_schema", json.dumps(self.json_schema))
+        self.check_types("json_schema", "regex", types=str | None, description="a str")
+        if self.json_schema is not None and self.regex is not None:
+            raise ValueError("give json_schema or regex, not both")
 
 
 # ── grammars ──────────────────────────────────────────────────────────────────────────────────────
@@ -103,7 +99,8 @@ def compile_grammar(name: str, text: str, vocabulary: Any) -> Any:
             error = error if texts else "it allows no text"
     except ValueError as not_json:
         error = str(not_json)
-    require(not error, f"{name} {text[:200]!r} cannot be used: {error}")
+    if error:
+        raise ValueError(f"{name} {text[:200]!r} cannot be used: {error}")
     return matcher
 
 
@@ -177,12 +174,13 @@ class GrammarSequence(Sequence):
     num_read: int = 0
 
     @classmethod
-    def of(cls, seq: Sequence, *grammar: Any) -> GrammarSequence:
+    def of(cls, seq: Sequence, start: Any, never: tuple[int, ...]) -> Sequence:
         """A sequence with a grammar in place of one without."""
-        return cls(*(getattr(seq, each.name) for each in fields(Sequence)), *grammar)
+        values = {field.name: getattr(seq, field.name) for field in fields(Sequence)}
+        return cls(**values, start=start, never=never)
 
-    def copy_tokens(self, index: int) -> GrammarSequence:
-        return GrammarSequence.of(super().copy_tokens(index), self.start, self.never)
+    def copy_tokens(self, index: int) -> Sequence:
+        return GrammarSequence.of(super().copy_tokens(index), start=self.start, never=self.never)
 
     def follow(self) -> Any:
         """The matcher after all tokens of the output."""
@@ -232,10 +230,12 @@ class GrammarPrompts(PromptProcessor):
         request = super().make_request(request_id, prompt, params)
         for name in ("json_schema", "regex"):
             if (text := getattr(params, name, None)) is not None:
-                require(self.tokenizer is not None, f"{name} needs a tokenizer, and this model has none")
+                if self.tokenizer is None:
+                    raise ValueError(f"{name} needs a tokenizer, and this model has none")
                 vocabulary = read_vocabulary(self.tokenizer, self.vocab_size, self.eos_token_ids)
                 never = tuple(set(vocabulary.eos_tokens) - request.stop_rules.token_ids)
-                seq = GrammarSequence.of(request.live[0], compile_grammar(name, text, vocabulary), never)
+                start = compile_grammar(name, text, vocabulary)
+                seq = GrammarSequence.of(request.live[0], start=start, never=never)
                 request.live, request.sequences = [seq], [seq]
         return request
 
@@ -243,16 +243,16 @@ class GrammarPrompts(PromptProcessor):
 class GrammarRunner(ModelRunner):
     """A `ModelRunner` that draws under masks."""
 
-    def make_model(self, config: Any, model_config: Any, *args: Any) -> Model:
-        """The model. Until the KV cache is made, memory for the masks of a step is held."""
+    def make_model(self, config: EngineConfig, model_config: ModelConfig, **options: Any) -> Model:
+        """The model. Memory for the masks of a step is held until the KV cache is made."""
         size = config.max_num_seqs, model_config.vocab_size
         self.masks: Tensor | None = torch.empty(size, dtype=torch.bool, device=self.device)
-        return super().make_model(config, model_config, *args)
+        return super().make_model(config=config, model_config=model_config, **options)
 
-    def make_attention(self, *args: Any) -> Any:
-        """As before; the masks' memory is free for them from here on."""
+    def make_attention(self, backend: str, cache: KVCache, scale: float) -> Any:
+        """As before. From here on, the memory that was held is free for the masks."""
         self.masks = None
-        return super().make_attention(*args)
+        return super().make_attention(backend, cache, scale)
 
     @staticmethod
     def sample(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
@@ -264,7 +264,8 @@ class GrammarRunner(ModelRunner):
             rows = [row for row, kind in enumerate(kinds) if kind == has_grammar]
             seqs = [ready[row] for row in rows]
             if seqs:
-                samples |= zip(seqs, draw(ScheduledBatch(seqs), take_rows(logits, rows)), strict=True)
+                drawn = draw(ScheduledBatch(sequences=seqs), take_rows(logits, rows))
+                samples |= zip(seqs, drawn, strict=True)
         return [samples.get(seq, []) for seq in batch.sequences]
 
 
@@ -275,12 +276,10 @@ def draw_masked(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
     """
     draws, rows, barred = [], [], []
     for row, seq in enumerate(batch.sequences):
-        request, params = seq.request, seq.request.params
-        counts = token_counts(seq) if params.penalties else None
-        for index in range(params.n) if request.awaits_fork else (seq.index,):
-            draws.append(Draw(params, request.seed, index, seq.num_tokens, (), counts))
-            rows.append(row)
-        barred += [seq.barred()] * (len(rows) - len(barred))
+        draws_of_seq = draws_of(seq, vocab_size=logits.shape[-1])
+        draws += draws_of_seq
+        rows += [row] * len(draws_of_seq)
+        barred += [seq.barred()] * len(draws_of_seq)
     metadata = SamplingMetadata(draws, logits.device)
     metadata.banned = to_device(np.stack(barred), logits.device)[None]  # a mask is an index, too
     samples: list[list[Sample]] = [[] for _ in batch.sequences]
@@ -299,8 +298,14 @@ class GrammarEngine(LLMEngine):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        limits = self.vocab_size, self.runner.num_blocks, self.prompts.eos_token_ids
-        self.prompts = GrammarPrompts(self.config, self.tokenizer, *limits)
+        self.prompts = GrammarPrompts(
+            self.config,
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+            num_blocks=self.runner.num_blocks,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.prompts.eos_token_ids,
+        )
 
 
 class LLM(nanopaged.LLM):

@@ -1,7 +1,5 @@
 """Structured output. The oracles: a validator for each text, transformers with a mask, a request alone."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
@@ -318,9 +316,9 @@ def test_masks_are_in_the_measured_memory() -> None:
     held = []
 
     class Noting(GrammarRunner):
-        def make_cache(self, *args: Any) -> Any:
+        def make_cache(self, shape: Any, **options: Any) -> Any:
             held.append(self.masks.nbytes)
-            return super().make_cache(*args)
+            return super().make_cache(shape, **options)
 
     class Engine(GrammarEngine):
         make_runner = Noting

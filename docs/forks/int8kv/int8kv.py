@@ -15,8 +15,6 @@ activations keep their dtype. Attention always reads what was stored, also of th
 computes: so a prompt in chunks is a prompt as a whole.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +22,7 @@ import torch
 from torch import Tensor
 
 import nanopaged
-from nanopaged.config import EngineConfig, one_of, option, require
+from nanopaged.config import EngineConfig
 from nanopaged.engine import LLMEngine
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model_runner import ModelRunner
@@ -78,15 +76,19 @@ class Int8Shape(KVShape):
 
 def stored(shape: KVShape) -> KVShape:
     """The shape of the tensor: the bytes of a slot count as numbers."""
-    width = shape.head_dim + SCALE.itemsize
-    return KVShape(shape.num_layers, shape.num_kv_heads, width, torch.int8)
+    return KVShape(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim + SCALE.itemsize,
+        dtype=torch.int8,
+    )
 
 
 class Int8Cache(KVCache):
     """A KV cache whose layers pack what is stored, and unpack what is read."""
 
-    def __init__(self, shape: KVShape, *pool: Any) -> None:
-        super().__init__(stored(shape), *pool)
+    def __init__(self, shape: KVShape, **options: Any) -> None:
+        super().__init__(stored(shape), **options)
         self.shape = shape  # that attention computes with
 
     def layer(self, layer: int) -> Any:
@@ -94,16 +96,15 @@ class Int8Cache(KVCache):
         return tuple(Slots(half, self.shape.dtype) for half in super().layer(layer))
 
 
-def backend(name: str, value: Any) -> str:
-    """The rule of `attention_backend`: kernels read no int8."""
-    return "reference" if one_of("auto", "torch", "reference")(name, value) == "reference" else "torch"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Int8Config(EngineConfig):
-    """The options of an engine. Raises ValueError for the backends "cpp", "triton" and "flash"."""
+    """The options of an engine. Raises ValueError for backends whose kernels cannot read int8."""
 
-    attention_backend: str = option("torch", backend)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_choice("attention_backend", ("auto", "torch", "reference"))
+        if self.attention_backend == "auto":
+            self.keep("attention_backend", "torch")
 
 
 class Int8Runner(ModelRunner):
@@ -111,9 +112,10 @@ class Int8Runner(ModelRunner):
 
     make_shape, make_cache = Int8Shape, Int8Cache
 
-    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
-        require(isinstance(config, Int8Config), f"int8 K/V need an Int8Config, got {config!r}")
-        super().__init__(config, *args, **options)
+    def __init__(self, config: EngineConfig, **options: Any) -> None:
+        if not isinstance(config, Int8Config):
+            raise ValueError(f"int8 K/V need an Int8Config, got {config!r}")
+        super().__init__(config, **options)
 
 
 class Int8Engine(LLMEngine):

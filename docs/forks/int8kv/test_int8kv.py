@@ -5,8 +5,6 @@ backend) may round a number near a tie to two neighbours, which moves log-probab
 allows for it. The tests with transformers, and of single layers, do not depend on it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -32,7 +30,6 @@ from nanopaged.kv_cache import KVShape
 from nanopaged.sequence import NonFiniteLogits, ScheduledBatch, StepResult
 
 FIXTURES = oracle, qwen3
-CPU = torch.device("cpu")
 ONE_STEP = 0.02  # of a log-probability, if a number is rounded to the int8 beside it; 0.0012 was seen
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
 KINDS = [
@@ -48,8 +45,8 @@ def bytes_that_were_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte of -1 twice is the scale NaN, the worst that memory may hold."""
     allocate = Int8Cache.__init__
 
-    def fill(cache: Int8Cache, *args: Any) -> None:
-        allocate(cache, *args)
+    def fill(cache: Int8Cache, shape: KVShape, **options: Any) -> None:
+        allocate(cache, shape, **options)
         cache.data.fill_(-1)
         cache.host.fill_(-1)
 
@@ -196,13 +193,22 @@ def test_chunks_of_the_same_kv_give_the_same_attention(name: str) -> None:
     outs = []
     for lengths in ([23], [9, 1, 13], [1] * 23):
         table, parts, start = [6, 0, 3, 7, 2, 5], [], 0
-        attention = make_attention(name, Int8Cache(Int8Shape(1, 2, 16, torch.float32), 8, 4, CPU), 0.25)
+        shape = Int8Shape(num_layers=1, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+        cache = Int8Cache(shape, num_blocks=8, block_size=4, device=torch.device("cpu"))
+        attention = make_attention(name, cache, scale=0.25)
         for n in lengths:
-            slots = slots_of(table, np.arange(start, start + n), 4)
-            lens = np.array([n]), np.array([start + n])
-            attention.begin_step(AttentionMetadata(*lens, [table], slots, int(n == 1), [0]))
-            parts.append(attention(0, *(x[start : start + n] for x in (q, k, v))))
-            start += n
+            end = start + n
+            metadata = AttentionMetadata(
+                query_lens=np.array([n]),
+                context_lens=np.array([end]),
+                block_tables=[table],
+                slot_mapping=slots_of(table, np.arange(start, end), block_size=4),
+                num_decodes=1 if n == 1 else 0,
+                seq_ids=[0],
+            )
+            attention.begin_step(metadata)
+            parts.append(attention(0, q[start:end], k[start:end], v[start:end]))
+            start = end
         outs.append(torch.cat(parts))
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0], atol=1e-5, rtol=1e-5)
@@ -229,12 +235,17 @@ def test_the_same_memory_has_more_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     plain, runner = nanopaged.LLM(**config).engine.runner, LLM(**config).engine.runner
     assert runner.num_blocks == plain.num_blocks * 128 // 34
     assert runner.kv_cache.data.nbytes == runner.num_blocks * runner.kv_cache.shape.block_bytes(16)
-    llama = Int8Shape(32, 8, 128, torch.bfloat16), KVShape(32, 8, 128, torch.bfloat16)
-    assert llama[0].block_bytes(16) * 256 == llama[1].block_bytes(16) * 130
+    llama: dict[str, Any] = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+    assert Int8Shape(**llama).block_bytes(16) * 256 == KVShape(**llama).block_bytes(16) * 130
     # What a GPU runs to measure its memory computes with the model's dtype.
-    small = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 16}
     monkeypatch.setattr(memory, "GATHER_KEYS", 64)
-    memory.largest_step(Int8Config(**small), runner.model, runner.kv_cache.shape)
+    memory.largest_step(
+        config=Int8Config(max_num_seqs=2),
+        model=runner.model,
+        shape=runner.kv_cache.shape,
+        max_model_len=64,
+        max_num_batched_tokens=16,
+    )
 
 
 def test_what_is_refused() -> None:
@@ -252,14 +263,13 @@ def test_random_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sharing, eviction, preemption, aborts and faults, with `check_invariants` after every step."""
 
     def make_engine(model: str, config: EngineConfig) -> LLMEngine:
-        options = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__ if name != "_"}
-        return Int8Engine(Int8Config(**options | {"dtype": "float32"}))
+        return Int8Engine(Int8Config(**vars(config) | {"dtype": "float32"}))
 
     monkeypatch.setattr(test_random_runs, "make_engine", make_engine)
     monkeypatch.setattr(test_random_runs, "large_engine", cache(test_random_runs.large_engine.__wrapped__))
     monkeypatch.setitem(test_random_runs.TOLERANCE, "tiny", ONE_STEP)
     happened: Counter[str] = Counter()
-    for seed in (4, 13, 2):
+    for seed in (0, 18, 19):
         run = test_random_runs.Run(tiny(seed))
         run.serve()
         assert run.engine.runner.kv_cache.data.dtype == torch.int8

@@ -19,8 +19,6 @@ The embedding is a table of rows, and is rounded in the same way. If the output 
 are one table. What stays as it was: biases, norms, activations and the KV cache.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from typing import Any
@@ -74,9 +72,9 @@ class Int8Linear(Linear):
     """
 
     def __init__(self, linear: Linear, rounded: Tensor, scales: Tensor) -> None:
-        super().__init__(rounded.shape[1], rounded.shape[0], False, linear.ranks)
+        super().__init__(rounded.shape[1], rounded.shape[0], bias=False, ranks=linear.ranks)
         self.bias, self.scales = linear.bias, scales
-        self.weight = as_weight(rounded)
+        self.weight = nn.Parameter(rounded, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, in_features] → [num_tokens, out_features], of the same dtype.
@@ -104,16 +102,12 @@ class Int8Embedding(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         rounded, self.scales = quantize(weight)
-        self.weight, self.dtype, self.num_embeddings = as_weight(rounded), weight.dtype, len(weight)
+        self.weight = nn.Parameter(rounded, requires_grad=False)
+        self.dtype, self.num_embeddings = weight.dtype, len(weight)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [num_tokens] → [num_tokens, hidden_size]."""
         return (self.weight[input_ids] * self.scales[input_ids, None]).to(self.dtype)
-
-
-def as_weight(rounded: Tensor) -> nn.Parameter:
-    """A weight without gradient."""
-    return nn.Parameter(rounded, requires_grad=False)
 
 
 def loaded_weight(linear: Linear) -> Tensor:
@@ -143,9 +137,9 @@ def quantize_model(model: Model) -> None:
 class Int8Runner(ModelRunner):
     """A `ModelRunner` whose model has rounded weights."""
 
-    def make_model(self, *args: Any) -> Model:
-        """As `load_model`. Until they are rounded, the weights need their full memory, too."""
-        model = load_model(*args)
+    def make_model(self, **options: Any) -> Model:
+        """As `load_model`. Until the weights are rounded, they take their full memory."""
+        model = load_model(**options)
         quantize_model(model)
         return model
 

@@ -1,7 +1,5 @@
 """Weights in 8 bits. The oracle is transformers, with weights that numpy has rounded, matrix by matrix."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -87,7 +85,7 @@ def test_other_dtypes(dtype: str, tolerance: float, tmp_path: Path) -> None:
 def test_a_layer_rounds_its_result_and_nothing_else(dtype: torch.dtype, num_tokens: int) -> None:
     """The error is that of one rounding to the dtype. In float16 Σ x·q would overflow, scaled it does not."""
     torch.manual_seed(num_tokens)
-    linear, weight = Linear(60, 37, True), torch.randn(37, 60) * torch.logspace(-5, 0, 37)[:, None]
+    linear, weight = Linear(60, 37, bias=True), torch.randn(37, 60) * torch.logspace(-5, 0, 37)[:, None]
     linear.bias, x = nn.Parameter(torch.randn(37).to(dtype)), (40 + torch.randn(num_tokens, 60)).to(dtype)
     layer = Int8Linear(linear, *quantize(weight.to(dtype)))
     right = x.double() @ (layer.weight.double() * layer.scales.double()[:, None]).T + linear.bias.double()

@@ -13,8 +13,6 @@ computed in two ways. Here every product has one shape for all that is computed 
 The bits are those of one machine, one version of PyTorch, one number of threads and one block size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +25,7 @@ from torch import Tensor
 import nanopaged
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.torch_backend import TorchAttention, gather_context
-from nanopaged.config import EngineConfig, one_of, option, require
+from nanopaged.config import EngineConfig
 from nanopaged.engine import LLMEngine
 from nanopaged.kv_cache import KVCache
 from nanopaged.model.checkpoint import load_model
@@ -123,42 +121,37 @@ class InvariantAttention(TorchAttention):
         return result[:-1]
 
 
-def backend(name: str, value: Any) -> str:
-    """The rule of `attention_backend`: there is one."""
-    one_of("auto", "torch")(name, value)
-    return "torch"
-
-
 @dataclass(frozen=True, kw_only=True)
 class InvariantConfig(EngineConfig):
-    """The options of an engine. Raises ValueError for a backend with kernels, and for ranks."""
-
-    attention_backend: str = option("torch", backend)
+    """The options of an engine. Raises ValueError for another backend than "torch", and for ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        what = (
-            f"tensor_parallel_size is {self.tensor_parallel_size}, but ranks add up in another order: use 1"
-        )
-        require(self.tensor_parallel_size == 1, what)
+        self.check_choice("attention_backend", ("auto", "torch"))
+        self.keep("attention_backend", "torch")
+        size = self.tensor_parallel_size
+        if size != 1:
+            raise ValueError(f"tensor_parallel_size is {size}, but ranks add up in another order: use 1")
 
 
 class InvariantRunner(ModelRunner):
     """A `ModelRunner` whose operations do not depend on the batch. Raises ValueError for 3 threads."""
 
-    def __init__(self, config: Any, *args: Any) -> None:
-        require(isinstance(config, InvariantConfig), f"the same bits need an InvariantConfig, got {config!r}")
-        super().__init__(config, *args)
-        threads = torch.get_num_threads()
-        what = f"the same bits need a CPU and at most 2 threads, not {self.device} with {threads}"
-        way_out = "use device='cpu' and torch.set_num_threads(2)"  # a third one may begin inside a row
-        require(self.device.type == "cpu" and threads <= 2, f"{what}: {way_out}")
+    def __init__(self, config: EngineConfig, **options: Any) -> None:
+        if not isinstance(config, InvariantConfig):
+            raise ValueError(f"the same bits need an InvariantConfig, got {config!r}")
+        super().__init__(config, **options)
+        num_threads = torch.get_num_threads()
+        if self.device.type != "cpu" or num_threads > 2:  # a third thread may begin inside a row
+            raise ValueError(
+                f"the same bits need a CPU and at most 2 threads, not {self.device} with {num_threads}: "
+                "use device='cpu' and torch.set_num_threads(2)"
+            )
 
-    def make_model(self, *args: Any) -> Model:
+    def make_model(self, operations: Operations, **options: Any) -> Model:
         """A model whose linear layers and activation are computed in tiles."""
-        *others, operations = args
-        operations: Operations = replace(operations, silu_mul=partial(in_tiles, operations.silu_mul))
-        model = load_model(*others, operations)
+        operations = replace(operations, silu_mul=partial(in_tiles, operations.silu_mul))
+        model = load_model(operations=operations, **options)
         for linear in [part for part in model.modules() if isinstance(part, Linear)]:
             linear.forward = partial(in_tiles, linear.forward)
         return model
@@ -173,8 +166,8 @@ class InvariantRunner(ModelRunner):
         rows = iter(logits.split(1))
         samples = []
         for seq in batch.sequences:
-            its = sample_next_tokens(ScheduledBatch([seq]), next(rows)) if seq.needs_sample else [[]]
-            samples += its
+            alone = ScheduledBatch(sequences=[seq])
+            samples += sample_next_tokens(alone, next(rows)) if seq.needs_sample else [[]]
         return samples
 
 

@@ -1,7 +1,5 @@
 """The same bits in any batch. Every comparison is exact, but for that with transformers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

@@ -16,12 +16,9 @@ W x is computed for the whole batch at once, and B (A x) for each adapter and it
 K and V depend on the adapter, so its name is part of the cache salt. The runner reads it there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +28,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import nanopaged
-from nanopaged import RequestOutput, SamplingParams
+from nanopaged import RequestOutput
 from nanopaged.attention import make_attention
-from nanopaged.config import Params, number, option, require, whole, with_hints
+from nanopaged.config import Params, check_int
 from nanopaged.engine import LLMEngine, Runner
+from nanopaged.kv_cache import KVCache
 from nanopaged.model.checkpoint import _weight_slots, load_model
 from nanopaged.model.decoder import Model
 from nanopaged.model.model_config import read_json
@@ -57,41 +55,43 @@ Part = tuple[Tensor, Tensor, int]
 """Of one projection: A [r, in_features], scale · B [out_features, r], and its first row in our matrix."""
 
 
-def folders_by_name(name: str, value: Any) -> dict[str, Path]:
-    """The rule of the option `lora_modules`: a copy of the dict, {} for None."""
-    value = {} if value is None else value
-    if not isinstance(value, Mapping) or not all(map(isinstance, value, repeat(str))):
-        raise TypeError(f"{name} must be a dict of names and folders, got {value!r}")
-    if not all(isinstance(folder, str | Path) for folder in value.values()):
-        raise TypeError(f"{name} must have a folder, a str or a Path, for each name, got {value!r}")
-    require("" not in value, f"{name} has an adapter without a name, {value!r}: name it")
-    "".join(value).encode()  # half of a surrogate pair, which the salt cannot hold, is a ValueError
-    return {key: Path(folder).expanduser() for key, folder in value.items()}
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(nanopaged.EngineConfig):
     """With the option `lora_modules`: name → folder of an adapter in PEFT's format, loaded at start."""
 
-    lora_modules: Mapping[str, str | Path] | None = option(None, folders_by_name)
+    lora_modules: Mapping[str, str | Path] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        what = f"tensor_parallel_size is {self.tensor_parallel_size}, but lora_modules needs 1: lower it"
-        require(self.tensor_parallel_size == 1 or not self.lora_modules, what)
+        self.check_types("lora_modules", types=Mapping | None, description="a dict of names and folders")
+        folders = {}
+        for name, folder in (self.lora_modules or {}).items():
+            if not isinstance(name, str) or not isinstance(folder, str | Path):
+                raise TypeError(f"lora_modules has {name!r}: {folder!r}, but must map str to str or Path")
+            name.encode()  # raises ValueError for half of a surrogate pair, which no salt can hold
+            folders[name] = Path(folder).expanduser()
+        self.keep("lora_modules", folders)
+        size = self.tensor_parallel_size
+        if folders and size != 1:
+            raise ValueError(f"tensor_parallel_size is {size}, but lora_modules needs 1: lower it")
 
 
 def read_scale(folder: Path) -> tuple[int, float]:
     """The rank r, and the scale: lora_alpha / r, or with use_rslora lora_alpha / √r (arXiv 2312.03732)."""
     config = read_json(folder / "adapter_config.json")
     kind = config.pop("peft_type", None)
-    require(kind == "LORA", f"adapter_config.json is missing, or its peft_type {kind!r} is not 'LORA'")
-    rank = whole(1)("r", config.pop("r", None))
-    alpha = number(-1e6, 1e6)("lora_alpha", config.pop("lora_alpha", None))
+    if kind != "LORA":
+        raise ValueError(f"adapter_config.json is missing, or its peft_type {kind!r} is not 'LORA'")
+    rank = check_int("r", config.pop("r", None), minimum=1)
+    alpha = config.pop("lora_alpha", None)
+    if type(alpha) not in (int, float) or not abs(alpha) <= 1e6:
+        raise ValueError(f"lora_alpha is {alpha!r}, but must be a number in [-1e6, 1e6]")
     for name, value in config.items():
         is_known = value in CHOICES[name] if name in CHOICES else name in NOTES or not value
-        what = f"{name}={value!r} in adapter_config.json is not supported"
-        require(is_known, f"{what}: train without it, or merge the adapter into its model")
+        if not is_known:
+            raise ValueError(
+                f"{name}={value!r} in adapter_config.json is not supported: merge the adapter into its model"
+            )
     return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
@@ -105,7 +105,8 @@ def read_adapter(folder: Path, slots: Mapping[str, Tensor], like: Tensor) -> dic
     Args: slots: the name of a weight in a checkpoint → the part of our weights that it fills.
     Raises: OSError, SafetensorError, TypeError, ValueError: a file is missing, broken, or does not fit.
     """
-    (rank, scale), parts = read_scale(folder), dict[str, list[Part]]()
+    rank, scale = read_scale(folder)
+    parts: dict[str, list[Part]] = {}
     weights = load_file(folder / "adapter_model.safetensors")
     for name, slot in slots.items():
         stem, projection = f"base_model.model.{name[: -len('weight')]}lora_", name.split(".")[-2]
@@ -113,23 +114,29 @@ def read_adapter(folder: Path, slots: Mapping[str, Tensor], like: Tensor) -> dic
         if not name.endswith("_proj.weight") or not weights.keys() & halves:
             continue
         a, b = (weights.pop(half, torch.empty(0)).float() for half in halves)
-        shapes, ours = [list(a.shape), list(b.shape)], [[rank, slot.shape[1]], [len(slot), rank]]
-        require(shapes == ours, f"{halves} have the shapes {shapes}, but r and the model need {ours}")
+        shapes = [list(a.shape), list(b.shape)]
+        needed = [[rank, slot.shape[1]], [len(slot), rank]]
+        if shapes != needed:
+            raise ValueError(f"{halves} have the shapes {shapes}, but r and the model need {needed}")
         a, b = a.to(like), (scale * b).to(like)
-        require(all(half.isfinite().all() for half in (a, b)), f"{halves} are not finite in {like.dtype}")
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise ValueError(f"{halves} are not finite in {like.dtype}")
         matrix = name[len("model.") : -len(".weight")].replace(projection, FUSED.get(projection, projection))
         parts.setdefault(matrix, []).append((a, b, slot.storage_offset() // slot.shape[1]))
-    require(not weights, f"{sorted(weights)[:4]} are no projections of this model's layers: leave them out")
-    require(len(parts) > 0, "adapter_model.safetensors has no weights")
+    if weights:
+        raise ValueError(f"{sorted(weights)[:4]} are no projections of this model's layers: leave them out")
+    if not parts:
+        raise ValueError("adapter_model.safetensors has no weights")
     return parts
 
 
 class LoraRunner(ModelRunner):
     """A `ModelRunner` with adapters. `rows`: name → int64 [its tokens], its rows of the flat batch."""
 
-    def make_model(self, config: Any, *args: Any) -> Model:
-        """The model, with a hook on each linear that adapters change. Raises ValueError for a bad one."""
-        model, folders = load_model(config, *args), getattr(config, "lora_modules", {})
+    def make_model(self, config: nanopaged.EngineConfig, **options: Any) -> Model:
+        """The model, with hooks on the layers that adapters change. Raises ValueError for a bad adapter."""
+        model = load_model(config, **options)
+        folders = getattr(config, "lora_modules", {})
         slots = _weight_slots(Model(model.config)) if folders else {}  # of weights without memory
         matrices: dict[str, dict[str, list[Part]]] = {}  # matrix → adapter → what it adds
         for adapter, folder in folders.items():
@@ -141,13 +148,13 @@ class LoraRunner(ModelRunner):
         for matrix, by_adapter in matrices.items():
             model.get_submodule(matrix).register_forward_hook(partial(self.add, by_adapter))
         # A GPU measures its memory with each adapter on all rows of the largest step.
-        self.rows = dict.fromkeys(folders, torch.arange(config.max_num_batched_tokens, device=self.device))
+        self.rows = dict.fromkeys(folders, torch.arange(self.max_num_batched_tokens, device=self.device))
         return model
 
-    def make_attention(self, *args: Any) -> Any:
-        """As before. It is called when the memory is measured, and before CUDA graphs are recorded."""
+    def make_attention(self, backend: str, cache: KVCache, scale: float) -> Any:
+        """As before. It is called after the memory is measured, and before CUDA graphs are recorded."""
         self.rows = {}
-        return make_attention(*args)
+        return make_attention(backend, cache, scale)
 
     def add(self, by_adapter: dict[str, list[Part]], _: nn.Module, x: tuple[Tensor], y: Tensor) -> None:
         """Add scale · B (A x) to y [num_tokens, out_features] in place; x[0] is [num_tokens, in_features]."""
@@ -159,7 +166,9 @@ class LoraRunner(ModelRunner):
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """As `ModelRunner.execute`. A batch with adapters is not replayed from a CUDA graph."""
-        first, rows, graphs = 0, dict[str, list[int]](), self.graphs
+        first = 0
+        rows: dict[str, list[int]] = {}
+        graphs = self.graphs
         for seq in batch.sequences:
             _, mark, adapter = seq.request.cache_salt.partition(MARK)
             if mark:
@@ -182,8 +191,7 @@ class LoraPrompts(PromptProcessor):
         if isinstance(prompt, Mapping):
             adapter, prompt = prompt.get("adapter"), {k: v for k, v in prompt.items() if k != "adapter"}
         if adapter is not None and not (isinstance(adapter, str) and adapter in names):
-            way_out = "name one of them, or leave 'adapter' out for the model itself"
-            raise ValueError(f"no adapter is named {adapter!r}: there are {sorted(names)}; {way_out}")
+            raise ValueError(f"no adapter is named {adapter!r}: there are {sorted(names)}; name one, or None")
         request = super().make_request(request_id, prompt, params)
         request.cache_salt += MARK + adapter.encode() if adapter is not None else b""
         return request
@@ -196,8 +204,14 @@ class LoraEngine(LLMEngine):
 
     def __init__(self, config: nanopaged.EngineConfig, runner: Runner | None = None) -> None:
         super().__init__(config, runner)
-        limits = self.vocab_size, self.runner.num_blocks, self.prompts.eos_token_ids
-        self.prompts = LoraPrompts(self.config, self.tokenizer, *limits)
+        self.prompts = LoraPrompts(
+            self.config,
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+            num_blocks=self.runner.num_blocks,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.prompts.eos_token_ids,
+        )
 
 
 class LLM(nanopaged.LLM):
@@ -205,12 +219,10 @@ class LLM(nanopaged.LLM):
 
     engine_class = LoraEngine
 
-    @with_hints(SamplingParams)
     def generate(
         self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
         """As `nanopaged.LLM.generate`. Of a tokenizer's output it reads nothing but the tokens."""
-        if isinstance(prompts, Mapping) and "input_ids" in prompts:
-            what = f"the adapter {prompts.get('adapter')!r} is beside 'input_ids'"
-            require("adapter" not in prompts, f"{what}: give {{'prompt_token_ids': …, 'adapter': …}}")
+        if isinstance(prompts, Mapping) and {"input_ids", "adapter"} <= prompts.keys():
+            raise ValueError(f"adapter {prompts['adapter']!r} is beside 'input_ids': give 'prompt_token_ids'")
         return super().generate(prompts, sampling_params, use_tqdm)

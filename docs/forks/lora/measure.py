@@ -5,8 +5,6 @@
 Seconds are CPU time of this process, so that other programs count little.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import statistics

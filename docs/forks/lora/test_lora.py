@@ -1,7 +1,5 @@
 """Several LoRA adapters in one batch. The oracle is transformers with W + scale · B A in place of each W."""
 
-from __future__ import annotations
-
 import random
 from contextlib import nullcontext
 from pathlib import Path
@@ -123,7 +121,7 @@ def test_blocks_are_shared_within_an_adapter_only(forms: Forms) -> None:
             assert output.metrics.num_cached_tokens == expected, choice
     names, salts = [None, "a", "aa", "ÿ", "ÿa"], [None, "a", "aa", *(f"a{chr(i)}a" for i in range(256))]
     config = LoraConfig(model=fake_model(), lora_modules=dict.fromkeys(names[1:], "."))
-    make = LoraEngine(config, FakeRunner(9, 16)).prompts.make_request
+    make = LoraEngine(config, FakeRunner(num_blocks=9, block_size=16)).prompts.make_request
     ours = {make("r", ask([1], name, salt)).cache_salt for name in names for salt in salts}
     assert len(ours) == len(names) * len(salts)
 
@@ -156,10 +154,10 @@ def test_a_batch_with_adapters_is_not_replayed_from_a_graph(forms: Forms) -> Non
 
 
 def test_a_gpu_measures_a_step_with_each_adapter(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(config: Any, model: Any, shape: Any) -> int:
+    def measure(config: Any, model: Any, shape: Any, max_model_len: int, max_num_batched_tokens: int) -> int:
         (hook,) = model.layers[1].self_attn.qkv_proj._forward_hooks.values()
         assert [len(rows) for rows in hook.func.__self__.rows.values()] == [50] * 3
-        memory.largest_step(config, model, shape)
+        memory.largest_step(config, model, shape, max_model_len, max_num_batched_tokens)
         return 7
 
     monkeypatch.setattr(memory, "measure_num_blocks", measure)
@@ -190,7 +188,7 @@ def test_other_mistakes(forms: Forms) -> None:
     llm, two = forms.llm(), {"lora_modules": {"a": "."}, "tensor_parallel_size": 2}
     for ask_for, message in [
         (lambda: LoraConfig(lora_modules=["a"]), "lora_modules must be a dict of names and folders"),
-        (lambda: LoraConfig(lora_modules={"a": None}), "must have a folder, a str or a Path, for each name"),
+        (lambda: LoraConfig(lora_modules={"a": None}), "has 'a': None, but must map str to str or Path"),
         (lambda: LoraConfig(**two), "tensor_parallel_size is 2, but lora_modules needs 1: lower it"),
         (lambda: llm.generate(ask([1], "")), r"is named '': there are \['all', 'qv', 'rs'\]; name one"),
         (lambda: llm.generate({"input_ids": [[1]], "adapter": "qv"}), "'qv' is beside 'input_ids': give"),

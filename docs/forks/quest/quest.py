@@ -15,8 +15,6 @@ attend to all tokens before them.
 The bounds lie in the KV cache, in planes behind the layers': a block is copied, swapped and found with them.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from dataclasses import dataclass
@@ -27,41 +25,37 @@ import torch
 from torch import Tensor
 
 import nanopaged
+from nanopaged import EngineConfig
 from nanopaged.attention.metadata import AttentionMetadata, gather_groups
 from nanopaged.attention.torch_backend import TorchAttention
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import one_of, option, require, whole
 from nanopaged.engine import LLMEngine
 from nanopaged.kv_cache import KVCache, KVShape, to_device
 from nanopaged.model_runner import ModelRunner
 from nanopaged.sequence import ScheduledBatch, Sequence, StepResult
 
-MOST_PAGES = 1 << 30  # more than any context has
-
-
-def pages(name: str, value: Any) -> int:
-    """The rule of `num_pages_read`."""
-    num = whole(1)(name, value)
-    require(num <= MOST_PAGES, f"{name} is {num}, but must be at most {MOST_PAGES}, which reads all pages")
-    return num
+ALL_PAGES = 1 << 30  # more than any context has
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuestConfig(nanopaged.EngineConfig):
+class QuestConfig(EngineConfig):
     """With the option `num_pages_read`: blocks that a generated token attends to, in each layer and KV head.
 
     Raises ValueError if it is out of range, the backend is not "auto" or "torch", or there are ranks.
     """
 
-    num_pages_read: int = option(16, pages)
+    num_pages_read: int = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("auto", "torch")("attention_backend with num_pages_read", self.attention_backend)
-        # Also for what measures the memory: the largest step prefills as TorchAttention does.
-        object.__setattr__(self, "attention_backend", "torch")
-        what = f"tensor_parallel_size is {self.tensor_parallel_size}, but num_pages_read needs 1: lower it"
-        require(self.tensor_parallel_size == 1, what)  # other ranks do not know where prompts end
+        self.check_ints("num_pages_read", minimum=1)
+        self.check_numbers("num_pages_read", low=1, high=ALL_PAGES)
+        self.check_choice("attention_backend", ("auto", "torch"))
+        # The memory is measured with this backend, too, because prefills are those of TorchAttention.
+        self.keep("attention_backend", "torch")
+        size = self.tensor_parallel_size
+        if size != 1:  # other ranks do not know where prompts end
+            raise ValueError(f"tensor_parallel_size is {size}, but num_pages_read needs 1: lower it")
 
 
 @dataclass
@@ -175,15 +169,16 @@ class QuestAttention(TorchAttention):
 class QuestRunner(ModelRunner):
     """A `ModelRunner` with `QuestAttention`, over a KV cache with bounds."""
 
-    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
-        require(isinstance(config, QuestConfig), f"{config} has no num_pages_read: make a QuestConfig")
+    def __init__(self, config: EngineConfig, **options: Any) -> None:
+        if not isinstance(config, QuestConfig):
+            raise ValueError(f"{config} has no num_pages_read: make a QuestConfig")
         self.num_pages_read = config.num_pages_read
-        super().__init__(config, *args, **options)
+        super().__init__(config, **options)
 
-    def make_shape(self, num_layers: int, *sizes: Any) -> KVShape:
+    def make_shape(self, num_layers: int, **sizes: Any) -> KVShape:
         """With planes for the bounds, each for those of `block_size` layers: 28 layers and 2 planes."""
         self.num_layers = num_layers
-        return KVShape(num_layers + -(-num_layers // self.block_size), *sizes)
+        return KVShape(num_layers=num_layers + -(-num_layers // self.block_size), **sizes)
 
     def make_attention(self, _: str, kv_cache: KVCache, scale: float) -> QuestAttention:
         """The attention of this file."""

@@ -1,7 +1,5 @@
 """Sparse pages. The oracle is transformers with an attention in which the pages are chosen by plain loops."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace
@@ -151,7 +149,7 @@ def test_random_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_keys_tell_where_the_prompt_ends() -> None:
     """Two texts share a key exactly if their tokens are equal, and prompts end at one token or behind it."""
-    rng, manager = random.Random(1), QuestBlockManager(8, 2)
+    rng, manager = random.Random(1), QuestBlockManager(num_blocks=8, block_size=2)
     keys: dict[tuple, bytes] = {}
     for _ in range(400):
         text, prompt_len = rng.choices((1, 2), k=8), rng.randint(1, 8)

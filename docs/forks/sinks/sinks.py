@@ -14,8 +14,6 @@ already, and only differences matter. A step makes room for the tokens that it m
 prompt. So a sequence holds blocks for sinks, window and `max_num_batched_tokens`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
@@ -30,21 +28,15 @@ import nanopaged
 from nanopaged.attention import make_attention
 from nanopaged.attention.metadata import StepInputs
 from nanopaged.block_manager import Block, BlockManager, blocks_needed
-from nanopaged.config import EngineConfig, one_of, option, require, whole
+from nanopaged.config import EngineConfig
 from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import EngineStats
 from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
+from nanopaged.sequence import Move, Request, ScheduledBatch, Sequence, StepResult
 from nanopaged.snapshot import check_blocks, check_host_blocks, engine_stats
-from nanopaged.swap import Move, Swapper
+from nanopaged.swap import Swapper
 
 HOLE = -1  # in a block table: the block that stood here was given back
-
-
-def backend_rule(name: str, value: Any) -> str:
-    """The rule of `attention_backend`: "auto" is "torch", since the kernels take no mask."""
-    value = one_of("auto", "torch", "reference")(name, value)
-    return "torch" if value == "auto" else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +48,27 @@ class SinkConfig(EngineConfig):
         num_sink_tokens: tokens at the beginning that all tokens see.
     """
 
-    window: int = option(252, whole(2))
-    num_sink_tokens: int = option(4, whole(0))
-    attention_backend: str = option("auto", backend_rule)
+    window: int = 252
+    num_sink_tokens: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_ints("window", minimum=2)
+        self.check_ints("num_sink_tokens", minimum=0)
+        self.check_choice("attention_backend", ("auto", "torch", "reference"))  # kernels take no mask
+        if self.attention_backend == "auto":
+            self.keep("attention_backend", "torch")
         for name, only in (("tensor_parallel_size", 1), ("trace", None)):
             value = getattr(self, name)
-            require(value == only, f"{name} is {value!r}, but with a window it must be {only}: leave it out")
+            if value != only:
+                raise ValueError(f"{name} is {value!r}, but with a window it must be {only}: leave it out")
 
 
 class SinkBlocks(BlockManager):
     """Block tables with holes, which have no references. They reach as far as the next step can compute."""
 
-    def __init__(self, *pool: Any, config: Any) -> None:
-        super().__init__(*pool)
+    def __init__(self, config: SinkConfig, **pool: Any) -> None:
+        super().__init__(**pool)
         self.window, self.chunk = config.window, config.max_num_batched_tokens
         self.num_sink_blocks = blocks_needed(config.num_sink_tokens, self.block_size)
 
@@ -160,10 +157,10 @@ class SinkScheduler(Scheduler):
 class SinkRunner(ModelRunner):
     """A model whose attention sees sinks and window."""
 
-    def __init__(self, config: Any, *others: Any) -> None:
+    def __init__(self, config: SinkConfig, **options: Any) -> None:
         self.window, self.num_sink_tokens = config.window, config.num_sink_tokens
         self.make_attention = partial(make_attention, score_mod=self.mask)
-        super().__init__(config, *others)
+        super().__init__(config, **options)
 
     def mask(self, layer: int, scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         """The `score_mod`. Positions count without holes, which changes no difference within the window."""
@@ -184,8 +181,8 @@ class SinkEngine(nanopaged.LLMEngine):
 
     make_config, make_scheduler, make_runner = SinkConfig, SinkScheduler, SinkRunner
 
-    def make_block_manager(self, *pool: Any) -> SinkBlocks:
-        return SinkBlocks(*pool, config=self.config)
+    def make_block_manager(self, **pool: Any) -> SinkBlocks:
+        return SinkBlocks(self.config, **pool)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -202,9 +199,11 @@ class SinkEngine(nanopaged.LLMEngine):
         in_window = 1 + blocks_needed(manager.window + manager.chunk - 2, manager.block_size)
         most = min(manager.num_sink_blocks + in_window, blocks_needed(length - 1, manager.block_size))
         needed = request.width * most
-        what = f"{request.width} sequence(s) of up to {length} tokens may need {needed} blocks"
-        way_out = "lower max_tokens, max_num_batched_tokens or window, or raise num_blocks"
-        require(needed <= pool, f"{what}, but the whole pool has {pool}: {way_out}")
+        if needed > pool:
+            raise ValueError(
+                f"{request.width} sequence(s) of up to {length} tokens may need {needed} blocks, but the "
+                f"whole pool has {pool}: lower max_tokens, max_num_batched_tokens or window, or add blocks"
+            )
         super().queue(request)
 
     def stats(self) -> EngineStats:
