@@ -223,7 +223,8 @@ class LLM(nanopaged.LLM):
 
     def close_tier(self) -> None:
         """Store the K/V of finished requests, and close the tier: the engine goes on without."""
-        with self._call(), self._engine_in_use():
+        self._check_thread()
+        with self._engine_in_use():
             manager: Any = self.engine.block_manager
             for block in manager.cached.values():
                 manager.tier.store(block)
