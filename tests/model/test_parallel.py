@@ -130,7 +130,7 @@ def sabotaged(oracle: Oracle, orders: Path) -> LLMEngine:
         max_num_batched_tokens=40,
         orders=orders,
     )
-    return LLMEngine(config, parallel.start(2, "cpu", make_runner))
+    return LLMEngine(config, parallel.start(2, make_runner))
 
 
 def processes_of(engine: LLMEngine) -> list[Any]:
@@ -232,7 +232,7 @@ def test_a_worker_that_cannot_start(qwen3: Oracle, orders: Path, order: str, mes
         sabotaged(qwen3, orders)
 
 
-def fail_on_rank_0(error: type[BaseException], ranks: parallel.Ranks, device: torch.device) -> None:
+def fail_on_rank_0(error: type[BaseException], ranks: parallel.Ranks) -> None:
     if ranks.rank == 0:
         raise error
     time.sleep(1000)
@@ -242,7 +242,7 @@ def fail_on_rank_0(error: type[BaseException], ranks: parallel.Ranks, device: to
 def test_a_start_that_is_broken_off(error: type[BaseException]) -> None:
     """Rank 0 cannot load its weights; or Ctrl-C comes when the workers have just been started."""
     with pytest.raises(error):
-        parallel.start(3, "cpu", partial(fail_on_rank_0, error))
+        parallel.start(3, partial(fail_on_rank_0, error))
 
 
 Pair = tuple[LLM, set[tuple[str, int]]]
