@@ -108,8 +108,9 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
     draws = []
     rows = []  # of each draw, in the logits
     ready = [seq for seq in batch.sequences if seq.needs_sample]
+    vocab_size = logits.shape[-1]
     for row, seq in enumerate(ready):
-        draws_of_seq = draws_of(seq, vocab_size=logits.shape[-1])
+        draws_of_seq = draws_of(seq, vocab_size)
         draws += draws_of_seq
         rows += [row] * len(draws_of_seq)
     tokens = sample(take_rows(logits, rows), SamplingMetadata(draws, logits.device))

@@ -18,7 +18,7 @@ RUN_KEYS = 512  # longer runs are cut, so that several threads can share one lon
 MIN_SAVED_KEYS = 64  # a group of sequences must save reading this many keys (docs/reference/cpu.md)
 
 
-@dataclass
+@dataclass(slots=True)
 class Run:
     """Consecutive blocks of a block table, and the sequences that read them."""
 
@@ -107,10 +107,13 @@ def find_runs(tables: list[list[int]], context_lens: list[int], block_size: int)
         num_blocks = -(-length // block_size)  # ceil division
         runs.append(Run([seq], first_own[seq], num_blocks))
     cut = []
-    step = max(1, RUN_KEYS // block_size)
+    max_blocks = max(1, RUN_KEYS // block_size)
     for run in runs:
-        for first in range(run.first_block, run.end_block, step):
-            cut.append(Run(run.seqs, first, min(first + step, run.end_block)))
+        while run.end_block - run.first_block > max_blocks:
+            cut.append(Run(run.seqs, run.first_block, run.first_block + max_blocks))
+            run.first_block += max_blocks
+        if run.first_block < run.end_block:
+            cut.append(run)
     return cut
 
 
