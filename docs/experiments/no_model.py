@@ -1,4 +1,4 @@
-"""The real scheduler and block manager without a model: requests for them, and a runner that computes nothing.
+"""The real scheduler and block manager without a model: requests, and a runner that draws random tokens.
 
 Only this file of the experiments uses the inner parts of the bookkeeping.
 """
