@@ -155,10 +155,10 @@ def measure(llm: LLM, requests: Requests) -> float:
         further.append((metrics.finish_time - metrics.first_token_time) / max(1, n - 1))
     num_steps = after.num_steps - before.num_steps
     num_tokens = after.num_generated_tokens - before.num_generated_tokens
-    print("first token, ms (p50 p95 p99)   ", (1000 * np.percentile(first, [50, 95, 99])).round(1))
-    print("each further, ms (p50 p95 p99)  ", (1000 * np.percentile(further, [50, 95, 99])).round(1))
-    print("steps, sequences in each        ", num_steps, round(num_tokens / num_steps, 1))
-    print("preemptions                     ", after.num_preemptions_swap + after.num_preemptions_recompute)
+    for name, seconds_of in [("first token", first), ("each further", further)]:
+        p50, p95, p99 = 1000 * np.percentile(seconds_of, [50, 95, 99])
+        print(f"{name}, ms (p50 p95 p99)".ljust(32), f"{p50:8.1f} {p95:8.1f} {p99:8.1f}")
+    print(f"{'steps, sequences in each':32} {num_steps:8} {num_tokens / num_steps:8.1f}")
     return seconds
 
 

@@ -46,13 +46,12 @@ def main() -> None:
         print(f"\n{prompt.removeprefix(OPENING).strip()}\n  {output.outputs[0].text.strip()}")
     stats = engine.stats()
     num_slots = busiest.num_used_blocks * engine.config.block_size
-    num_unpaged = len(outputs) * engine.max_model_len  # slots for the longest possible texts
     print(f"""\nWhat paging did
   steps           {stats.num_steps}, with up to {len(outputs)} requests in each
   tokens          {stats.num_prompt_tokens} of prompts, {stats.num_generated_tokens} generated
   prefix cache    {stats.prefix_cache_hits} of {stats.prefix_cache_queries} prompt tokens reused
   blocks          {busiest.num_used_blocks}, of {engine.config.block_size} slots each, at the busiest step
-  slots           {num_slots}, {busiest.slot_utilization:.1%} filled; {num_unpaged} without paging
+  slots           {num_slots}, {busiest.slot_utilization:.1%} filled; {engine.max_model_len} a request without paging
   afterwards      {stats.num_used_blocks} blocks in use, {stats.num_cached_blocks} in the prefix cache""")
 
     samples = SamplingParams(n=4, temperature=0.8, max_tokens=40)

@@ -208,9 +208,8 @@ class BlockManager:
         copies = []
         for seq in sequences:
             newest = (seq.num_tokens - 1) // size
-            is_written = (
-                seq.num_computed_tokens < seq.num_tokens
-            )  # False: it waits for its siblings
+            # A beam that waits for its siblings has nothing to write.
+            is_written = seq.num_computed_tokens < seq.num_tokens
             if is_written and newest < len(seq.block_table):
                 src = seq.block_table[newest]
                 if self.blocks[src].ref_count > 1:

@@ -92,7 +92,7 @@ class LLMEngine:
                 max_model_len=max_model_len,
                 max_num_batched_tokens=token_budget,
             )
-            runner = start(config.tensor_parallel_size, config.device, make_runner)
+            runner = start(config.tensor_parallel_size, make_runner)
         self.runner: Runner = runner
         self.block_manager = self.make_block_manager(
             num_blocks=runner.num_blocks,

@@ -95,7 +95,7 @@ class KVCache:
         except (RuntimeError, TypeError, OverflowError) as error:  # no memory, or above 64 bits
             raise ValueError(
                 f"{num_blocks:,} blocks of {self.block_size:,} tokens need "
-                f"{math.prod(sizes) * dtype.itemsize:,} bytes on {device}, which has not so many: "
+                f"{math.prod(sizes) * dtype.itemsize:,} bytes on {device}, more than there are: "
                 "lower num_blocks, num_host_blocks or block_size, or leave them at their defaults"
             ) from error
 

@@ -1,7 +1,5 @@
 """What an engine chooses when it starts: the dtype, how many blocks fit, and how to preempt."""
 
-from __future__ import annotations
-
 import logging
 import timeit
 from collections.abc import Callable
@@ -25,6 +23,26 @@ from nanopaged.sequence import Moves
 HOST_BYTES = 4 << 30
 
 logger = logging.getLogger("nanopaged")
+
+
+def pick_device(name: str, local_rank: int | None) -> torch.device:
+    """The torch device of that name, with its number. Each rank of a machine has its own GPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if local_rank is not None and name.startswith("cuda"):
+        name = f"cuda:{local_rank}"
+    try:
+        device = torch.empty(0, device=name).device  # "cuda" becomes "cuda:0"
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device {name!r} cannot be used here: PyTorch has no such device"
+        ) from error
+    is_alone = local_rank is None
+    if device.type not in ("cpu", "cuda") and not (is_alone and device.type == "mps"):
+        raise ValueError(
+            f"device {name!r} cannot be used here: only cpu, cuda and, by one rank, mps can"
+        )
+    return device
 
 
 def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:

@@ -17,12 +17,12 @@ from nanopaged.attention.metadata import AttentionMetadata, StepInputs
 from nanopaged.config import EngineConfig
 from nanopaged.kernels import cpp
 from nanopaged.kv_cache import KVCache, KVShape, take_rows, to_device
-from nanopaged.memory import cheaper_preemption, count_blocks, pick_dtype
+from nanopaged.memory import cheaper_preemption, count_blocks, pick_device, pick_dtype
 from nanopaged.model.checkpoint import load_model
 from nanopaged.model.decoder import PLAIN, Operations, norm_rotate, rms_norm, silu_mul
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.outputs import Logprobs
-from nanopaged.parallel import Ranks, pick_device
+from nanopaged.parallel import Ranks
 from nanopaged.sampler import LOGITS_TILE, gather_logprobs, sample_next_tokens
 from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 
@@ -59,10 +59,10 @@ class ModelRunner:
         max_model_len: int,
         max_num_batched_tokens: int,
         ranks: Ranks | None = None,
-        device: torch.device | None = None,
     ) -> None:
         self.ranks = ranks
-        self.device = device if device is not None else pick_device(config.device)
+        local_rank = ranks.local_rank if ranks is not None else None
+        self.device = pick_device(config.device, local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # for Triton's kernels and CUDA graphs
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)

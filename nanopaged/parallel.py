@@ -15,8 +15,6 @@ listens on 127.0.0.1 alone. Under torchrun the ports are open to the network, an
 pickle, which can run code (docs/reference/ranks.md).
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil
@@ -41,33 +39,12 @@ UNDER_TORCHRUN = dist.is_torchelastic_launched()
 CPU = torch.device("cpu")
 
 
-def pick_device(name: str, local_rank: int | None = None) -> torch.device:
-    """The torch device called `name`, with its number. Each rank on a machine has its own GPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    types = ("cpu", "cuda", "mps")
-    if local_rank is not None:
-        types = ("cpu", "cuda")
-        if name.startswith("cuda"):
-            name = f"cuda:{local_rank}"
-    try:
-        device = torch.empty(0, device=name).device  # "cuda" becomes "cuda:0"
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device {name!r} cannot be used here: PyTorch has no such device"
-        ) from error
-    if device.type not in types:
-        raise ValueError(
-            f"device {name!r} cannot be used here: only cpu, cuda and, by one rank, mps can"
-        )
-    return device
-
-
 @dataclass
 class Ranks:
     """This process as one of the `size` ranks of a model, which find each other by the `store`.
 
     Attributes:
+        local_rank: its number among the ranks of this machine, each of which has a GPU of its own.
         workers: on rank 0, PyTorch's context of the processes that `start` has started.
         ended: why the engine has ended, "" while it runs.
         messages, group: the connections for messages and for tensors, once the ranks have met.
@@ -75,6 +52,7 @@ class Ranks:
 
     rank: int
     size: int
+    local_rank: int
     store: Any
     workers: Any = None
     ended: str = ""
@@ -144,9 +122,7 @@ class Ranks:
             if self.workers is not None and not self.ended:
                 self.workers.join(seconds)  # ends all workers if one has failed
         except ProcessException as error:  # counts the workers from 0
-            self.ended = error.msg.strip().replace(
-                f"rocess {error.error_index} ", f"rocess of rank {error.error_index + 1} "
-            )
+            self.ended = f"rank {error.error_index + 1} has failed: {error.msg.strip()}"
         return self.ended
 
     def check(self) -> None:
@@ -173,9 +149,8 @@ class Ranks:
         if within_step and not self.ended:
             self.ended = f"rank 0 failed within a step: {error!r}"
         if self.ended and isinstance(error, Exception):
-            raise RuntimeError(
-                f"the engine {'has ended' if within_step else 'cannot start'}: {self.ended}"
-            ) from error
+            event = "has ended" if within_step else "cannot start"
+            raise RuntimeError(f"the engine {event}: {self.ended}") from error
 
 
 def _end_workers(pid: int, processes: list[Any], folder: str) -> None:
@@ -190,8 +165,8 @@ def _end_workers(pid: int, processes: list[Any], folder: str) -> None:
 # ── starting ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def start(size: int, device_name: str, make_runner: Any) -> Any:
-    """Start the ranks. Returns the model runner of rank 0, `make_runner(ranks=…, device=…)`.
+def start(size: int, make_runner: Any) -> Any:
+    """Start the ranks. Returns the model runner of rank 0, `make_runner(ranks=…)`.
 
     Under torchrun each process is a rank. In a worker this call ends the process when rank 0 ends.
     If a worker cannot start, the RuntimeError has its traceback.
@@ -199,24 +174,22 @@ def start(size: int, device_name: str, make_runner: Any) -> Any:
     if size == 1:
         return make_runner()
     if UNDER_TORCHRUN:
-        device = pick_device(device_name, dist.get_node_local_rank())
         store, rank, limit = next(dist.rendezvous("env://"))
         if size != limit or store.add("engines", 1) > limit:
             raise ValueError(
                 "under torchrun a program can have one engine, whose tensor_parallel_size is the"
                 f" number of processes, {limit}, not {size}"
             )
-        ranks = Ranks(rank, size, store)
+        ranks = Ranks(rank, size, dist.get_node_local_rank(), store)
         if rank > 0:
-            make_runner(ranks=ranks, device=device).serve()
+            make_runner(ranks=ranks).serve()
     else:
-        device = pick_device(device_name, local_rank=0)
         torch.set_num_threads(max(1, NUM_THREADS // size))
         folder = tempfile.mkdtemp(prefix="nanopaged-")
-        ranks = Ranks(0, size, dist.FileStore(f"{folder}/store"))
+        ranks = Ranks(0, size, local_rank=0, store=dist.FileStore(f"{folder}/store"))
         ranks.workers = spawn(
             _work,
-            args=(size, device_name, folder, make_runner),
+            args=(size, folder, make_runner),
             nprocs=size - 1,
             join=False,
             daemon=True,
@@ -224,19 +197,20 @@ def start(size: int, device_name: str, make_runner: Any) -> Any:
         # It is called when nothing refers to `workers` any more, or when the program ends.
         weakref.finalize(ranks.workers, _end_workers, os.getpid(), ranks.workers.processes, folder)
     try:
-        return make_runner(ranks=ranks, device=device)
+        return make_runner(ranks=ranks)
     except BaseException as error:
         ranks.end(error, within_step=False)
         raise
 
 
-def _work(index: int, size: int, device_name: str, folder: str, make_runner: Any) -> None:
+def _work(index: int, size: int, folder: str, make_runner: Any) -> None:
     """Serve as one of the workers that `start` has started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     torch.set_num_threads(max(1, NUM_THREADS // size))  # the ranks share the cores
-    ranks = Ranks(index + 1, size, dist.FileStore(f"{folder}/store"))
-    make_runner(ranks=ranks, device=pick_device(device_name, index + 1)).serve()
+    rank = index + 1
+    ranks = Ranks(rank, size, local_rank=rank, store=dist.FileStore(f"{folder}/store"))
+    make_runner(ranks=ranks).serve()
 
 
 def _end_with_rank_0() -> None:

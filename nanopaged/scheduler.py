@@ -126,9 +126,7 @@ class Scheduler:
         6 of 10 tokens computed, budget 20: 4 tokens are scheduled, 16 of the budget are left
         """
         for seq in request.live:
-            num_tokens = (
-                seq.num_tokens - seq.num_computed_tokens
-            )  # 0: a beam waits for its siblings
+            num_tokens = seq.num_tokens - seq.num_computed_tokens  # 0 if a beam waits for siblings
             if num_tokens > budget:
                 if not self.enable_chunked_prefill or budget == 0:
                     break  # its siblings wait as well, because they may share what it computes
@@ -157,9 +155,7 @@ class Scheduler:
         else:
             for seq in request.live:
                 self.block_manager.free(seq)
-                seq.candidates = (
-                    None  # computing the last token of a beam again proposes them again
-                )
+                seq.candidates = None  # a beam that is computed again proposes them again
             batch.preempted.append((request, "recompute"))
         request.num_preemptions += 1
         request.rank = self.rank(request)

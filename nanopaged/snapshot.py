@@ -275,9 +275,9 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     Args:
         sequences: all sequences that have device blocks.
     """
+    sequences = list(sequences)
     references: Counter[int] = Counter()  # block → entries of tables
     for seq in sequences:
-        _check_table(manager, seq)
         references.update(seq.block_table)
     all_ids = sorted([*references, *manager.free_ids, *manager.cached])
     assert all_ids == list(range(manager.num_blocks)), (
@@ -290,6 +290,8 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
         )
     published = {block.key: block for block in manager.blocks if block.key is not None}
     assert manager.index == published, "the index points to another block"
+    for seq in sequences:
+        _check_table(manager, seq)
     _check_sharing(manager, sequences)
 
 
@@ -298,8 +300,9 @@ def _check_table(manager: BlockManager, seq: Sequence) -> None:
     num_blocks = len(seq.block_table)
     size = manager.block_size
     assert len(set(seq.block_table)) == num_blocks, "a block stands twice in one table"
-    assert seq.num_computed_tokens <= min(seq.num_tokens, num_blocks * size)
-    assert num_blocks <= blocks_needed(seq.num_tokens, size)
+    assert seq.num_computed_tokens <= seq.num_tokens, "more tokens are computed than known"
+    assert seq.num_computed_tokens <= num_blocks * size, "a computed token has no slot"
+    assert num_blocks <= blocks_needed(seq.num_tokens, size), "a table has too many blocks"
     keys = manager.keys_of(seq, seq.num_tokens // size)
     for i, block_id in enumerate(seq.block_table):
         key = manager.blocks[block_id].key
@@ -307,7 +310,7 @@ def _check_table(manager: BlockManager, seq: Sequence) -> None:
             assert [key] == keys[i : i + 1], f"block {block_id} is found under other tokens"
 
 
-def _check_sharing(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
+def _check_sharing(manager: BlockManager, sequences: list[Sequence]) -> None:
     """Check that tables share only blocks of equal tokens. Findable blocks must be computed."""
     size = manager.block_size
     first_holders: dict[int, tuple[int, Sequence]] = {}  # block → logical block, sequence

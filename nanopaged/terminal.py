@@ -1,7 +1,5 @@
 """Programs in a terminal end with a line, not with a traceback, when the user causes the end."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -7,8 +7,6 @@ The line of a step holds two whole states, one from after scheduling and one fro
 The page compares them.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

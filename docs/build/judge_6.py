@@ -16,8 +16,8 @@ from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence
-from nanopaged.swap import Move, Swapper
+from nanopaged.sequence import Move, Moves, Request, Sample, ScheduledBatch, Sequence
+from nanopaged.swap import Swapper
 from nanopaged.text import StopRules
 
 SIZE = 4  # slots of a block
@@ -124,9 +124,6 @@ def contents(blocks: Tensor) -> list[int]:
     return [int(block.max()) if block.min() == block.max() else -1 for block in blocks]
 
 
-Moves = list[tuple[int, int]]
-
-
 @pytest.mark.parametrize(
     ("swap_out", "swap_in", "copies", "device", "host"),
     [
@@ -140,16 +137,16 @@ Moves = list[tuple[int, int]]
     ],
 )
 def test_the_moves_of_a_step(
-    swap_out: Moves, swap_in: Moves, copies: Moves, device: list[int], host: list[int]
+    swap_out: list[Move], swap_in: list[Move], copies: list[Move], device: list[int], host: list[int]
 ) -> None:
     cache = make_cache()
     k, _ = cache.layer(1)  # attention holds such views from the beginning
     data, at = cache.data, (cache.data.data_ptr(), cache.host.data_ptr())
-    given = [list(swap_out), list(swap_in), list(copies)]
-    cache.move_blocks(*given)
-    assert given == [swap_out, swap_in, copies], (
-        f"move_blocks was given the lists {swap_out}, {swap_in} and {copies}, and has left {given}: they "
-        "belong to the batch, which is counted and drawn afterwards."
+    moves = Moves(list(swap_out), list(swap_in), list(copies))
+    cache.move_blocks(moves)
+    assert moves == Moves(swap_out, swap_in, copies), (
+        f"move_blocks was given {Moves(swap_out, swap_in, copies)}, and has left {moves}: the lists belong "
+        "to the batch, which is counted and drawn afterwards."
     )
     got = contents(k), contents(cache.host)
     is_in_place = cache.data is data and at == (cache.data.data_ptr(), cache.host.data_ptr())
@@ -158,8 +155,8 @@ def test_the_moves_of_a_step(
         "there (`copy_`, `index_copy_` or an assignment to `data[…]`): attention holds views of it."
     )
     assert got == (device, host), (
-        f"Device blocks hold the numbers 0 1 2 3 and host blocks 100 101 102. After move_blocks(swap_out="
-        f"{swap_out}, swap_in={swap_in}, copies={copies}) they hold {got[0]} and {got[1]}, and not {device} "
+        f"Device blocks hold the numbers 0 1 2 3 and host blocks 100 101 102. After move_blocks of swap_out "
+        f"{swap_out}, swap_in {swap_in} and copies {copies} they hold {got[0]} and {got[1]}, not {device} "
         f"and {host} (-1: mixed). The order is: out, in, copies."
     )
 
@@ -405,7 +402,7 @@ def preempt(way: str, num_host_blocks: int, *computed: int) -> tuple[Scheduler, 
         other = world.request((1, 0, []))
         other.request_id = name
         scheduler.add(other)
-    batch = ScheduledBatch(swap_out=[(7, 7)], preempted=[(other, "swap")])
+    batch = ScheduledBatch(moves=Moves(swap_out=[(7, 7)]), preempted=[(other, "swap")])
     scheduler._preempt(request, batch)
     return scheduler, request, batch
 
@@ -426,8 +423,8 @@ def test_preempt(way: str, num_host_blocks: int, expected: str) -> None:
     )
     moved = sorted(source for source, _ in batch.moves.swap_out[1:])
     assert moved == ([0, 1] if expected == "swap" else []), (
-        f"{case} batch.moves.swap_out must get the moves {'of blocks 0 and 1' if expected == 'swap' else 'of none'}"
-        f", but it gets {batch.moves.swap_out[1:]}."
+        f"{case} batch.moves.swap_out must get the moves of "
+        f"{'blocks 0 and 1' if expected == 'swap' else 'none'}, but it gets {batch.moves.swap_out[1:]}."
     )
     assert scheduler.block_manager.references() == {}, (
         f"{case} it gives up all its blocks, but references remain: {scheduler.block_manager.references()}."

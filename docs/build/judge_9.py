@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from one_sentence import wall_limit
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nanopaged import parallel
+from nanopaged import EngineConfig, parallel
 from nanopaged.model import checkpoint
 from nanopaged.model.decoder import Linear, Model, allocate
 from nanopaged.model.model_config import ModelConfig
@@ -329,8 +328,8 @@ def run_model(model: Model) -> tuple[Tensor, Tensor]:
 
 
 def load(folder: str, ranks: Any = None) -> Model:
-    config = SimpleNamespace(max_model_len=32, load_format="auto")
-    return checkpoint.load_model(config, CONFIG, Path(folder), torch.float32, CPU, ranks)
+    options = {"max_model_len": 32, "dtype": torch.float32, "device": CPU, "ranks": ranks}
+    return checkpoint.load_model(EngineConfig(), CONFIG, Path(folder), **options)
 
 
 @cache
@@ -381,7 +380,7 @@ class Threads:
         seen = self.exchange(x)
         return torch.cat(seen, dim=-1) if self.rank == 0 else x
 
-    def meet(self) -> None:
+    def meet(self, *_: Any) -> None:
         self.barrier.wait(SECONDS)
 
 
@@ -431,8 +430,9 @@ class Noting:
         """Nothing is exchanged."""
 
 
-def test_what_is_sent_is_contiguous() -> None:
+def test_what_is_sent_is_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, group = Ranks.__new__(Ranks), Noting()  # a rank without the others
+    monkeypatch.setattr(dist, "gather", lambda x, *_, **__: group.allreduce([x]))
     ranks.rank, ranks.size, ranks.group, ranks.device = 1, 2, group, CPU
     ranks.gather(torch.arange(6.0).view(2, 3).T)
     assert group.contiguous, "`gather` on rank 1 calls neither `gather` nor `allreduce` of its group."
@@ -476,8 +476,8 @@ def do_all(ranks: Ranks, folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     try:
-        ranks.meet()
-        ranks.meet = lambda: None  # `load_model` calls it, too
+        ranks.meet(CPU)
+        ranks.meet = lambda *_: None  # `load_model` calls it, too
         for work in WORK:
             results[work.__name__] = work(ranks, folder)
     except Exception as error:
@@ -492,7 +492,7 @@ def do_all(ranks: Ranks, folder: str) -> dict[str, Any]:
 
 def make_ranks(rank: int, folder: str) -> Ranks:
     parallel.STEP_TIMEOUT = float(SECONDS)
-    return Ranks(rank, 2, dist.FileStore(f"{folder}/store", 2), CPU)
+    return Ranks(rank, 2, rank, dist.FileStore(f"{folder}/store", 2))
 
 
 def rank_1(folder: str) -> None:
@@ -504,8 +504,8 @@ def rank_1(folder: str) -> None:
 def two_processes() -> tuple[dict[str, Any], dict[str, Any]]:
     """The results of rank 0, which is this process, and of rank 1."""
     folder = whole_model()[0].name
-    ranks, worker = make_ranks(0, folder), get_context("spawn").Process(target=rank_1, args=(folder,))
-    ranks.processes.append(worker)  # they are killed when `ranks` ends
+    ranks = make_ranks(0, folder)
+    worker = get_context("spawn").Process(target=rank_1, args=(folder,), daemon=True)
     worker.start()
     ours = do_all(ranks, folder)
     worker.join(SECONDS)
@@ -514,7 +514,7 @@ def two_processes() -> tuple[dict[str, Any], dict[str, Any]]:
         theirs = {"error": "it waits for rank 0, which has finished", "waited": True}
     elif Path(folder, "results").exists():
         theirs = json.loads(Path(folder, "results").read_text(encoding="utf-8"))
-    ranks.close()
+    worker.kill()
     return ours, theirs
 
 

@@ -28,8 +28,9 @@ STAGE = Stage(
     ),
     suite=(*(f"tests/engine/{test}" for test in SUITE), "--random-runs", "12"),
     hints=(
-        "`move_blocks` is three loops of `copy_`, in the order of its docstring: `self.host[i]` and "
-        "`self.data[i]` are whole blocks. (The source makes the copies on write all at once, by index.)",
+        "`move_blocks` is three loops of `copy_`, over `moves.swap_out`, `moves.swap_in` and `moves.copies`: "
+        "`self.host[i]` and `self.data[i]` are whole blocks. (The source makes all copies on write together, "
+        "by index.)",
         "`swap_out`: collect the device blocks of all sequences that have computed tokens, each once, and "
         "compare their number with `free_ids` before you change anything.",
         "A `host_table` has the host block of each block of the `block_table` that moved, also if only a "
@@ -39,7 +40,7 @@ STAGE = Stage(
         "newest tokens. `num_reserved` more must be free.",
         "`take` gives a block its first reference. Each further table that names it needs a `share`. The "
         "last line of `swap_in` is `self.release(request)`: the host blocks are free, each once.",
-        "In `_preempt`, `swap_out` may return None even if the way is swap. Only a request that is computed "
-        "again loses the `candidates` of its beams. `insort_left` inserts before equal ranks.",
+        'In `_preempt`, `swap_out` may return None even if the mode is "swap". Only a request that is '
+        "computed again loses the `candidates` of its beams. `insort_left` inserts before equal ranks.",
     ),
 )

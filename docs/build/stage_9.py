@@ -28,8 +28,7 @@ STAGE = Stage(
         "none: their outputs stay where they are.",
         "`_embed_share` must not look up a row that this rank does not have: look up row 0 in its place, and "
         "make these results 0 (`masked_fill_`).",
-        "`gather`: on rank 0 the group wants [[t0, t1, …]], `size` empty tensors, and elsewhere []. "
-        "`dist.GatherOptions` has the `rootRank`. Or all-reduce zeros in which each rank has filled its own "
-        "columns.",
+        "`gather`: on rank 0 `dist.gather` wants [t0, t1, …], `size` empty tensors, and elsewhere []. Or "
+        "all-reduce zeros in which each rank has filled its own columns.",
     ),
 )

@@ -16,7 +16,7 @@ const FUNCTIONS = {  // file → what of it can be chosen in the editor
   block_manager: ["BlockManager.take", "BlockManager.allocate", "BlockManager.append_slots"],
   swap: ["Swapper.swap_out"],
   beam_search: ["fork_samples", "advance_beams"],
-  engine: ["LLMEngine.step"],
+  engine: ["LLMEngine.run_step"],
 };
 
 const $ = (id) => document.getElementById(id);

@@ -303,9 +303,9 @@ def filled(given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
 
 def at_most(name: str, value: Any, most: int, least: int = 0) -> None:
     """Raise TypeError or ValueError unless this is a whole number that the playground can show."""
-    from nanopaged.config import whole
+    from nanopaged.config import check_int
 
-    if whole(least)(name, value) > most:
+    if check_int(name, value, least) > most:
         raise ValueError(f"{name} is {value:,}, but the playground allows at most {most:,}")
 
 

@@ -4,8 +4,6 @@ The projections q, k and v of a checkpoint become one matrix here, and so do gat
 one large matrix product is faster than several small ones.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ is given does. A model is created without memory, on PyTorch's meta device; `che
 its weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

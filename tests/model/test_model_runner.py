@@ -33,7 +33,7 @@ def size_on_a_gpu(monkeypatch: pytest.MonkeyPatch, peak: int, **options: object)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (64 * GB, 80 * GB))
     monkeypatch.setattr(memory, "peak_memory", lambda work, device: peak)
     model = SimpleNamespace(embed_tokens=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
-    return memory.measure_num_blocks(config_of(8192, **options), model, SHAPE)
+    return memory.measure_num_blocks(config_of(8192, **options), model, SHAPE, 8192, 8192)
 
 
 def test_what_is_left_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,9 @@ def test_the_share_of_a_computers_memory(
 ) -> None:
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     model = SimpleNamespace(embed_tokens=torch.nn.Embedding(1, 1))
-    num_blocks = memory.measure_num_blocks(config_of(max_model_len, **options), model, SHAPE)
+    num_blocks = memory.measure_num_blocks(
+        config_of(max_model_len, **options), model, SHAPE, max_model_len, 8192
+    )
     assert num_blocks * SHAPE.block_bytes(16) == num_bytes
 
 
@@ -93,7 +95,7 @@ def test_the_largest_step(
     monkeypatch.setattr(memory, "sample", lambda logits, rows: drawn.append(logits) or sample(logits, rows))
     computed = []
     hook = runner.model.register_forward_pre_hook(lambda _, args: computed.append(args[1]))
-    memory.largest_step(llm.engine.config, runner.model, runner.kv_cache.shape)
+    memory.largest_step(llm.engine.config, runner.model, runner.kv_cache.shape, MAX_MODEL_LEN, budget)
     hook.remove()
     (positions,), (logits,) = computed, drawn
     assert made == ["auto"]

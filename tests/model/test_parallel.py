@@ -130,7 +130,7 @@ def sabotaged(oracle: Oracle, orders: Path) -> LLMEngine:
         max_num_batched_tokens=40,
         orders=orders,
     )
-    return LLMEngine(config, parallel.start(2, "cpu", make_runner))
+    return LLMEngine(config, parallel.start(2, make_runner))
 
 
 def processes_of(engine: LLMEngine) -> list[Any]:
@@ -172,9 +172,9 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ("before raise", r"-- Process of rank 1 [^$]*Traceback[^$]*ValueError: sabotage"),
-        ("after raise", r"-- Process of rank 1 [^$]*Traceback[^$]*ValueError: sabotage"),
-        ("before die", "process of rank 1 terminated with signal SIGKILL"),
+        ("before raise", r"rank 1 has failed: [^$]*Traceback[^$]*ValueError: sabotage"),
+        ("after raise", r"rank 1 has failed: [^$]*Traceback[^$]*ValueError: sabotage"),
+        ("before die", "rank 1 has failed: .* terminated with signal SIGKILL"),
         ("before hang", "rank 0 failed within a step: .*imed out"),
     ],
 )
@@ -224,7 +224,10 @@ def test_a_failure_of_rank_0_in_a_step_ends_the_engine(
 
 @pytest.mark.parametrize(
     ("order", "message"),
-    [("start raise", r"cannot start: [^$]* rank 1 [^$]*ValueError: sabotage"), ("start die", "rank 1 term")],
+    [
+        ("start raise", r"cannot start: rank 1 [^$]*ValueError: sabotage"),
+        ("start die", "rank 1 has failed: .*SIGKILL"),
+    ],
 )
 def test_a_worker_that_cannot_start(qwen3: Oracle, orders: Path, order: str, message: str) -> None:
     orders.write_text(order, encoding="utf-8")
@@ -232,7 +235,7 @@ def test_a_worker_that_cannot_start(qwen3: Oracle, orders: Path, order: str, mes
         sabotaged(qwen3, orders)
 
 
-def fail_on_rank_0(error: type[BaseException], ranks: parallel.Ranks, device: torch.device) -> None:
+def fail_on_rank_0(error: type[BaseException], ranks: parallel.Ranks) -> None:
     if ranks.rank == 0:
         raise error
     time.sleep(1000)
@@ -242,7 +245,7 @@ def fail_on_rank_0(error: type[BaseException], ranks: parallel.Ranks, device: to
 def test_a_start_that_is_broken_off(error: type[BaseException]) -> None:
     """Rank 0 cannot load its weights; or Ctrl-C comes when the workers have just been started."""
     with pytest.raises(error):
-        parallel.start(3, "cpu", partial(fail_on_rank_0, error))
+        parallel.start(3, partial(fail_on_rank_0, error))
 
 
 Pair = tuple[LLM, set[tuple[str, int]]]

@@ -122,14 +122,14 @@ def test_a_template_that_fails(llm: LLM, talk: Talk, monkeypatch: pytest.MonkeyP
 
 def test_ctrl_c_stops_an_answer(llm: LLM, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was shown is remembered, nothing is left running, and the chat goes on."""
-    whole, number, step = answers_of(llm, "What news?")[0], count(1), llm.engine.step
+    whole, number, run_step = answers_of(llm, "What news?")[0], count(1), llm.engine.run_step
 
-    def interrupted(*args: object, **options: object) -> object:
+    def interrupted() -> object:
         if next(number) == 5:
             raise KeyboardInterrupt
-        return step(*args, **options)
+        return run_step()
 
-    monkeypatch.setattr(llm.engine, "step", interrupted)
+    monkeypatch.setattr(llm.engine, "run_step", interrupted)
     printed = talk(llm, "What news?", "/blocks", "Who is dead?")
     start = printed[: printed.index("\nafter step ")]
     assert 0 < len(start) < len(whole)

@@ -234,7 +234,7 @@ def test_mistakes(tmp_path: Path) -> None:
     for trace, error, message in (
         (tmp_path / "nowhere" / "run.html", FileNotFoundError, "there is no folder '.*nowhere'"),
         (tmp_path, ValueError, "which is a folder: name a file in it"),
-        (True, TypeError, "trace must be the name of a file such as 'run.html', got True"),
+        (True, TypeError, "trace must be a file name such as 'run.html', got True"),
     ):
         with pytest.raises(error, match=message):
             EngineConfig(trace=trace)

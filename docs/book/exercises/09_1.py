@@ -26,7 +26,7 @@ def test_the_engine_cuts_as_predicted() -> None:
 
     for case, (num_seqs, num_keys) in CASES.items():
         length, programs = predicted[case]
-        splits, _ = split_contexts(np.full(num_seqs, num_keys), most_cuts=264)
+        splits, _ = split_contexts(np.full(num_seqs, num_keys), max_splits=264)
         right, wanted = int((splits[:, 2] - splits[:, 1]).max()), len(splits) * 4
         call = f"({case}), {num_seqs} sequences of {num_keys:,} keys"
         assert length == right, f"{call}: the engine's splits have {right} keys, not {length}."

@@ -33,7 +33,8 @@ def draw_cache(drawing: Drawing, left: float, title: str) -> list[float]:
 
 def main() -> None:
     drawing = Drawing(2 * PANEL, 330, "Attention over scattered blocks: gather first, or read in place")
-    gib = 4096 * KVShape(32, 8, 128, torch.bfloat16).block_bytes(1) / 2**30
+    llama = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    gib = 4096 * llama.block_bytes(1) / 2**30
     for panel, title in enumerate(("Gather, then attend", "Read the blocks in place")):
         left = 34 + panel * PANEL
         middles = draw_cache(drawing, left, title)

@@ -13,10 +13,12 @@ from svg import COLORS, FAINT, GREY, PAPER, Drawing
 
 from nanopaged.kv_cache import KVShape
 
+OPT = KVShape(num_layers=40, num_kv_heads=40, head_dim=128, dtype=torch.float16)
+LLAMA = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 # Name, GB of memory, GB of weights, GB of K/V, and the K/V of one token.
 ROWS = [
-    ("OPT-13B, 40 GB", 40, 26.0, 12.0, KVShape(40, 40, 128, torch.float16)),
-    ("Llama-3-8B, 24 GB", 24, 16.1, 0.9 * 24 - 16.1 - 1.0, KVShape(32, 8, 128, torch.bfloat16)),
+    ("OPT-13B, 40 GB", 40, 26.0, 12.0, OPT),
+    ("Llama-3-8B, 24 GB", 24, 16.1, 0.9 * 24 - 16.1 - 1.0, LLAMA),
 ]
 LONGEST, MEAN = 2048, 338 + 161  # tokens of the longest request possible, and of ShareGPT's on average
 LEFT, WIDTH = 166, 540

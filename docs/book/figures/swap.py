@@ -56,6 +56,7 @@ def main() -> None:
     runner, x = NoModel(), 70.0
     for step in range(1, 8):
         batch = scheduler.schedule()
+        moves = batch.moves
         scheduler.update(batch, runner.execute(batch))
         if step not in titles:
             continue
@@ -65,15 +66,15 @@ def main() -> None:
         draw_row(drawing, x, 84, device)
         draw_row(drawing, x, 192, host)
         # An arrow begins in the panel before, where the block still holds what is copied.
-        for moves, begin, end, side in ((batch.moves.swap_out, 122, 174, -8), (batch.moves.swap_in, 174, 122, 8)):
-            for source, destination in moves:
+        for pairs, begin, end, side in ((moves.swap_out, 122, 174, -8), (moves.swap_in, 174, 122, 8)):
+            for source, destination in pairs:
                 at, to = (block_id * STEP + SIZE / 2 for block_id in (source, destination))
                 shift_at, shift_to = (0, side) if side < 0 else (side, 0)  # beside each other at the host
                 drawing.line(
                     x - PANEL + at + shift_at, begin, x + to + shift_to, end, COLORS[1][1], arrow=True
                 )
         if step > 3:
-            drawing.text(x - PANEL / 2 + (-12 if batch.moves.swap_out else 96), 158, f"step {step}", 12, color=GREY)
+            drawing.text(x - PANEL / 2 + (-12 if moves.swap_out else 96), 158, f"step {step}", 12, color=GREY)
         x += PANEL
     note = "B:4 is a block with the K/V of four tokens of B. An arrow is a copy, to where it is afterwards."
     drawing.text(70, 248, note, 12, "start", GREY)

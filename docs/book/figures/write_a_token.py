@@ -71,10 +71,18 @@ def main() -> None:
 
 def fork() -> tuple[BlockManager, list[Sequence]]:
     """Two samples of the prompt, whose K/V is computed. They share its blocks."""
-    manager = BlockManager(NUM_BLOCKS, SIZE, enable_prefix_caching=False)
-    params, token_ids = SamplingParams(n=2), list(range(len(PROMPT)))
-    rules = StopRules.of(params, len(token_ids), frozenset(), NUM_BLOCKS * SIZE)
-    first = Request("A", None, token_ids, params, rules, seed=0).live[0]
+    manager = BlockManager(num_blocks=NUM_BLOCKS, block_size=SIZE, enable_prefix_caching=False)
+    params = SamplingParams(n=2)
+    token_ids = list(range(len(PROMPT)))
+    request = Request(
+        request_id="A",
+        prompt=None,
+        prompt_token_ids=token_ids,
+        params=params,
+        stop_rules=StopRules.of(params, len(token_ids), frozenset(), max_model_len=NUM_BLOCKS * SIZE),
+        seed=0,
+    )
+    (first,) = request.live
     manager.allocate([first])
     first.num_computed_tokens = first.num_tokens
     return manager, [first, manager.fork(first, 1)]

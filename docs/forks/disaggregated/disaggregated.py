@@ -10,8 +10,6 @@ A long prompt delays no decode (DistServe, arXiv 2401.09670). A request returns 
     its next step        swaps in 7 → 0 and 3 → 1, and decodes: computes f, samples the next token
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import signal
@@ -29,7 +27,7 @@ import torch
 
 import nanopaged
 from nanopaged.block_manager import blocks_needed
-from nanopaged.config import EngineConfig, require
+from nanopaged.config import EngineConfig
 from nanopaged.model_runner import ModelRunner
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, Sample, ScheduledBatch, StepResult
@@ -54,10 +52,11 @@ class PromptEngine(nanopaged.LLMEngine):
     make_runner = KVRunner
     runner: Any
 
-    def compute(self, *of_request: Any) -> tuple[list[Sample], list[Any], int, Any]:
-        """The arguments of `Request` from the third on → what follows the prompt, its prompt_logprobs, its
+    def compute(self, fields: dict[str, Any]) -> tuple[list[Sample], list[Any], int, Any]:
+        """The fields that define a request → the samples that follow its prompt, its prompt_logprobs, its
         num_cached_tokens, its blocks. Raises what a step raises."""
-        request, samples = Request("", None, *of_request), list[Sample]()
+        request = Request(request_id="", prompt=None, **fields)
+        samples: list[Sample] = []
         with self._or_start_over():  # which forgets the request, as `requests` does not have it
             self.scheduler.add(request)
             while not samples:
@@ -136,8 +135,9 @@ class DecodeScheduler(Scheduler):
         num_blocks = blocks_needed(request.num_prompt_tokens, self.block_size)
         if request.rank is None and num_blocks <= len(self.swapper.free_ids):  # not if it starts over
             request.live[0].host_table = [self.swapper.free_ids.pop() for _ in range(num_blocks)]
-            what = request.prompt_token_ids, request.params, request.stop_rules, request.seed
-            self.away[self.submit("compute", *what, request.cache_salt)] = request
+            names = ("prompt_token_ids", "params", "stop_rules", "seed", "cache_salt")
+            fields = {name: getattr(request, name) for name in names}
+            self.away[self.submit("compute", fields)] = request
             request.rank = self.rank(request)
         else:
             super().add(request)
@@ -191,15 +191,23 @@ class DecodeScheduler(Scheduler):
 class DisaggregatedEngine(nanopaged.LLMEngine):
     """An `LLMEngine` that decodes. Raises ValueError for options that do not go with this."""
 
-    make_runner, make_scheduler, start_process = KVRunner, DecodeScheduler, staticmethod(start_process)
+    make_runner = KVRunner
+    make_scheduler = DecodeScheduler
+    start_process = staticmethod(start_process)
     prompt_device: str | None = None  # where prompts are computed; None: on the same device
 
     def __init__(self, config: EngineConfig, runner: Any = None) -> None:
-        num, way, size = config.num_host_blocks, config.preemption, config.tensor_parallel_size
-        what = f"num_host_blocks is {num} (preemption is {way!r}), but K/V arrives there: set it to 1 or more"
-        require(num != 0 and (num, way) != (None, "recompute"), what)
-        require(size == 1, f"tensor_parallel_size is {size}, but ranks send no K/V: set it to 1")
-        require(config.trace is None, f"trace={str(config.trace)!r} would show no prompts: leave it out")
+        num = config.num_host_blocks
+        mode = config.preemption
+        if num == 0 or (num is None and mode == "recompute"):
+            raise ValueError(
+                f"num_host_blocks is {num} (preemption {mode!r}), but K/V arrives there: set it to 1 or more"
+            )
+        size = config.tensor_parallel_size
+        if size > 1:
+            raise ValueError(f"tensor_parallel_size is {size}, but ranks send no K/V: set it to 1")
+        if config.trace is not None:
+            raise ValueError(f"trace={str(config.trace)!r} would show no prompts: leave it out")
         super().__init__(config, runner)
         chosen: Any = {"dtype": self.runner.dtype, "num_blocks": self.runner.num_blocks, "num_host_blocks": 0}
         config = replace(self.config, device=self.prompt_device or config.device, **chosen)

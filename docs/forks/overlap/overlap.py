@@ -16,9 +16,6 @@ the place holder UNKNOWN. The worker sees a twin of each sequence, and appends t
     step 0 is updated              a b c                    a b c, soon a b c d
 """
 
-from __future__ import annotations
-
-import os
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -28,9 +25,9 @@ from typing import Any
 import torch
 
 import nanopaged
-from nanopaged import EngineConfig, LLMEngine, RequestOutput
+from nanopaged import EngineConfig, LLMEngine
 from nanopaged.block_manager import BlockManager
-from nanopaged.engine import FORKED, Runner
+from nanopaged.engine import Runner
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import NonFiniteLogits, Request, ScheduledBatch, Sequence, StepResult
 
@@ -94,7 +91,7 @@ class OverlappedScheduler(Scheduler):
     """A scheduler that forgets the step ahead, and UNKNOWN, when a step has failed.
 
     Attributes:
-        ahead: the step that is computed between two calls of `OverlappedEngine.step`.
+        ahead: the step that is computed between two calls of `OverlappedEngine.run_step`.
     """
 
     ahead: Step | None = None
@@ -111,13 +108,12 @@ class OverlappedScheduler(Scheduler):
 class OverlappedEngine(LLMEngine):
     """An `LLMEngine` whose worker computes one step while the next one is scheduled.
 
-    Between two calls of `step`, the step ahead is being computed. Its tokens count as computed already.
-
-    Raises:
-        ValueError: the config has a trace; or as `LLMEngine`.
+    Between two calls of `run_step`, the step ahead is being computed. Its tokens count as computed already.
+    Raises ValueError if the config has a trace; or as `LLMEngine`.
     """
 
-    make_block_manager, make_scheduler = LateBlockManager, OverlappedScheduler
+    make_block_manager = LateBlockManager
+    make_scheduler = OverlappedScheduler
 
     def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
         if config.trace is not None:
@@ -128,10 +124,8 @@ class OverlappedEngine(LLMEngine):
         on_gpu = getattr(device, "type", "") == "cuda"
         self.worker = ThreadPoolExecutor(1, "", partial(torch.cuda.set_device, device) if on_gpu else None)
 
-    def step(self, report: bool = True) -> list[RequestOutput]:
-        """As `LLMEngine.step`. The step whose outputs it returns was begun by the call before."""
-        if os.getpid() != self.pid:  # there the worker does not exist
-            raise RuntimeError(FORKED.format(self.pid))
+    def run_step(self) -> list[Request]:
+        """As `LLMEngine.run_step`. The step whose requests it returns was begun by the call before."""
         if not self.requests:
             self.scheduler.ahead = None  # of requests that were aborted
             return []
@@ -142,18 +136,13 @@ class OverlappedEngine(LLMEngine):
                 advanced = self.update(step)
                 for listener in self.listeners:
                     listener.step_ended(step.batch)
-                reported = (*self.unreported.values(), *advanced) if report else ()
-                self.unreported |= {request.request_id: request for request in advanced if not request.live}
-                outputs = list(map(Request.output, reported))
-                while report and self.unreported:
-                    del self.requests[self.unreported.popitem()[0]]
         except NonFiniteLogits as error:  # an error of a sequence that has ended meanwhile concerns no text
             its = [seq for seq in step.batch.sequences if seq.request.request_id == error.request_id]
             if not any(seq.finished for seq in its):
                 raise
-            return self.step(report)  # all begin again, without the sequences that have ended
+            return self.run_step()  # all begin again, without the sequences that have ended
         self.num_steps += 1
-        return outputs
+        return advanced
 
     def launch(self, batch: ScheduledBatch, before: Step | None = None) -> Step:
         """Give the worker a batch. From now on its tokens count as computed."""
@@ -218,6 +207,4 @@ class OverlappedEngine(LLMEngine):
 
 
 class LLM(nanopaged.LLM):
-    """`nanopaged.LLM` with overlapped steps."""
-
     engine_class = OverlappedEngine

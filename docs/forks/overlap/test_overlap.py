@@ -1,7 +1,5 @@
 """Overlapped scheduling: the same tokens as the plain engine and as transformers, and what is overlapped."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +14,7 @@ import pytest
 import test_random_runs
 from conftest import Oracle, memory_that_was_never_written, qwen3, random_prompts  # noqa: F401  (fixtures)
 from faults import STAGES
-from overlap import LLM, LateBlockManager, OverlappedEngine, OverlappedScheduler, Step
+from overlap import LLM, LateBlockManager, OverlappedEngine, Step
 from random_workloads import Workload, forked, mixed, tiny
 from serving import serve
 from test_random_runs import EVENTS, MIXED_EVENTS, Run, large_engine, make_engine
@@ -102,7 +100,6 @@ def test_random_workloads(
     ahead = OverlappedEngine.schedule_ahead, OverlappedEngine.launch, LateBlockManager.publish
     monkeypatch.setitem(STAGES, "schedule", STAGES["schedule"] + ahead)
     monkeypatch.setitem(STAGES, "update", (OverlappedEngine.update, LateBlockManager.publish_last))
-    monkeypatch.setitem(STAGES, "start over", (OverlappedScheduler.start_over,))
     happened, seed = Counter[str](), 0
     while seed < num or not all(happened[event] for event in events):
         assert seed < 5 * num, f"the workloads no longer have all of {events}: {happened}"
@@ -223,17 +220,18 @@ def test_outputs_are_found_in_the_prefix_cache(stop: object) -> None:
     assert 0 < found[1] < found[2]
 
 
-def test_steps_without_reports() -> None:
-    """What ends meanwhile is reported once by the next step with a report, and stays known until then."""
+def test_steps_without_outputs() -> None:
+    """A request that ends in `run_step` stays known until the next `step`, which returns its output once."""
     engine = make()
     for i in range(3):
         engine.add_request(str(i), [1, 2], SamplingParams(max_tokens=2 + 4 * i, ignore_eos=True))
-    assert [engine.step(report=False) for _ in range(4)] == [[]] * 4
+    for names in ("012", "012", "12", "12"):
+        assert [request.request_id for request in engine.run_step()] == list(names)
     assert list(engine.requests) == ["0", "1", "2"]
     outputs = {output.request_id: output.finished for output in engine.step()}
     assert outputs == {"0": True, "1": False, "2": False}
     while not engine.requests["2"].finished:
-        engine.step(report=False)
+        engine.run_step()
     assert [output.request_id for output in engine.step()] == ["1", "2"]
     assert engine.step() == []
 
@@ -253,7 +251,8 @@ def test_preempted_while_its_tokens_are_computed(preemption: str, is_readmitted:
             scheduler._preempt(scheduler.running.pop(), before)
             scheduler.max_num_seqs = 256 if is_readmitted else 0
         batch, scheduler.max_num_seqs = schedule(), 256
-        batch.moves.swap_out, batch.preempted = before.moves.swap_out + batch.moves.swap_out, before.preempted + batch.preempted
+        batch.moves.swap_out[:0] = before.moves.swap_out
+        batch.preempted[:0] = before.preempted
         return batch
 
     prompt, several = [0, 2, 1, 1, 0, 2, 0, 1, 1, 2], {"n": 2, "max_tokens": 12, "stop": "a", "min_tokens": 3}
@@ -317,8 +316,3 @@ def test_failures(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trace='.*run.html' shows .* or use nanopaged.LLM"):
         make(trace=tmp_path / "run.html")
-    engine = make()
-    engine.add_request("r", [1, 2])
-    engine.pid = -1  # as in a process that was forked, where the worker does not exist
-    with pytest.raises(RuntimeError, match="start processes by 'spawn'"):
-        engine.step()

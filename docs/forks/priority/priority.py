@@ -22,44 +22,39 @@ last ones, no more than needed, and none if even all of them would not make room
 that moment, so no victim has work in the step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import nanopaged
 from nanopaged.block_manager import blocks_to_grow
-from nanopaged.config import number, option, optional, require, whole
+from nanopaged.config import RequestOptions
 from nanopaged.engine import LLMEngine, Runner
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, ScheduledBatch
 
-MOST = 1 << 31  # priorities from -MOST to MOST: they are added to times, as floats
-
-
-def priority_rule(name: str, value: Any) -> int:
-    """The rule of the option `priority`: a whole number from -MOST to MOST."""
-    value = whole(-MOST)(name, value)
-    require(value <= MOST, f"{name} is {value}, but must be at most {MOST}: only the order counts")
-    return value
+LIMIT = 1 << 31  # priorities lie in [-LIMIT, LIMIT], because they are added to times, as floats
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams(nanopaged.SamplingParams):
-    """`nanopaged.SamplingParams` with a priority.
+class Prioritized(RequestOptions):
+    """Params with a priority. A smaller one is served first. Requests with the engine's own params have 0."""
 
-    Fields:
-        priority: a smaller one is served first. Requests with the engine's own params have 0.
-    """
+    priority: int = 0
 
-    priority: int = option(0, priority_rule)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_ints("priority", minimum=-LIMIT)
+        self.check_numbers("priority", low=-LIMIT, high=LIMIT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BeamSearchParams(nanopaged.BeamSearchParams):
-    """`nanopaged.BeamSearchParams` with a priority, see `SamplingParams`."""
+class SamplingParams(Prioritized, nanopaged.SamplingParams):
+    """`nanopaged.SamplingParams` with a priority."""
 
-    priority: int = option(0, priority_rule)
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams(Prioritized, nanopaged.BeamSearchParams):
+    """`nanopaged.BeamSearchParams` with a priority."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +62,16 @@ class PriorityConfig(nanopaged.EngineConfig):
     """`nanopaged.EngineConfig` with ageing.
 
     Fields:
-        priority_ageing: seconds of waiting that are worth one step of priority, so that no request waits for
-            ever. None: no number of seconds is, as in vLLM.
+        priority_ageing: seconds of waiting that are worth one step of priority, so that no request waits
+            forever. With None, no number of seconds is, as in vLLM.
     """
 
-    priority_ageing: float | None = option(None, optional(number(1e-3, 1e9, " (seconds)")))
+    priority_ageing: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.priority_ageing is not None:
+            self.check_numbers("priority_ageing", low=1e-3, high=1e9)
 
 
 class PriorityScheduler(Scheduler):
@@ -167,6 +167,4 @@ class PriorityEngine(LLMEngine):
 
 
 class LLM(nanopaged.LLM):
-    """`nanopaged.LLM` whose requests have a priority."""
-
     engine_class = PriorityEngine

@@ -1,7 +1,5 @@
 """Priority scheduling: the order of service against a simulation, the bound of ageing, unchanged texts."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter, namedtuple
 from collections.abc import Callable

@@ -30,7 +30,7 @@ from weakref import WeakValueDictionary
 
 import nanopaged
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import EngineConfig, option, require, whole
+from nanopaged.config import EngineConfig
 from nanopaged.engine import LLMEngine, Runner
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import ScheduledBatch, Sequence
@@ -47,14 +47,15 @@ class RadixConfig(EngineConfig):
         TypeError, ValueError: as for `EngineConfig`; or `min_partial` is more than `block_size`.
     """
 
-    min_partial: int = option(1, whole(0, ": 0 shares full blocks only"))
+    min_partial: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        what = (
-            f"min_partial is {self.min_partial}, but a block has only block_size = {self.block_size} tokens"
-        )
-        require(self.min_partial <= self.block_size, f"{what}: lower it, or set 0 to share full blocks only")
+        self.check_ints("min_partial", minimum=0)
+        if self.min_partial > self.block_size:
+            raise ValueError(
+                f"min_partial is {self.min_partial}, but block_size is only {self.block_size}: lower it"
+            )
 
 
 class Node:
@@ -194,7 +195,9 @@ class RadixScheduler(Scheduler):
 class RadixEngine(LLMEngine):
     """An engine with a tree. With a plain `EngineConfig`, `min_partial` is 1."""
 
-    make_config, make_block_manager, make_scheduler = RadixConfig, RadixBlockManager, RadixScheduler
+    make_config = RadixConfig
+    make_block_manager = RadixBlockManager
+    make_scheduler = RadixScheduler
 
     def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
         super().__init__(config, runner)

@@ -1,7 +1,5 @@
 """A tree as the prefix cache: the tokens of transformers and of the plain engine, and what is found."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections import Counter

@@ -7,8 +7,6 @@ then over HTTP, and the median of the rounds counts. CPU seconds are those of th
 other programs on the machine change them less than the speed.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -6,8 +6,6 @@
 to JSON. Nothing here knows blocks or tensors.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import ipaddress
@@ -86,9 +84,7 @@ class EngineThread:
         for request in requests:
             self.unread[request.request_id] = unread
             self.pool.submit(self.engine.queue, request)
-        if (
-            self.stepper is None or self.stepper.done()
-        ):  # it ends in the instant in which it finds no requests
+        if self.stepper is None or self.stepper.done():  # it ends in the instant that it finds no requests
             self.stepper = asyncio.create_task(self._step())
         asyncio.create_task(self._drop_with_call(requests, receive))  # the connection keeps it alive
         num_unfinished = len(requests)
@@ -248,7 +244,6 @@ def make_app(
         max_body_bytes, max_prompts: of one call.
         allowed: names of this server, and origins of web pages that may use it; "*" allows all.
     """
-
     known = {each.lower().rstrip("/") for each in allowed}
 
     async def refuse_foreign(call: Call) -> None:
@@ -319,9 +314,7 @@ def main() -> None:
     parser.add_argument("--config", type=json.loads, default={}, help="options of EngineConfig, as JSON")
     parser.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES, help="of a call: %(default)s")
     parser.add_argument("--max-prompts", type=int, default=MAX_PROMPTS, help="of a call: %(default)s")
-    parser.add_argument(
-        "--allow", action="append", default=[], help="a host's name, or a web page's origin; * is all"
-    )
+    parser.add_argument("--allow", action="append", default=[], help="a host or a page's origin; * is all")
     args = parser.parse_args()
     if min(args.max_body_bytes, args.max_prompts) < 1:
         parser.error("--max-body-bytes and --max-prompts must be at least 1")

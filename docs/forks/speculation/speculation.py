@@ -16,10 +16,8 @@ outputs stay the same. An accepted draft is a step whose forward pass is done: `
 more for it, so stop rules, prefix cache and counters need no change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain, cycle, islice
 from os.path import commonprefix  # of any lists
@@ -29,7 +27,7 @@ import numpy as np
 import torch
 
 import nanopaged
-from nanopaged.config import EngineConfig, option, require, whole
+from nanopaged.config import EngineConfig
 from nanopaged.engine import LLMEngine
 from nanopaged.kv_cache import take_rows
 from nanopaged.model_runner import ModelRunner, prepare
@@ -49,17 +47,19 @@ class SpeculationConfig(EngineConfig):
     Raises: as `EngineConfig`; ValueError for drafts with tensor parallelism or a trace.
     """
 
-    num_speculative_tokens: int = option(4, whole(0, ": 0 makes no drafts"))
-    ngram_size: int = option(2, whole(1))
+    num_speculative_tokens: int = 4
+    ngram_size: int = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        why = {"tensor_parallel_size": "drafts need 1 rank", "trace": "its page knows one token a decode"}
-        for name, reason in why.items():
-            value, default = getattr(self, name), self.__dataclass_fields__[name].default
-            way_out = f"set it to {default}, or num_speculative_tokens to 0"
-            refused = self.num_speculative_tokens > 0 and value != default
-            require(not refused, f"{name} is {str(value)!r}, but {reason}: {way_out}")
+        self.check_ints("num_speculative_tokens", minimum=0)
+        self.check_ints("ngram_size", minimum=1)
+        remedy = "or set num_speculative_tokens to 0"
+        size = self.tensor_parallel_size
+        if self.num_speculative_tokens > 0 and size > 1:
+            raise ValueError(f"tensor_parallel_size is {size}, but drafts need 1: lower it, {remedy}")
+        if self.num_speculative_tokens > 0 and self.trace is not None:
+            raise ValueError(f"trace is {str(self.trace)!r}, but its page knows no drafts: drop it, {remedy}")
 
 
 @dataclass(slots=True)
@@ -86,8 +86,8 @@ def look_up(ngram_size: int, seq: Sequence, num_drafts: int) -> list[int]:
 
 def with_drafts(seq: Sequence, draft_ids: list[int]) -> Sequence:
     """The sequence if these drafts are its next tokens. It has the same table, not a copy."""
-    place = seq.num_computed_tokens, seq.num_scheduled_tokens + len(draft_ids), seq.block_table
-    return Sequence(seq.request, seq.token_ids + draft_ids, seq.index, [], [], None, *place)
+    num_scheduled_tokens = seq.num_scheduled_tokens + len(draft_ids)
+    return replace(seq, token_ids=seq.token_ids + draft_ids, num_scheduled_tokens=num_scheduled_tokens)
 
 
 class SpeculatingScheduler(Scheduler):
@@ -98,8 +98,8 @@ class SpeculatingScheduler(Scheduler):
         num_draft_tokens, num_accepted_tokens: since the engine was made.
     """
 
-    def __init__(self, config: EngineConfig, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, config: EngineConfig, *args: Any, **limits: Any) -> None:
+        super().__init__(*args, **limits)
         if not isinstance(config, SpeculationConfig):
             raise TypeError(f"drafts need a SpeculationConfig, got {config!r}")
         self.num_speculative_tokens = config.num_speculative_tokens
@@ -109,7 +109,7 @@ class SpeculatingScheduler(Scheduler):
     def schedule(self) -> DraftBatch:
         """As `Scheduler.schedule`. Drafts take what is left of the budget and of the blocks."""
         plain = super().schedule()
-        batch = DraftBatch(*(getattr(plain, each.name) for each in fields(plain)))
+        batch = DraftBatch(**{item.name: getattr(plain, item.name) for item in fields(plain)})
         # Memory was set aside for the logits of so many rows (`memory.largest_step`).
         num_rows = max(self.max_num_seqs, LOGITS_TILE) - sum(request.num_seqs for request in self.running)
         budget = self.max_num_batched_tokens - sum(seq.num_scheduled_tokens for seq in batch.sequences)
@@ -164,16 +164,17 @@ class SpeculatingRunner(ModelRunner):
         """As `ModelRunner.execute`; of a sequence with k drafts, there are 1 + k samples."""
         if not isinstance(batch, DraftBatch) or not batch.drafts:
             return super().execute(batch)
-        drafts, moves = batch.drafts, (batch.moves.swap_out, batch.moves.swap_in, batch.moves.copies)
+        drafts = batch.drafts
         # With drafts x y, a b x y is a prefill, behind the decodes; tokens follow a b, a b x and a b x y.
         order = sorted(batch.sequences, key=lambda seq: seq in drafts or seq.num_scheduled_tokens > 1)
         texts = {seq: [seq] for seq in order}
         for seq, draft_ids in drafts.items():
             texts[seq] += [with_drafts(seq, draft_ids[: i + 1]) for i in range(len(draft_ids))]
-        longest = ScheduledBatch([its[-1] for its in texts.values()], batch.num_decodes - len(drafts), *moves)
-        inputs, tiles = prepare(longest, self.block_size)
+        longest = [text[-1] for text in texts.values()]
+        num_decodes = batch.num_decodes - len(drafts)
+        inputs, tiles = prepare(ScheduledBatch(longest, num_decodes, batch.moves), self.block_size)
         sampling = [its for seq, its in texts.items() if seq.needs_sample]
-        ends = zip(inputs.logit_rows[0], sampling, strict=True)  # with two drafts, row 7 is: rows 5 6 7
+        ends = zip(inputs.sample_rows, sampling, strict=True)  # with two drafts, row 7 is: rows 5 6 7
         rows = [end - i for end, its in ends for i in reversed(range(len(its)))]
         hidden = self.forward(inputs)
         every, logits = list(chain(*texts.values())), self.model.logits(take_rows(hidden, rows))
@@ -190,14 +191,13 @@ class SpeculatingRunner(ModelRunner):
 class SpeculatingEngine(LLMEngine):
     """An `LLMEngine` with drafts; its options are a `SpeculationConfig`."""
 
-    make_config, make_runner = SpeculationConfig, SpeculatingRunner
+    make_config = SpeculationConfig
+    make_runner = SpeculatingRunner
 
-    def make_scheduler(self, *args: Any) -> SpeculatingScheduler:
+    def make_scheduler(self, *args: Any, **limits: Any) -> SpeculatingScheduler:
         """The scheduler, with the options for drafts."""
-        return SpeculatingScheduler(self.config, *args)
+        return SpeculatingScheduler(self.config, *args, **limits)
 
 
 class LLM(nanopaged.LLM):
-    """An `LLM` with drafts; its keywords are `SpeculationConfig`'s."""
-
     engine_class = SpeculatingEngine

@@ -1,7 +1,5 @@
 """A second tier. The oracles: transformers, and the engine without a tier."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
@@ -27,7 +25,7 @@ from tier import LLM, PAGE, Tier, TierBlockManager, TierConfig, TierEngine
 
 from nanopaged import EngineConfig, LLMEngine, SamplingParams
 from nanopaged.model_runner import ModelRunner
-from nanopaged.sequence import ScheduledBatch, StepResult
+from nanopaged.sequence import Moves, ScheduledBatch, StepResult
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 CHATS = [tokens(first, 30) for first in (1, 2, 3)]
@@ -182,7 +180,8 @@ def test_loads_come_after_the_moves(qwen3: Oracle, monkeypatch: pytest.MonkeyPat
     _ = cache.data.fill_(1.0), cache.host.fill_(3.0)
     runner.tier.loads.append((5, torch.full_like(cache.data[5], 2.0).numpy().tobytes()))
     monkeypatch.setattr(ModelRunner, "forward", lambda self, inputs: inputs.moves)
-    assert runner.forward(SimpleNamespace(moves=([(5, 0)], [(1, 6)], [(6, 7)]))) == ([], [], [])
+    moves = Moves(swap_out=[(5, 0)], swap_in=[(1, 6)], copies=[(6, 7)])
+    assert runner.forward(SimpleNamespace(moves=moves)) == Moves()
     assert [float(cache.data[i].mean()) for i in (4, 5, 6, 7)] == [1, 2, 3, 3]
     assert float(cache.host[0].mean()) == 1
     assert not runner.tier.loads
@@ -284,5 +283,8 @@ def test_what_is_refused(qwen3: Oracle, tmp_path: Path) -> None:  # noqa: F811
     with pytest.raises(ValueError, match=r"tier_bytes is 4,096, .* raise it to"):
         make(qwen3.folder, tier_bytes=4096)
     for wrong in ({"enable_prefix_caching": False}, {"tensor_parallel_size": 2}):
-        with pytest.raises(ValueError, match="a second tier needs"):
+        with pytest.raises(ValueError, match="is .*, but a tier needs"):
             TierConfig(**wrong)
+    for wrong, says in ((tmp_path, "is a folder"), (tmp_path / "none" / "tier", "folder is missing")):
+        with pytest.raises((ValueError, FileNotFoundError), match=f"tier_file is .*, .*{says}"):
+            TierConfig(tier_file=wrong)

@@ -15,8 +15,6 @@ database of SQLite, which maps no file into memory: a cut file is an error, not 
 checksum switches the tier off, with one warning, and tokens are computed again.
 """
 
-from __future__ import annotations
-
 import logging
 import sqlite3
 from collections import OrderedDict
@@ -31,9 +29,9 @@ from xxhash import xxh3_128, xxh3_128_digest
 
 import nanopaged
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import EngineConfig, instance, new_file, option, optional, require, whole
+from nanopaged.config import EngineConfig
 from nanopaged.model_runner import ModelRunner
-from nanopaged.sequence import Sequence
+from nanopaged.sequence import Moves, Sequence
 
 PAGE = 4096  # bytes of a page of the database
 SWITCHED_OFF = "the second tier (tier_file=%r) is off: %s. Tokens stay right; delete it before the next start"
@@ -44,14 +42,21 @@ logger = logging.getLogger("nanopaged")
 class TierConfig(EngineConfig):
     """With a tier of at most `tier_bytes`, in host memory or in `tier_file`. Raises as `EngineConfig`."""
 
-    tier_bytes: int = option(1 << 28, whole(1))
-    tier_file: str | Path | None = option(None, optional(new_file))
+    tier_bytes: int = 1 << 28
+    tier_file: str | Path | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given, needed = (self.enable_prefix_caching, self.tensor_parallel_size), (True, 1)
-        what = f"(enable_prefix_caching, tensor_parallel_size) is {given}, but a second tier needs {needed}"
-        require(given == needed, f"{what}: set them, or use nanopaged.LLM")
+        self.check_ints("tier_bytes", minimum=1)
+        self.check_types("tier_file", types=str | Path | None, description="a file name or None")
+        if self.tier_file is not None and Path(self.tier_file).is_dir():
+            raise ValueError(f"tier_file is {str(self.tier_file)!r}, which is a folder: name a file in it")
+        if self.tier_file is not None and not Path(self.tier_file).absolute().parent.is_dir():
+            raise FileNotFoundError(f"tier_file is {str(self.tier_file)!r}, but its folder is missing")
+        if not self.enable_prefix_caching:
+            raise ValueError("enable_prefix_caching is False, but a tier needs it: set it to True")
+        if self.tensor_parallel_size > 1:
+            raise ValueError(f"tensor_parallel_size is {self.tensor_parallel_size}, but a tier needs 1 rank")
 
 
 class Tier:
@@ -67,8 +72,9 @@ class Tier:
         self.block_bytes, self.file = pool[0].nbytes, config.tier_file
         # A record fills pages of its own, and parts of leaves of table and index. 32 pages are spare.
         self.capacity = (config.tier_bytes // PAGE - 32) // (-(-self.block_bytes // (PAGE - 4)) + 2)
-        what = f"tier_bytes is {config.tier_bytes:,}, too few for blocks of {self.block_bytes:,} bytes"
-        require(self.capacity > 0, f"{what}: raise it to {self.block_bytes + 40 * PAGE:,} or more")
+        if self.capacity <= 0:
+            what = f"tier_bytes is {config.tier_bytes:,}, too few for blocks of {self.block_bytes:,} bytes"
+            raise ValueError(f"{what}: raise it to {self.block_bytes + 40 * PAGE:,} or more")
         self.db: sqlite3.Connection | None = None
         try:
             self._open(config, folder)
@@ -183,14 +189,14 @@ class TierBlockManager(BlockManager):
 class TierRunner(ModelRunner):
     """A model runner whose pool has a tier."""
 
-    def __init__(self, config: Any, model_config: Any, folder: Path, *others: Any) -> None:
-        super().__init__(config, model_config, folder, *others)
+    def __init__(self, config: Any, folder: Path, **others: Any) -> None:
+        super().__init__(config=config, folder=folder, **others)
         self.tier = Tier(config, folder, self.kv_cache.data)
 
     def forward(self, inputs: Any) -> torch.Tensor:
         """As `ModelRunner.forward`; blocks are loaded between the moves and the model."""
-        self.kv_cache.move_blocks(*inputs.moves)
-        inputs.moves = [], [], []
+        self.kv_cache.move_blocks(inputs.moves)
+        inputs.moves = Moves()
         for block_id, kv in self.tier.loads:
             stored = torch.frombuffer(bytearray(kv), dtype=torch.uint8)
             self.kv_cache.data[block_id].view(-1).view(torch.uint8).copy_(stored)
@@ -201,10 +207,14 @@ class TierRunner(ModelRunner):
 class TierEngine(nanopaged.LLMEngine):
     """An engine with a tier. Its runner has the tier."""
 
-    make_config, make_block_manager, make_runner = TierConfig, TierBlockManager, TierRunner
+    make_config = TierConfig
+    make_block_manager = TierBlockManager
+    make_runner = TierRunner
 
     def __init__(self, config: TierConfig, runner: Any = None) -> None:
-        super().__init__(instance(TierConfig, "a TierConfig")("config", config), runner)
+        if not isinstance(config, TierConfig):
+            raise TypeError(f"config must be a TierConfig, got {config!r}")
+        super().__init__(config, runner)
         self.block_manager.tier = vars(self.runner)["tier"]
 
 
@@ -213,7 +223,8 @@ class LLM(nanopaged.LLM):
 
     def close_tier(self) -> None:
         """Store the K/V of finished requests, and close the tier: the engine goes on without."""
-        with self._lock:
+        self._check_thread()
+        with self._engine_in_use():
             manager: Any = self.engine.block_manager
             for block in manager.cached.values():
                 manager.tier.store(block)

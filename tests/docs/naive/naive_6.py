@@ -95,15 +95,13 @@ class Swapper:
 
 
 class KVCache:
-    def move_blocks(
-        self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]], copies: list[tuple[int, int]]
-    ) -> None:
-        for moves, source, destination in (
-            (swap_out, self.data, self.host),
-            (swap_in, self.host, self.data),
-            (copies, self.data, self.data),
+    def move_blocks(self, moves: Moves) -> None:
+        for pairs, source, destination in (
+            (moves.swap_out, self.data, self.host),
+            (moves.swap_in, self.host, self.data),
+            (moves.copies, self.data, self.data),
         ):
-            for src, dst in moves:
+            for src, dst in pairs:
                 for layer in range(self.shape.num_layers):
                     for k_or_v in range(2):
                         destination[dst, layer, k_or_v] = source[src, layer, k_or_v]

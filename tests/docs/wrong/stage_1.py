@@ -8,11 +8,7 @@ replace("reference_paged_attention", "torch.exp(m - m_new)", "torch.exp(m - m_ne
 # wrong: the maximum begins at -1000
 replace("reference_paged_attention", "torch.finfo(torch.float32).min", "-1000.0")
 # wrong: the block table is emptied
-replace(
-    "reference_paged_attention",
-    "enumerate(block_table)",
-    "enumerate(block_table.pop(0) for _ in block_table[:])",
-)
+replace("reference_paged_attention", "block_table[start // block_size]", "block_table.pop(0)")
 # wrong: q is scaled in place
 replace("reference_paged_attention", "scale * queries", "queries.mul_(scale)")
 # right: a maximum of -inf

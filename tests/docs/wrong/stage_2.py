@@ -10,18 +10,7 @@ replace(
     "BlockManager.take", "if self.free_ids:", "self.free_ids = self.free_ids[:]\n        if self.free_ids:"
 )
 # wrong: append_slots pops its argument
-replace(
-    "BlockManager.append_slots",
-    "size, seq = self.block_size, sequences[0]",
-    "size, seq = self.block_size, sequences.pop()",
-)
-replace("BlockManager.append_slots", "len(sequences) == 1 and", "")
-replace(
-    "BlockManager.append_slots",
-    "blocks_to_grow(sequences, [seq.block_table for seq in sequences], size)",
-    "1",
-)
-replace("BlockManager.append_slots", "for seq in sequences:", "for seq in [seq]:")
+replace("BlockManager.append_slots", "return copies", "sequences.pop()\n        return copies")
 # wrong: a loop without an end
 replace(
     "BlockManager.trim",

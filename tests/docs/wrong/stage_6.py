@@ -6,8 +6,8 @@ replace("KVCache.move_blocks", "self.data.index_copy_(0", "self.data = self.data
 # wrong: the lists are popped
 replace(
     "KVCache.move_blocks",
-    "for device_block, host_block in swap_out:",
-    "while swap_out:\n            device_block, host_block = swap_out.pop(0)",
+    "for device_block, host_block in moves.swap_out:",
+    "while moves.swap_out:\n            device_block, host_block = moves.swap_out.pop(0)",
 )
 # wrong: after one full host pool it never swaps again
 replace("Scheduler._preempt", "        else:", "        else:\n            self.preemption = 'recompute'")
@@ -15,6 +15,6 @@ replace("Scheduler._preempt", "        else:", "        else:\n            self.
 replace(
     "KVCache.move_blocks",
     "self.data.index_copy_(0, dst, self.data.index_select(0, src))",
-    "for source, destination in copies:\n                self.data[destination] = self.data[source]",
+    "for source, destination in moves.copies:\n                self.data[destination] = self.data[source]",
 )
 replace("Swapper.swap_out", "self.free_ids.pop()", "self.free_ids.pop(0)")

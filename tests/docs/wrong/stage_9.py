@@ -4,7 +4,7 @@
 # wrong: the token ids are changed
 replace("Model._embed_share", "input_ids - ranks.rank * num_rows", "input_ids.sub_(ranks.rank * num_rows)")
 # wrong: KV heads in turns
-replace("_share", "rank * total // size // mine * mine", "rank % (total // mine) * mine")
+replace("_share", "rank * total // size // length * length", "rank % (total // length) * length")
 
 
 # right: the columns of all ranks are added up
