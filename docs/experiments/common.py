@@ -1,7 +1,7 @@
 """What experiments share: their options, models of known shapes, the machine, timing, figures.
 
 torch, transformers and matplotlib take seconds to load. They are imported in the functions that need them, so
-that `--help` and a mistake in the arguments answer at once.
+that `--help` and a mistake in the arguments are answered immediately.
 """
 
 from __future__ import annotations
@@ -191,6 +191,29 @@ def time_call(
         call()
         seconds.append(time.perf_counter() - began)
     return min(seconds) if best else statistics.median(seconds)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written, of a copy much larger than any cache; the best of nine.
+
+    On a GPU it takes at most a quarter of the memory that other programs leave free.
+    """
+    import torch
+
+    on_gpu = device.type == "cuda"
+    size = 128 << 20
+    if on_gpu:
+        size = min(2 << 30, torch.cuda.mem_get_info(device)[0] // 8)
+    src = torch.ones(size, dtype=torch.uint8, device=device)
+    dst = torch.empty_like(src)
+    seconds = []
+    for _ in range(9):
+        began = time.perf_counter()
+        dst.copy_(src)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return 2 * size / min(seconds)
 
 
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────

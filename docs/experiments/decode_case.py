@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged.attention import make_attention
-from nanopaged.attention.metadata import AttentionMetadata
+from nanopaged.attention.metadata import AttentionMetadata, slots_of
 from nanopaged.kv_cache import KVCache, KVShape
+from nanopaged.sequence import Moves
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,13 @@ class KVSizes:
 
     def make_cache(self, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
         """A cache with something in it."""
-        shape = KVShape(self.num_layers, self.num_kv_heads, self.head_dim, self.dtype)
-        cache = KVCache(shape, num_blocks, block_size, device)
+        shape = KVShape(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+        )
+        cache = KVCache(shape, num_blocks=num_blocks, block_size=block_size, device=device)
         cache.data.normal_()
         return cache
 
@@ -49,7 +55,9 @@ class DecodeCase:
     def __init__(
         self, lens: list[int], block_size: int, sizes: KVSizes, device: torch.device, seed: int
     ) -> None:
-        self.lens, self.block_size, self.layer = lens, block_size, sizes.num_layers - 1
+        self.lens = lens
+        self.block_size = block_size
+        self.layer = sizes.num_layers - 1
         needed = [math.ceil(n / block_size) for n in lens]
         ids = random.Random(seed).sample(range(sum(needed) + 8), sum(needed))
         self.tables = [[ids.pop() for _ in range(n)] for n in needed]
@@ -61,17 +69,24 @@ class DecodeCase:
         self.grouped_q = self.q.view(len(lens), sizes.num_kv_heads, sizes.group, sizes.head_dim)
         self.num_bytes = sum(lens) * sizes.bytes_per_token()
 
-    def paged(self, most_cuts: int | None = None, backend: str = "auto") -> Callable[[], Tensor]:
+    def paged(self, max_splits: int | None = None, backend: str = "auto") -> Callable[[], Tensor]:
         """Our own decode, without storing the new K/V."""
-        size, n = self.block_size, len(self.lens)
-        last = [length - 1 for length in self.lens]
-        slots = [table[p // size] * size + p % size for table, p in zip(self.tables, last, strict=True)]
-        ones = np.ones(n, dtype=np.int64)
-        lens, slot_mapping = np.array(self.lens), np.array(slots)
+        n = len(self.lens)
+        slots = []
+        for table, length in zip(self.tables, self.lens, strict=True):
+            slots.append(slots_of(table, np.array([length - 1]), self.block_size))
         attention = make_attention(backend, self.cache, self.q.shape[-1] ** -0.5)
-        if most_cuts is not None:  # of the Triton kernels
-            attention.most_cuts = most_cuts
-        attention.begin_step(AttentionMetadata(ones, lens, self.tables, slot_mapping, n, list(range(n))))
+        if max_splits is not None:  # of the Triton kernels
+            attention.max_splits = max_splits
+        metadata = AttentionMetadata(
+            query_lens=np.ones(n, dtype=np.int64),
+            context_lens=np.array(self.lens),
+            block_tables=self.tables,
+            slot_mapping=np.concatenate(slots),
+            num_decodes=n,
+            seq_ids=list(range(n)),
+        )
+        attention.begin_step(metadata)
         return lambda: attention.decode(self.layer, self.q)
 
     def exact(self, i: int) -> Tensor:
@@ -129,10 +144,18 @@ def store_call(
     """Our own write of new K/V [num_tokens, num_kv_heads, head_dim] into `slots` of a layer."""
     ones = np.ones(len(slots), dtype=np.int64)
     attention = make_attention(backend, cache, 1.0)
-    attention.begin_store(AttentionMetadata(ones, ones, [], np.array(slots), len(slots), []))
+    metadata = AttentionMetadata(
+        query_lens=ones,
+        context_lens=ones,
+        block_tables=[],
+        slot_mapping=np.array(slots),
+        num_decodes=len(slots),
+        seq_ids=[],
+    )
+    attention.begin_store(metadata)
     return lambda: attention.store(layer, k, v)
 
 
 def copy_call(cache: KVCache, pairs: list[tuple[int, int]]) -> Callable[[], None]:
     """The engine's copy of whole blocks, (source, destination)."""
-    return lambda: cache.move_blocks([], [], pairs)
+    return lambda: cache.move_blocks(Moves(copies=pairs))

@@ -26,10 +26,10 @@ class HostPath:
     def __init__(self, block_size: int, max_num_seqs: int, max_context_len: int) -> None:
         device = torch.device("cpu")
         self.block_size = block_size
-        attention = TritonAttention(
-            KVCache(KVShape(1, 1, HIDDEN, torch.float32), 1, block_size, device), scale=1.0
-        )
-        attention.most_cuts = 132  # as on an H100, for 8 KV heads
+        shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=HIDDEN, dtype=torch.float32)
+        cache = KVCache(shape, num_blocks=1, block_size=block_size, device=device)
+        attention = TritonAttention(cache, scale=1.0)
+        attention.max_splits = 132  # as on an H100, for 8 KV heads
         self.hidden = torch.zeros(max_num_seqs, HIDDEN)
         self.logits = torch.randn(max_num_seqs, VOCAB)
         self.graphs = DecodeGraphs(

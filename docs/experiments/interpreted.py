@@ -54,12 +54,20 @@ def main() -> None:
     )
 
     tables = pad_sequence([torch.tensor(table, dtype=torch.int32) for table in case.tables], batch_first=True)
-    where = tables, torch.arange(len(tables))
     print(f"sequences of {args.keys} keys, blocks of {args.block_size}")
     print("cuts  keys of a split  programs  largest difference from the reference")
     for cuts in args.cuts:
-        splits, firsts = map(torch.from_numpy, split_contexts(np.array(args.keys), cuts))
-        out = paged_decode(case.q, case.k, case.v, *where, splits, firsts, scale)
+        splits, firsts = split_contexts(np.array(args.keys), max_splits=cuts)
+        out = paged_decode(
+            case.q,
+            case.k,
+            case.v,
+            block_tables=tables,
+            rows=torch.arange(len(tables)),
+            splits=torch.from_numpy(splits),
+            firsts=torch.from_numpy(firsts),
+            scale=scale,
+        )
         difference = (out - expected).abs().max().item()  # NaN is not below anything
         verdict = "below 0.000001" if difference < 1e-6 else f"{difference}"
         longest = int((splits[:, 2] - splits[:, 1]).max())

@@ -25,6 +25,7 @@ from common import (
     DTYPES,
     add_plot_argument,
     at_least,
+    copy_bandwidth,
     machine,
     make_parser,
     pick_device,
@@ -63,8 +64,6 @@ def main() -> None:
 
     import torch
     from decode_case import KVSizes
-
-    from bench import copy_bandwidth
 
     device = pick_device()
     on_gpu = device.type == "cuda"
@@ -125,9 +124,9 @@ def ways_to_decode(case: DecodeCase, cuts: list[int], with_others: bool) -> dict
     ways: dict[str, Callable[[], object]] = {
         "paged": case.paged(backend="auto" if case.q.is_cuda else "torch")
     }
-    if not case.q.is_cuda and build.find() is not None:
+    if not case.q.is_cuda and build.library_path().exists():
         ways["in place"] = case.paged(backend="cpp")
-    ways |= {f"paged, {n} cuts": case.paged(n) for n in cuts}
+    ways |= {f"paged, {n} cuts": case.paged(max_splits=n) for n in cuts}
     if not with_others:
         return ways
     if case.num_bytes * max(case.lens) * len(case.lens) // sum(case.lens) <= DENSE_LIMIT:

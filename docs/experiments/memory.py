@@ -212,7 +212,7 @@ def run_paged(lengths: Lengths, num_slots: int, block_size: int, seed: int = 0) 
     coming = enumerate(lengths)
     with tqdm(total=len(lengths), leave=False) as bar:
         while num_finished < len(lengths):
-            # A short queue is as good as a long one, and a million requests need not exist at once.
+            # A short queue is as good as a long one, and a million requests need not exist at the same time.
             for i, (num_input, num_output) in islice(coming, max(0, MAX_QUEUE - len(scheduler.waiting))):
                 params = SamplingParams(max_tokens=num_output)
                 scheduler.add(make_request(str(i), [0] * num_input, params))

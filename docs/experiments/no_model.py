@@ -1,4 +1,4 @@
-"""The real scheduler and block manager without a model: requests for them, and a runner that returns at once.
+"""The real scheduler and block manager without a model: requests, and a runner that draws random tokens.
 
 Only this file of the experiments uses the inner parts of the bookkeeping.
 """
@@ -59,15 +59,26 @@ def make_scheduler(
     """
     if fork is None:
         manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
-        return Scheduler(manager, max_num_seqs, max_num_batched_tokens, watermark=watermark)
+        return Scheduler(
+            manager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            watermark=watermark,
+        )
     engine = load_fork(fork).engine_class
     runner = NoModel()
     runner.num_blocks = num_blocks
-    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-    pool = {"num_blocks": num_blocks, "block_size": block_size, "watermark": watermark}
-    others = {"enable_prefix_caching": enable_prefix_caching, "preemption": "recompute"}
+    config = engine.make_config(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+        preemption="recompute",
+        watermark=watermark,
+    )
     try:
-        return engine(engine.make_config(**limits, **pool, **others), runner).scheduler
+        return engine(config, runner).scheduler
     except (AttributeError, KeyError) as error:
         raise ValueError(f"{fork} needs a model: its engine asks the runner for {error}") from error
 
@@ -75,7 +86,14 @@ def make_scheduler(
 def make_request(name: str, prompt: list[int], params: SamplingParams | BeamSearchParams) -> Request:
     """A request as the engine builds it."""
     rules = StopRules.of(params, len(prompt), frozenset(), max_model_len=1 << 20)
-    return Request(name, None, prompt, params, rules, seed=0)
+    return Request(
+        request_id=name,
+        prompt=None,
+        prompt_token_ids=prompt,
+        params=params,
+        stop_rules=rules,
+        seed=0,
+    )
 
 
 def rank_again(scheduler: Scheduler) -> None:

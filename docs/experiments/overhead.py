@@ -3,7 +3,7 @@
     python docs/experiments/overhead.py --nano-vllm CHECKOUT
 
 The first table has scheduler and block manager alone, over the size of the pool. The second has the whole
-host path of a step on a GPU, with a model that returns at once and a vocabulary of 32. The GPU is idle while
+host path of a step on a GPU, with a model that computes nothing and a vocabulary of 32. The GPU is idle while
 a step is scheduled, prepared (the batch is laid out, block tables and a graph's inputs are updated) and
 booked. Drawing tokens is prepared while the GPU computes, so it is a column of its own; here it is carried
 out as well. With a checkout of nano-vllm (github.com/GeeeekExplorer/nano-vllm), its scheduler and batch

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 NUM_TOKENS = 2048  # whose K/V is swapped
-Moves = list[tuple[int, int]]  # (device block, host block)
+Pairs = list[tuple[int, int]]  # (device block, host block)
 
 
 def main() -> None:
@@ -79,21 +79,29 @@ def main() -> None:
 # ── one swap ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def block_major_swap(shape: KVShape, block_size: int, device: torch.device) -> Callable[[Moves], None]:
+def block_major_swap(shape: KVShape, block_size: int, device: torch.device) -> Callable[[Pairs], None]:
     """Our K/V cache: a block is one copy."""
     from nanopaged.kv_cache import KVCache
+    from nanopaged.sequence import Moves
 
     num_blocks = NUM_TOKENS // block_size
-    cache = KVCache(shape, 2 * num_blocks, block_size, device, num_blocks)
+    cache = KVCache(
+        shape,
+        num_blocks=2 * num_blocks,
+        block_size=block_size,
+        device=device,
+        num_host_blocks=num_blocks,
+    )
     cache.data.normal_()
 
-    def swap(moves: Moves) -> None:
-        cache.move_blocks(moves, [(host_block, device_block) for device_block, host_block in moves], [])
+    def swap(pairs: Pairs) -> None:
+        back = [(host_block, device_block) for device_block, host_block in pairs]
+        cache.move_blocks(Moves(swap_out=pairs, swap_in=back))
 
     return swap
 
 
-def layer_major_swap(shape: KVShape, block_size: int, device: torch.device) -> Callable[[Moves], None]:
+def layer_major_swap(shape: KVShape, block_size: int, device: torch.device) -> Callable[[Pairs], None]:
     """The paper's layout: each layer has its K and its V together, so a block is 2 · num_layers copies.
 
     [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
@@ -107,29 +115,30 @@ def layer_major_swap(shape: KVShape, block_size: int, device: torch.device) -> C
         shape.num_layers, 2, num_blocks, *block, dtype=shape.dtype, pin_memory=device.type == "cuda"
     )
 
-    def swap(moves: Moves) -> None:
+    def swap(pairs: Pairs) -> None:
         layers = list(zip(on_device.flatten(0, 1), on_host.flatten(0, 1), strict=True))
-        for device_block, host_block in moves:
-            for here, there in layers:
-                there[host_block].copy_(here[device_block], non_blocking=True)
-        for device_block, host_block in moves:
-            for here, there in layers:
-                here[device_block].copy_(there[host_block], non_blocking=True)
+        for device_block, host_block in pairs:
+            for device_layer, host_layer in layers:
+                host_layer[host_block].copy_(device_layer[device_block], non_blocking=True)
+        for device_block, host_block in pairs:
+            for device_layer, host_layer in layers:
+                device_layer[device_block].copy_(host_layer[host_block], non_blocking=True)
 
     return swap
 
 
-def time_swap(swap: Callable[[Moves], None], block_size: int, device: torch.device, seed: int) -> float:
+def time_swap(swap: Callable[[Pairs], None], block_size: int, device: torch.device, seed: int) -> float:
     """Seconds a token for scattered blocks to go out and come in; the median of seven rounds."""
     import torch
 
     num_blocks = NUM_TOKENS // block_size
-    rng, rounds = random.Random(seed), []
+    rng = random.Random(seed)
+    rounds = []
     for _ in range(7):
         device_blocks = rng.sample(range(2 * num_blocks), num_blocks)
-        moves = list(zip(device_blocks, rng.sample(range(num_blocks), num_blocks), strict=True))
+        pairs = list(zip(device_blocks, rng.sample(range(num_blocks), num_blocks), strict=True))
         began = time.perf_counter()
-        swap(moves)
+        swap(pairs)
         if device.type == "cuda":
             torch.cuda.synchronize()
         rounds.append(time.perf_counter() - began)

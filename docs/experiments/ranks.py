@@ -105,10 +105,10 @@ def measure(llm: LLM, num_seqs: int, args: argparse.Namespace) -> tuple[float, f
     steps: list[tuple[float, float, int]] = []
     while engine.scheduler.running:
         adding[0], began = 0.0, time.perf_counter()
-        engine.step(report=False)
+        engine.run_step()
         seconds = time.perf_counter() - began
         steps.append((seconds, adding[0] / seconds, sent[0] if ranks is not None else 0))
-    engine.step()  # reports what has ended
+    engine.step()  # returns the outputs of the requests that have ended
     if ranks is not None:
         del ranks.all_reduce, ranks.send
     seconds, added, message = zip(*steps[: args.steps], strict=True)

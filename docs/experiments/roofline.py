@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from common import (
     add_model_arguments,
     at_least,
+    copy_bandwidth,
     machine,
     make_llm,
     make_parser,
@@ -54,11 +55,10 @@ def main() -> None:
     parser.add_argument("--block-size", type=at_least(1), default=16, help="tokens in a block")
     parser.add_argument("--backend", default="auto", help="attention_backend")
     args = parser.parse_args()
-    from bench import copy_bandwidth
-
     on_gpu = pick_device().type == "cuda"
     batches = args.batch or ([1, 8, 64, 256] if on_gpu else [1, 8, 32])
-    bandwidth, speed = copy_bandwidth(pick_device()), linear_speed(args.dtype)
+    bandwidth = copy_bandwidth(pick_device())
+    speed = linear_speed(args.dtype)
     print(f"{model_name(args)}, prompts of {' '.join(map(str, args.context))}; {machine()}")
     print(f"measured limits: {bandwidth / 1e9:.1f} GB/s, {speed / 1e9:,.0f} GFLOP/s")
     print(f"{'step':22} {'ms':>9} {'host':>7} {'model':>9} {'GB':>7} {'GFLOP':>8} {'limit':>8} {'share':>6}")

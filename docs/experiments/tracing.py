@@ -53,7 +53,7 @@ def time_steps(num_seqs: int, num_steps: int, num_blocks: int, seed: int) -> tup
             for i in range(num_seqs):
                 engine.add_request(str(i), f"{i}. Once more unto the breach, dear friends, once more", params)
             while engine.scheduler.waiting or engine.scheduler.running[-1].awaits_fork:
-                engine.step(report=False)
+                engine.run_step()
             engines.append(engine)
         times: tuple[list[float], list[float]] = ([], [])
         for i in range(num_steps):
@@ -66,7 +66,7 @@ def time_steps(num_seqs: int, num_steps: int, num_blocks: int, seed: int) -> tup
 def time_step(engine: LLMEngine) -> float:
     """Seconds."""
     start = time.perf_counter()
-    engine.step(report=False)
+    engine.run_step()
     return time.perf_counter() - start
 
 

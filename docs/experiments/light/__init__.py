@@ -1,7 +1,7 @@
 """The parts of first_light.py. Each runs in a process of its own: `python -m light PART FILE SIZE SECONDS`.
 
-A part is a function that takes a `Light` and returns a sentence. What it finds, it notes at once in FILE, so
-a crash loses nothing that was found before.
+A part is a function that takes a `Light` and returns a sentence. It writes each finding to FILE immediately,
+so a crash loses nothing that was found before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NotRun(Exception):
 
 
 def note(file: Path, kind: str, value: object) -> None:
-    """Hand something to first_light.py: a line of JSON, written at once."""
+    """Hand something to first_light.py: a line of JSON, written immediately."""
     with file.open("a", encoding="utf-8") as notes:
         notes.write(json.dumps({"kind": kind, "value": value}) + "\n")
 
@@ -135,7 +135,8 @@ def why_no_kernels(device: torch.device) -> str | None:
     from nanopaged.attention import why_unavailable
     from nanopaged.kv_cache import KVShape
 
-    return why_unavailable("triton", device, KVShape(1, 1, 16, torch.float32))
+    shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    return why_unavailable("triton", device, shape)
 
 
 def release() -> None:

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from itertools import product
 
 import torch
-from common import time_call
+from common import copy_bandwidth, time_call
 from decode_case import DecodeCase, KVSizes, copy_call, store_call
 from torch import Tensor
 
-from bench import copy_bandwidth
 from light import Light, NotRun, worst
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the largest value

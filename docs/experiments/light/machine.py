@@ -11,10 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from common import ROOT, commit_of, device_name
+from common import ROOT, commit_of, copy_bandwidth, device_name
 from roofline import linear_speed
 
-from bench import copy_bandwidth
 from light import Light
 from nanopaged.attention import make_attention
 from nanopaged.kv_cache import KVCache, KVShape
@@ -74,13 +73,15 @@ def limits(light: Light) -> str:
 def auto_backend(light: Light) -> str:
     """The backend that "auto" chooses; for flash attention, whose function it calls."""
     light.now("the attention backend")
-    cache = KVCache(KVShape(1, 1, 64, light.dtype), 1, 16, light.device)
+    shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=64, dtype=light.dtype)
+    cache = KVCache(shape, num_blocks=1, block_size=16, device=light.device)
     name = type(make_attention("auto", cache, 1.0)).__name__
     if name != "FlashAttention":
         return name
     from nanopaged.attention.flash_backend import load_varlen
 
-    return f"{name}, {'flash-attn' if hasattr(load_varlen(), 'func') else 'varlen attention of torch'}"
+    is_flash_attn = load_varlen().__module__.startswith("flash_attn")
+    return f"{name}, {'flash-attn' if is_flash_attn else 'varlen attention of torch'}"
 
 
 def ask_driver() -> str:

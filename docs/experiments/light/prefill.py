@@ -46,10 +46,8 @@ def time_ways(light: Light, what: str, num_seqs: int, new: int, length: int, bes
         num_decodes=0,
         seq_ids=list(range(num_seqs)),
     )
-    cache, exact = (
-        KVCache(KVShape(1, NUM_KV_HEADS, HEAD_DIM, dtype), len(ids), BLOCK_SIZE, light.device)
-        for dtype in (light.dtype, torch.float32)
-    )
+    cache = make_cache(light, light.dtype, num_blocks=len(ids))
+    exact = make_cache(light, torch.float32, num_blocks=len(ids))
     exact.data.copy_(cache.data.normal_())
     q = torch.randn(num_seqs * new, NUM_HEADS, HEAD_DIM).to(light.device, light.dtype)
     k, v = torch.randn(2, num_seqs * new, NUM_KV_HEADS, HEAD_DIM).to(light.device, light.dtype)
@@ -71,6 +69,12 @@ def time_ways(light: Light, what: str, num_seqs: int, new: int, length: int, bes
             rate = operations / seconds / 1e12
             best[name] = max(rate, best.get(name, 0.0))
             light.row(what, name, f"{error:.1e}", f"{1e3 * seconds:.2f}", f"{rate:.2f}")
+
+
+def make_cache(light: Light, dtype: torch.dtype, num_blocks: int) -> KVCache:
+    """A cache of one layer."""
+    shape = KVShape(num_layers=1, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, dtype=dtype)
+    return KVCache(shape, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=light.device)
 
 
 def ways(cache: KVCache) -> Iterator[tuple[str, TorchAttention | str]]:
@@ -96,7 +100,7 @@ def ways(cache: KVCache) -> Iterator[tuple[str, TorchAttention | str]]:
 def load_flash_attn() -> Callable[..., torch.Tensor]:
     from flash_attn import flash_attn_varlen_func
 
-    return partial(flash_attn_varlen_func, causal=True)
+    return flash_attn_varlen_func
 
 
 def load_torch_varlen() -> Callable[..., torch.Tensor]:

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from common import make_llm
+from common import copy_bandwidth, make_llm
 from roofline import Row, linear_speed, time_steps
 
-from bench import copy_bandwidth
 from light import Light, release
 
 
@@ -26,7 +25,8 @@ def steps(light: Light) -> str:
     context = light.pick(1024 if large else 256, 256, 9)
     batches = light.pick([1, 8, 64, 256], [1, 64], [1, 3])
     light.now("the limits of the machine")
-    bandwidth, speed = copy_bandwidth(light.device), linear_speed(light.args.dtype)
+    bandwidth = copy_bandwidth(light.device)
+    speed = linear_speed(light.args.dtype)
     light.say(f"Shape {light.args.shape} in {light.args.dtype}, prompts of {context:,} tokens.")
     light.say(f"The least times follow from {bandwidth / 1e9:,.0f} GB/s and {speed / 1e12:,.1f} TFLOP/s.")
     light.table("how", "sequences", "step", "ms", "host's share", "GB", "GFLOP", "least ms", "reached")

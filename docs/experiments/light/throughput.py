@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 
 from common import make_llm
@@ -47,16 +49,12 @@ def workload(light: Light) -> str:
     num_input = sum(len(prompt) for prompt, _ in requests)
     num_output = sum(n for _, n in requests)
     light.now(f"{len(requests)} requests")
-    run = bench.measure(llm, requests)
-    light.table("", "")
-    for name, values in run["rows"].items():
-        if name == "steps, sequences in each":
-            light.row("steps", f"{values[0]:,.0f}")
-            light.row("sequences in each", f"{values[1]:,.1f}")
-        else:
-            light.row(name, ", ".join(f"{value:,.1f}" for value in values))
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        seconds = bench.measure(llm, requests)
+    light.say("", "```text", *printed.getvalue().splitlines(), "```")
     amount = f"{len(requests)} requests, {num_input:,} tokens in, {num_output:,} out"
-    return f"{num_output / run['seconds']:,.0f} output tokens/s: {amount}, in {run['seconds']:.1f} s"
+    return f"{num_output / seconds:,.0f} output tokens/s: {amount}, in {seconds:.1f} s"
 
 
 def peers(light: Light) -> str:
