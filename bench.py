@@ -29,7 +29,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nanopaged import LLM, SamplingParams
+from nanopaged import LLM, EngineConfig, SamplingParams
 from nanopaged.model.checkpoint import find_model
 from nanopaged.model.model_config import read_model_config
 from nanopaged.terminal import load_fork, one_line, run_program
@@ -53,14 +53,17 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if min(args.requests, args.repeat, args.min_input, args.min_output) < 1:
         parser.error("--requests, --repeat, --min-input and --min-output must be at least 1")
+    if args.min_input > args.max_input or args.min_output > args.max_output:
+        parser.error("--min-input and --min-output must not exceed --max-input and --max-output")
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or folder
         try:
             if args.model is None:
                 save_random_weights(folder, args)
             requests = draw_requests(read_model_config(find_model(model)).vocab_size, args)
+            EngineConfig(dtype=args.dtype, **args.options)
             sides = make_sides(args)
-        except (ValueError, OSError) as error:
+        except (TypeError, ValueError, OSError) as error:
             parser.error(one_line(error))
         num_output = sum(n for _, n in requests)
         print(f"{len(requests)} requests, {sum(len(prompt) for prompt, _ in requests)} prompt ", end="")
@@ -101,7 +104,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def make_sides(args: argparse.Namespace) -> dict[str, partial]:
     """The name of each side → the function that runs it, and returns seconds."""
-    sides = {"nanopaged": partial(run_nanopaged)}
+    make_llm = load_fork(args.fork) if args.fork else LLM
+    sides = {"nanopaged": partial(run_nanopaged, make_llm=make_llm)}
     if args.baseline == "hf":
         for size in sorted({args.requests // 4 or 1, args.requests // 2 or 1, args.requests}):
             sides[f"transformers, static batches of {size}"] = partial(run_static, size=size)
@@ -131,8 +135,7 @@ def draw_requests(vocab_size: int, args: argparse.Namespace) -> Requests:
     return [(prompt, rng.randint(args.min_output, args.max_output)) for prompt in prompts]
 
 
-def run_nanopaged(model: str, requests: Requests, args: argparse.Namespace) -> float:
-    make_llm = load_fork(args.fork) if args.fork else LLM
+def run_nanopaged(model: str, requests: Requests, args: argparse.Namespace, make_llm: type[LLM]) -> float:
     return measure(make_llm(model, dtype=args.dtype, **args.options), requests)
 
 

@@ -31,9 +31,9 @@ def main() -> None:
     parser.add_argument("--fork", metavar="FILE", help="a fork, whose engine runs")
     args = parser.parse_args()
     prompts = args.prompt or [f"{OPENING}\n\n{speaker}:\n" for speaker in SPEAKERS]
-    stop = [] if args.prompt else "\n\n"  # an empty line ends a speech
     try:
         engine = (load_fork(args.fork) if args.fork else LLM)(args.model, trace=args.trace).engine
+        stop = [] if args.prompt else "\n\n"  # an empty line ends a speech
         params = SamplingParams(temperature=0.7, max_tokens=args.max_tokens, stop=stop)
         for prompt in prompts:
             engine.add_request(prompt, prompt, params)  # the first argument is its id
@@ -45,13 +45,13 @@ def main() -> None:
     for prompt, output in outputs.items():
         print(f"\n{prompt.removeprefix(OPENING).strip()}\n  {output.outputs[0].text.strip()}")
     stats = engine.stats()
-    num_slots = busiest.num_used_blocks * engine.config.block_size
     print(f"""\nWhat paging did
   steps           {stats.num_steps}, with up to {len(outputs)} requests in each
   tokens          {stats.num_prompt_tokens} of prompts, {stats.num_generated_tokens} generated
   prefix cache    {stats.prefix_cache_hits} of {stats.prefix_cache_queries} prompt tokens reused
-  blocks          {busiest.num_used_blocks}, of {engine.config.block_size} slots each, at the busiest step
-  slots           {num_slots}, {busiest.slot_utilization:.1%} filled; {engine.max_model_len} a request without paging
+  busiest step    {busiest.num_used_blocks} blocks of {engine.config.block_size} slots, \
+{busiest.slot_utilization:.1%} of them filled
+  without paging  {engine.max_model_len} slots for each request
   afterwards      {stats.num_used_blocks} blocks in use, {stats.num_cached_blocks} in the prefix cache""")
 
     samples = SamplingParams(n=4, temperature=0.8, max_tokens=40)

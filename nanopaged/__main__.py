@@ -13,6 +13,8 @@ with it.
 /quit      or Ctrl-D, or Ctrl-C, which stops an answer first
 """
 
+from __future__ import annotations
+
 import sys
 from argparse import SUPPRESS, ArgumentParser, RawTextHelpFormatter
 from contextlib import closing, suppress
