@@ -76,7 +76,9 @@ def test_example_with_another_model_and_a_trace(tmp_path: Path) -> None:
     """Every prompt is computed in the first step, after which the most blocks are in use."""
     page = tmp_path / "run.html"
     printed = run("example.py", "--model", str(TINY), "--max-tokens", "2", "--trace", str(page))
-    num_slots, filled = re.search(r"slots +(\d+), ([\d.]+)% filled", printed).groups()
+    row = re.search(r"busiest step +(\d+) blocks of (\d+) slots, ([\d.]+)% of them filled", printed)
+    num_blocks, block_size, filled = row.groups()
+    num_slots = int(num_blocks) * int(block_size)
     reused, asked = map(int, re.search(r"(\d+) of (\d+) prompt tokens reused", printed).groups())
     stored = int(num_slots) * float(filled) / 100
     assert stored == pytest.approx(asked - reused, rel=1e-3), "every token is stored once"
@@ -106,6 +108,8 @@ def test_example_with_another_model_and_a_trace(tmp_path: Path) -> None:
             "typo is not a folder: name the one that holds config.json, or a hub id",
         ),
         ("bench.py --requests 0", "must be at least 1"),
+        ("bench.py --min-input 300", "must not exceed --max-input"),
+        ("bench.py --options '{\"block_size\": 0}'", "block_size is 0, but must be at least 1"),
         ("bench.py --options {", "argument --options: invalid loads value: '{'"),
         ("bench.py --model ./typo", "typo is not a folder: name the one that holds config.json, or a hub id"),
         ("bench.py --baseline typo", "typo is neither hf nor a checkout of nanopaged"),
@@ -118,7 +122,7 @@ def test_example_with_another_model_and_a_trace(tmp_path: Path) -> None:
         ("docs/experiments/kernel.py --context 9-1", "9-1 is not a length, or a range from low to high"),
         ("docs/experiments/equal_memory.py --slots 99", "a request may have 1024 tokens, but --slots is 99"),
     ],
-    ids=range(21),
+    ids=range(23),
 )
 def test_a_mistake_is_told_in_one_line(command: str, complaint: str) -> None:
     """(The engine, which has said more before, finds a prompt that is empty or too long.)"""
@@ -246,7 +250,7 @@ def test_programs_run_a_fork(fork: str) -> None:
     assert four_at_a_time.splitlines()[-1] != all_together.splitlines()[-1]
     tier = run("docs/experiments/arrivals.py", "--fork", "docs/forks/tier/tier.py", status=2)
     assert "tier.py needs a model: its engine asks the runner for 'tier'" in tier
-    assert "gone.py is no fork, which has a class LLM" in run("bench.py", "--fork", "gone.py", status=1)
+    assert "gone.py is no fork, which has a class LLM" in run("bench.py", "--fork", "gone.py", status=2)
 
 
 @pytest.mark.slow
