@@ -44,17 +44,18 @@ SHAPES = {
     "100m": [12, 768, 2048, 12, 4, 64, 32000],
     "qwen3-0.6b": [28, 1024, 3072, 16, 8, 128, 151936],
 }
+DTYPES = ["float32", "bfloat16", "float16"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    if min(args.requests, args.repeat, args.min_input, args.min_output) < 1:
-        parser.error("--requests, --repeat, --min-input and --min-output must be at least 1")
+    if min(args.requests, args.repeat, args.threads, args.min_input, args.min_output) < 1:
+        parser.error("--requests, --repeat, --threads and lengths must be at least 1")
     if args.min_input > args.max_input or args.min_output > args.max_output:
         parser.error("--min-input and --min-output must not exceed --max-input and --max-output")
+    torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or folder
         try:
@@ -86,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     add = parser.add_argument
     add("--shape", default="qwen3-0.6b" if on_gpu else "100m", choices=SHAPES, help="sizes of the model")
-    add("--dtype", default="bfloat16" if on_gpu else "float32", help="of weights and K/V")
+    add("--dtype", default="bfloat16" if on_gpu else "float32", choices=DTYPES, help="of weights and K/V")
     add("--model", help="a model folder or hub id, instead of random weights")
     add("--requests", type=int, default=256 if on_gpu else 32)
     add("--min-input", type=int, default=100 if on_gpu else 16, help="tokens; lengths are drawn uniformly")
@@ -112,7 +113,8 @@ def make_sides(args: argparse.Namespace) -> dict[str, partial]:
     elif args.baseline:
         if not Path(args.baseline, "nanopaged").is_dir():
             raise ValueError(f"{args.baseline} is neither hf nor a checkout of nanopaged")
-        sides["nanopaged"] = partial(run_checkout, folder=ROOT, fork=args.fork or "")
+        fork = str(Path(args.fork).resolve()) if args.fork else ""
+        sides["nanopaged"] = partial(run_checkout, folder=ROOT, fork=fork)
         sides[f"nanopaged in {args.baseline}"] = partial(run_checkout, folder=args.baseline, fork="")
     return sides
 
@@ -168,6 +170,7 @@ def measure(llm: LLM, requests: Requests) -> float:
 def run_checkout(model: str, requests: Requests, args: argparse.Namespace, folder: str, fork: str) -> float:
     """Run this program in a new process, whose `import nanopaged` finds the package of the folder."""
     run_bench = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
+    model = str(find_model(model).resolve())  # a relative path would be one in the other folder
     command = [sys.executable, "-c", run_bench, *sys.argv[1:], "--model", model, "--repeat=1", "--baseline="]
     done = subprocess.run([*command, f"--fork={fork}"], cwd=folder, stdout=subprocess.PIPE, text=True)
     rate = re.search(r"^nanopaged: ([\d.]+) output tokens/s", done.stdout, re.MULTILINE)

@@ -32,9 +32,10 @@ def main() -> None:
     args = parser.parse_args()
     prompts = args.prompt or [f"{OPENING}\n\n{speaker}:\n" for speaker in SPEAKERS]
     try:
-        engine = (load_fork(args.fork) if args.fork else LLM)(args.model, trace=args.trace).engine
-        stop = [] if args.prompt else "\n\n"  # an empty line ends a speech
-        params = SamplingParams(temperature=0.7, max_tokens=args.max_tokens, stop=stop)
+        make_llm = load_fork(args.fork) if args.fork else LLM
+        engine = make_llm(args.model, trace=args.trace).engine
+        # An empty line ends a speech.
+        params = SamplingParams(temperature=0.7, max_tokens=args.max_tokens, stop="\n\n")
         for prompt in prompts:
             engine.add_request(prompt, prompt, params)  # the first argument is its id
     except (ValueError, OSError) as error:

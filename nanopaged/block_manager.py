@@ -138,7 +138,7 @@ class BlockManager:
         A sequence's table begins with the blocks found in the prefix cache; the others are taken.
 
             block_size = 2, a b c d e, the cache has (a b) in block 7:   table [7 0 1], 2 computed
-            2 free blocks are needed; 3 if no sequence uses block 7, which counts as free itself.
+            2 free blocks are needed, but 3 if block 7 is only cached, because it counts as free.
 
         Several sequences, of a preempted request, also share the full blocks of their common
         prefixes. Such a block counts as computed for all but the first of them.
@@ -166,6 +166,8 @@ class BlockManager:
             hits_of_seqs.append(hits)
             distinct_keys.update(keys)
             hits_in_use.update(block_id for block_id in hits if self.blocks[block_id].ref_count)
+        # A block for each key, and a last block for each sequence. Only hits in use take no free
+        # block.
         num_needed = len(distinct_keys) - len(hits_in_use) + len(sequences)
         if num_needed > self.num_free_blocks - num_reserved:
             return False

@@ -190,7 +190,7 @@ class Scheduler:
         return True
 
     def _fits_whole(self, request: Request, look_up: bool, budget: int) -> bool:
-        """Whether the budget has room for what the cache lacks of the request's first sequence."""
+        """Whether the tokens of the first sequence that are not cached fit in the budget."""
         seq = request.live[0]
         hits = self.block_manager.find_prefix(seq) if look_up else []
         return seq.num_tokens - len(hits) * self.block_size <= budget
@@ -206,6 +206,7 @@ class Scheduler:
         now = time.monotonic()
         for seq, samples in zip(batch.sequences, result.samples, strict=True):
             request = seq.request
+            num_new_tokens = len(samples)
             seq.num_computed_tokens += seq.num_scheduled_tokens
             if not samples:  # a chunk of a prompt, or of what a preempted request computes again
                 continue
@@ -214,16 +215,18 @@ class Scheduler:
                 if any(beam.candidates is None for beam in request.live):
                     continue  # it waits for its siblings
                 advance_beams(request, self.block_manager)
-                samples = request.sequences  # one new token each
+                num_new_tokens = len(request.sequences)
             elif request.awaits_fork:  # the prompt is computed
                 fork_samples(request, samples, self.block_manager)
-            elif seq.append(samples[0]):
-                self.block_manager.free(seq)
-                request.live.remove(seq)
+            else:
+                has_ended = seq.append(samples[0])
+                if has_ended:
+                    self.block_manager.free(seq)
+                    request.live.remove(seq)
             if request.first_token_time is None:
                 request.first_token_time = now
                 self._count_prompt(request)
-            self.counters.num_generated_tokens += len(samples)
+            self.counters.num_generated_tokens += num_new_tokens
             advanced[request] = None
             if request.finished:
                 request.finish_time = now
@@ -232,7 +235,7 @@ class Scheduler:
         return list(advanced)
 
     def _count_prompt(self, request: Request) -> None:
-        """Count a prompt that is computed now."""
+        """Count a prompt whose last token has just been computed."""
         self.counters.num_prompt_tokens += request.num_prompt_tokens
         was_looked_up = request.prompt_logprobs is None
         if self.block_manager.enable_prefix_caching and was_looked_up:

@@ -65,7 +65,7 @@ def test_example_answers_prompts_of_the_user() -> None:
     """Each prompt as it is."""
     texts = ["To be, or", "ROMEO:\nI "]
     printed = run("example.py", "--prompt", texts[0], "--prompt", texts[1], "--max-tokens", "9")
-    params = SamplingParams(temperature=0.7, max_tokens=9)
+    params = SamplingParams(temperature=0.7, max_tokens=9, stop="\n\n")
     for text, answer in zip(texts, LLM().generate(texts, params, use_tqdm=False), strict=True):
         assert f"\n{text.strip()}\n  {answer.outputs[0].text.strip()}\n" in printed
     assert "with up to 2 requests in each" in printed
