@@ -80,7 +80,6 @@ class Snapshot:
     blocks: tuple[BlockState, ...]
     num_free_blocks: int
     cached: tuple[int, ...]
-    num_host_blocks: int
 
     def __str__(self) -> str:
         """Block tables as in the paper (logical → physical block, # filled), then the pool."""
@@ -107,21 +106,20 @@ class Snapshot:
           physical block   7  1
           # filled         4  2
         """
-        num_computed = seq.num_computed_tokens
         table = seq.host_table or seq.block_table
         title = "host block" if seq.host_table else "physical block"
+        logical = range(len(table))
+        filled = [num_filled_slots(seq.num_computed_tokens, i, self.block_size) for i in logical]
+        width = len(str(max([*table, *filled], default=0))) + 2
+        rows = {"logical block": logical, title: table, "# filled": filled}
         lines = [
             f"{seq.name}, {request.state}: {len(seq.token_ids)} tokens, "
-            f"{num_computed} of them computed"
+            f"{seq.num_computed_tokens} of them computed"
         ]
         for begin in range(0, len(table), COLUMNS):
-            logical = range(begin, min(begin + COLUMNS, len(table)))
-            physical = [table[i] for i in logical]
-            filled = [num_filled_slots(num_computed, i, self.block_size) for i in logical]
-            width = len(str(max([*logical, *physical, *filled]))) + 2
-            lines.append(_draw_row("logical block", logical, width))
-            lines.append(_draw_row(title, physical, width))
-            lines.append(_draw_row("# filled", filled, width))
+            for name, numbers in rows.items():
+                cells = [f"{number:>{width}}" for number in numbers[begin : begin + COLUMNS]]
+                lines.append(f"  {name:<14} {''.join(cells)}")
         return lines
 
     def _draw_pool(self) -> list[str]:
@@ -154,10 +152,6 @@ class Snapshot:
         return [f"  {ids:>{width}}  {drawing}" for ids, drawing in rows.items()]
 
 
-def _draw_row(title: str, numbers: Iterable[int], width: int) -> str:
-    return f"  {title:<14} " + "".join(f"{number:>{width}}" for number in numbers)
-
-
 def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Request]) -> Snapshot:
     """The present state.
 
@@ -167,8 +161,7 @@ def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Reque
     manager = scheduler.block_manager
     filled = filled_slots(manager, scheduler.running_sequences)
     filled |= dict.fromkeys(manager.cached, manager.block_size)
-    running = set(scheduler.running)
-    states = [_request_state(request, request in running) for request in requests if request.live]
+    states = [_request_state(request) for request in requests if request.live]
     return Snapshot(
         num_steps=num_steps,
         block_size=manager.block_size,
@@ -176,7 +169,6 @@ def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Reque
         blocks=tuple(_block_state(block, filled, manager.block_size) for block in manager.blocks),
         num_free_blocks=manager.num_free_blocks,
         cached=tuple(manager.cached),
-        num_host_blocks=scheduler.swapper.num_host_blocks,
     )
 
 
@@ -195,10 +187,12 @@ def _block_state(block: Block, filled: dict[int, int], block_size: int) -> Block
     )
 
 
-def _request_state(request: Request, is_running: bool) -> RequestState:
-    state = "running"
-    if not is_running:
-        state = "swapped" if request.is_swapped else "waiting"
+def _request_state(request: Request) -> RequestState:
+    state = "waiting"
+    if request.is_swapped:
+        state = "swapped"
+    elif request.live[0].block_table:
+        state = "running"
     sequences = []
     for seq in request.live:
         number = f".{seq.index + 1}" if len(request.sequences) > 1 else ""
