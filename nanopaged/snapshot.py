@@ -18,7 +18,7 @@ from nanopaged.swap import Swapper
 COLUMNS = 20  # logical blocks in a row of the drawing
 
 
-@dataclass(frozen=True)
+@dataclass
 class SequenceState:
     """One output of a request, and where its K/V is.
 
@@ -33,7 +33,7 @@ class SequenceState:
     host_table: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestState:
     """An unfinished request with its unfinished sequences; `state` is "running", "waiting" or
     "swapped".
@@ -44,7 +44,7 @@ class RequestState:
     sequences: tuple[SequenceState, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlockState:
     """A physical block.
 
@@ -62,7 +62,7 @@ class BlockState:
     key: bytes | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Snapshot:
     """The state of an engine between two steps. `print(engine.snapshot())` draws it.
 

@@ -12,7 +12,7 @@ So an unfinished text leaves out its end while later tokens could still change i
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -39,18 +39,18 @@ def special_and_byte_ids(tokenizer: Tokenizer) -> tuple[set[int], set[int | None
     return special_ids, byte_ids
 
 
-@dataclass
 class Detokenizer:
     """The text of one sequence's output, without special tokens. Copies share no state."""
 
-    tokenizer: Tokenizer
-    stop: SequenceOf[str] = ()
-    text: str = field(default="", init=False)  # final, and cut before a stop string
-    _stopped: bool = field(default=False, init=False)  # whether a stop string was found
-    _num_read: int = field(default=0, init=False)  # output tokens decoded so far
-    _num_searched: int = field(default=0, init=False)  # characters searched for stop strings
-    _window: list[int] = field(default_factory=list, init=False)  # last tokens, decoded once more
-    _num_shown: int = field(default=0, init=False)  # characters of the decoded window in `text`
+    def __init__(self, tokenizer: Tokenizer, stop: SequenceOf[str] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.text = ""  # final, and cut before a stop string
+        self._stopped = False  # whether a stop string was found
+        self._num_read = 0  # output tokens decoded so far
+        self._num_searched = 0  # characters searched for stop strings
+        self._window: list[int] = []  # last tokens, decoded once more
+        self._num_shown = 0  # characters of the decoded window in `text`
 
     def find_stop(self, token_ids: list[int], look_for_stop: bool = True) -> str | None:
         """Decode the output so far. Returns the stop string that its last token completed, or None.
