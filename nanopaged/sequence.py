@@ -131,12 +131,12 @@ class Sequence:
         return self.finished
 
     def _find_stop_string(self) -> str | None:
-        """The stop string that the last generated token completes."""
+        """The stop string that the last generated token completes, unless it is too early for it."""
         if self.detokenizer is None or not self.detokenizer.stop:
             return None
-        output = self.token_ids[self.request.num_prompt_tokens :]
-        may_stop = len(self.token_ids) >= self.request.stop_rules.min_length
-        return self.detokenizer.find_stop(output, look_for_stop=may_stop)
+        if len(self.token_ids) < self.request.stop_rules.min_length:
+            return None
+        return self.detokenizer.find_stop(self.token_ids[self.request.num_prompt_tokens :])
 
     def start_over(self) -> None:
         """Rebuild all state from the tokens, because a step failed and may have half changed it."""

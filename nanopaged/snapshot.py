@@ -4,7 +4,7 @@ A snapshot is plain data, and a drawing in text. It shares nothing with the engi
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from itertools import groupby
@@ -263,13 +263,12 @@ def engine_stats(num_steps: int, scheduler: Scheduler) -> EngineStats:
 # ── invariants ────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
+def check_blocks(manager: BlockManager, sequences: Collection[Sequence]) -> None:
     """Raise AssertionError unless pool, prefix index and block tables agree. Call it between steps.
 
     Args:
         sequences: all sequences that have device blocks.
     """
-    sequences = list(sequences)
     references: Counter[int] = Counter()  # block → entries of tables
     for seq in sequences:
         references.update(seq.block_table)
@@ -304,7 +303,7 @@ def _check_table(manager: BlockManager, seq: Sequence) -> None:
             assert [key] == keys[i : i + 1], f"block {block_id} is found under other tokens"
 
 
-def _check_sharing(manager: BlockManager, sequences: list[Sequence]) -> None:
+def _check_sharing(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     """Check that tables share only blocks of equal tokens. Findable blocks must be computed."""
     size = manager.block_size
     first_holders: dict[int, tuple[int, Sequence]] = {}  # block → logical block, sequence

@@ -48,28 +48,19 @@ class Detokenizer:
         self.text = ""  # final, and cut before a stop string
         self._stopped = False  # whether a stop string was found
         self._num_read = 0  # output tokens decoded so far
-        self._num_searched = 0  # characters searched for stop strings
         self._window: list[int] = []  # last tokens, decoded once more
         self._num_shown = 0  # characters of the decoded window in `text`
 
-    def find_stop(self, token_ids: list[int], look_for_stop: bool = True) -> str | None:
+    def find_stop(self, token_ids: list[int]) -> str | None:
         """Decode the output so far. Returns the stop string that its last token completed, or None.
 
         The text is cut before the stop string that begins first.
 
             stop = "END", text "...E", last token "ND.": the search begins len("END") - 1 = 2
             characters before the new text
-
-        Args:
-            look_for_stop: False only decodes, which is what `min_tokens` asks for.
         """
-        before_last = token_ids[self._num_read : -1]
-        if before_last:  # a failed step made the sequence start over
-            self._read_whole(before_last)
-        num_searched = self._num_searched
+        num_searched = len(self._read_whole(token_ids[self._num_read : -1]))
         text = self._read_whole(token_ids[-1:])
-        if not look_for_stop:
-            return None
         first_stop = None
         first_begin = len(text)
         for stop in self.stop:
@@ -86,9 +77,7 @@ class Detokenizer:
         """Decode the next tokens. Returns the text with all whole characters, final or not."""
         self._read(token_ids)
         rest = self._decode(self._window)[self._num_shown :]
-        text = self.text if REPLACEMENT in rest else self.text + rest
-        self._num_searched = len(text)
-        return text
+        return self.text if REPLACEMENT in rest else self.text + rest
 
     def visible(self, token_ids: list[int], finished: bool) -> str:
         """The text of the output `token_ids`, as far as it is final.
