@@ -131,7 +131,7 @@ class Sequence:
         return self.finished
 
     def _find_stop_string(self) -> str | None:
-        """The stop string that the last generated token completes, unless it is too early for it."""
+        """The stop string that the last generated token completes, if it may end the sequence."""
         if self.detokenizer is None or not self.detokenizer.stop:
             return None
         if len(self.token_ids) < self.request.stop_rules.min_length:
