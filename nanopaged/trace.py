@@ -11,7 +11,6 @@ import json
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,6 @@ from nanopaged.snapshot import short_key
 PAGE = Path(__file__).with_name("page.html")
 
 logger = logging.getLogger("nanopaged")
-
-
-@dataclass
-class State:
-    """The engine at one moment.
-
-    Fields:
-        queues: the requests in `running` and `waiting`, and the `cached` blocks.
-        rows: of each sequence, the number of its tokens, and the first six fields of its list.
-    """
-
-    queues: dict[str, list[int]]
-    rows: list[tuple[Sequence, int, list[Any]]]
 
 
 class Recorder:
@@ -124,15 +110,19 @@ class Recorder:
         """Write a line that says that a step has failed. All requests wait again."""
         self._write({"failed": type(error).__name__}, {"updated": self._state()})
 
-    def _state(self, ended: Iterable[Request] = ()) -> State:
-        """Return the state now, with the requests that have just `ended`. Number the new ones."""
+    def _state(self, ended: Iterable[Request] = ()) -> dict[str, Any]:
+        """Return the state now, with the requests that have just `ended`. Number the new ones.
+
+        In place of a sequence's list, it has the sequence, the number of its tokens, and the first
+        six fields of the list.
+        """
         running = self.scheduler.running
         waiting = self.scheduler.waiting
         for request in sorted(running + waiting, key=attrgetter("arrival_time")):
             if request not in self.numbers:
                 self.numbers[request] = self.num_requests
                 self.num_requests += 1
-        rows = []
+        seqs = []
         for request in dict.fromkeys([*running, *waiting, *ended]):
             for seq in request.sequences:
                 fields = [
@@ -143,27 +133,27 @@ class Recorder:
                     list(seq.host_table),
                     seq.finish_reason,
                 ]
-                rows.append((seq, seq.num_tokens, fields))
-        queues = {
+                seqs.append((seq, seq.num_tokens, fields))
+        return {
             "running": [self.numbers[request] for request in running],
             "waiting": [self.numbers[request] for request in waiting],
             "cached": list(self.scheduler.block_manager.cached),
+            "seqs": seqs,
         }
-        return State(queues, rows)
 
-    def _write(self, line: dict[str, Any], states: dict[str, State]) -> None:
+    def _write(self, line: dict[str, Any], states: dict[str, dict[str, Any]]) -> None:
         """Add the states and all that the page does not know yet to the line, and append it."""
         num_tokens: dict[Sequence, int] = {}
         tokens = set()
         for name, state in states.items():
             seqs = []
-            for seq, end, fields in state.rows:
+            for seq, end, fields in state["seqs"]:
                 start = num_tokens.get(seq, self.known_tokens.get(seq, 0))
                 new_tokens = seq.token_ids[start:end]
                 seqs.append([*fields, start, new_tokens])
                 num_tokens[seq] = end
                 tokens.update(new_tokens)
-            line[name] = state.queues | {"seqs": seqs}
+            line[name] = state | {"seqs": seqs}
         line["requests"] = [
             [
                 number,
