@@ -65,14 +65,12 @@ class Swapper:
         if len(host_blocks) + num_grown > manager.num_free_blocks - num_reserved:
             return None
         device_block_of = {host_id: manager.take() for host_id in host_blocks}
-        taken = set(device_block_of.values())  # each with the reference of its first table
         for seq in request.live:
             seq.block_table = [device_block_of[host_id] for host_id in seq.host_table]
             for block_id in seq.block_table:
-                if block_id in taken:
-                    taken.remove(block_id)
-                else:
-                    manager.share(block_id)
+                manager.share(block_id)
+        for block_id in device_block_of.values():
+            manager.release(block_id)  # the reference of `take`; each table has one of its own
         self.release(request)
         return list(device_block_of.items())
 
