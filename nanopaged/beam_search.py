@@ -55,6 +55,8 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     The request gets its new sequences at the end. If the step fails before that, `start_over` finds
     the old beams with their tokens.
     """
+    params = request.params
+    assert isinstance(params, BeamSearchParams)
     beams = request.live
     width = request.width
     stop_token_ids = request.stop_rules.token_ids
@@ -70,7 +72,11 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     hypotheses = list(request.hypotheses)
     for candidate in candidates[:width]:
         if at_limit or candidate.sample.token_id in stop_token_ids:
-            hypotheses.append(_finish(candidate))
+            hypothesis = candidate.beam.copy_tokens(0)
+            hypothesis.append(candidate.sample)
+            num_tokens = hypothesis.num_output_tokens
+            hypothesis.score = _score(params, candidate.cumulative_logprob, num_tokens)
+            hypotheses.append(hypothesis)
     hypotheses.sort(key=attrgetter("score"), reverse=True)
     hypotheses = hypotheses[:width]
 
@@ -91,18 +97,8 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     request.sequences = sequences
 
 
-def _finish(candidate: Candidate) -> Sequence:
-    """A hypothesis: the tokens of the beam, ended by the sample."""
-    hypothesis = candidate.beam.copy_tokens(0)
-    hypothesis.append(candidate.sample)
-    request = hypothesis.request
-    hypothesis.score = _score(request, candidate.cumulative_logprob, hypothesis.num_output_tokens)
-    return hypothesis
-
-
-def _score(request: Request, cumulative_logprob: float, num_tokens: int) -> float:
-    assert isinstance(request.params, BeamSearchParams)
-    return cumulative_logprob / num_tokens**request.params.length_penalty
+def _score(params: BeamSearchParams, cumulative_logprob: float, num_tokens: int) -> float:
+    return cumulative_logprob / num_tokens**params.length_penalty
 
 
 def _is_over(request: Request, hypotheses: list[Sequence], best: Candidate) -> bool:
@@ -122,4 +118,4 @@ def _is_over(request: Request, hypotheses: list[Sequence], best: Candidate) -> b
         num_tokens = request.stop_rules.max_length - request.num_prompt_tokens
     worst = hypotheses[-1].score
     assert worst is not None
-    return _score(request, best.cumulative_logprob, num_tokens) <= worst
+    return _score(params, best.cumulative_logprob, num_tokens) <= worst
