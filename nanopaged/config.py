@@ -170,8 +170,13 @@ class EngineConfig(Options):
         self.check_numbers("watermark", low=0.0, high=0.9)
         if self.memory_utilization is not None:
             self.check_numbers("memory_utilization", low=0.01, high=1.0)
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"):
-            self.check_types(name, types=bool, description="True or False")
+        self.check_types(
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "enforce_eager",
+            types=bool,
+            description="True or False",
+        )
         if self.trace is not None:
             self._check_trace(self.trace)
 
