@@ -189,7 +189,7 @@ def render_chat(
     Raises:
         TypeError, ValueError: the conversation is malformed or empty, or no chat template works.
     """
-    if isinstance(messages, str) or not all(isinstance(message, dict) for message in messages):
+    if not all(isinstance(message, dict) for message in messages):
         raise TypeError(f"a conversation is a list of {{'role', 'content'}}, got {messages!r}")
     if not messages:
         raise ValueError("the conversation is empty: it needs at least one message")
