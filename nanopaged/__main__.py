@@ -56,8 +56,9 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
             text = ""
             with suppress(KeyboardInterrupt), closing(stream):
                 for output in stream:
-                    print(output.outputs[0].text[len(text) :], end="", flush=True)
-                    text = output.outputs[0].text
+                    longer_text = output.outputs[0].text
+                    print(longer_text[len(text) :], end="", flush=True)
+                    text = longer_text
                     if not output.finished:
                         blocks = llm.engine.snapshot()
             print()
