@@ -174,7 +174,7 @@ class Sequence:
         )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Request:
     """A prompt with its parameters, its sequences, and the figures that are reported about it."""
 
@@ -185,13 +185,7 @@ class Request:
     stop_rules: StopRules
     seed: int  # of the params, or drawn for this request
     cache_salt: bytes = b""  # the prefix cache shares blocks only among requests with the same one
-    num_prompt_tokens: int = field(init=False)
-    width: int = field(init=False)  # sequences once the prompt is computed: n, or the beam width
-    is_beam_search: bool = field(init=False)
 
-    # One sequence until the prompt is computed, then all of them. `live` has the unfinished ones.
-    sequences: list[Sequence] = field(init=False)
-    live: list[Sequence] = field(init=False)
     hypotheses: list[Sequence] = field(default_factory=list)  # a beam search's best finished texts
     prompt_logprobs: list[Logprobs | None] | None = None  # if wanted; grows with each chunk
     rank: Any = None  # its place in the order of service, see `Scheduler.rank`
@@ -205,11 +199,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_token_ids)
-        self.width = self.params.width
+        self.width = self.params.width  # sequences once the prompt is computed
         self.is_beam_search = isinstance(self.params, BeamSearchParams)
-        first = Sequence(request=self, token_ids=list(self.prompt_token_ids))
-        self.sequences = [first]
-        self.live = [first]
+        # One sequence until the prompt is computed, then all of them.
+        self.sequences = [Sequence(request=self, token_ids=list(self.prompt_token_ids))]
+        self.live = list(self.sequences)  # the unfinished ones
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # the first token has no log-probability
 
@@ -254,12 +248,11 @@ class Request:
 
     def output(self) -> RequestOutput:
         """What a user gets of it so far, as plain data that the engine does not change again."""
-        prompt_logprobs = self.prompt_logprobs
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
+            prompt_logprobs=copy(self.prompt_logprobs),
             outputs=[seq.output() for seq in self.sequences],
             finished=self.finished,
             metrics=RequestMetrics(
@@ -328,29 +321,28 @@ class StepResult:
 class NonFiniteLogits(FloatingPointError):
     """The model's logits for a request are not finite. The engine can go on without it.
 
-    Attributes:
+    Args:
         request_id: of the request, for `LLMEngine.abort_request`.
         position: of the token that could not be sampled.
     """
 
     message = (
-        "the model's logits for request {!r} at position {} are not finite: abort the request, "
+        "the model's logits for request %r at position %d are not finite: abort the request, "
         "or use a dtype with a wider range"
     )
 
     def __init__(self, request_id: str, position: int) -> None:
-        super().__init__(request_id, position)  # so that it can be pickled
+        super().__init__(request_id, position)  # as `args`, so that it can be pickled
         self.request_id = request_id
-        self.position = position
 
     def __str__(self) -> str:
-        return self.message.format(self.request_id, self.position)
+        return self.message % self.args
 
 
 class NoTokenAllowed(NonFiniteLogits):
     """A request bans or masks every token of the vocabulary. The engine can go on without it."""
 
     message = (
-        "no token is allowed for request {!r} at position {}: its banned tokens or its mask "
+        "no token is allowed for request %r at position %d: its banned tokens or its mask "
         "leave none of the vocabulary; abort it, or allow a token"
     )
