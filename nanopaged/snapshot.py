@@ -44,22 +44,17 @@ class RequestState:
     sequences: tuple[SequenceState, ...]
 
 
-@dataclass
-class BlockState:
+@dataclass(kw_only=True)
+class BlockState(Block):
     """A physical block.
 
-    Fields:
+    Fields: those of `Block`, and
         state: "free", "partial" (some slots are empty), "full", or "cached": unused, but findable.
-        ref_count: block tables that point to it.
         num_filled: slots that hold K/V.
-        key: if the prefix cache can find it.
     """
 
-    block_id: int
     state: str
-    ref_count: int
     num_filled: int
-    key: bytes | None
 
 
 @dataclass
@@ -130,14 +125,14 @@ class Snapshot:
           1  ██··  A.2
         2-7  free
         """
-        notes: dict[int, str] = {}
+        notes = {}  # block id → what is said of it
         for turn, block_id in enumerate(self.cached, start=1):
             notes[block_id] = f" cached, number {turn} to be evicted"
         for request in self.requests:
             for seq in request.sequences:
                 for block_id in seq.block_table:
                     notes[block_id] = f"{notes.get(block_id, '')} {seq.name}"
-        rows: dict[str, str] = {}  # block ids → what is drawn of them
+        rows = {}  # block ids → what is drawn of them
         for is_free, run in groupby(self.blocks, key=lambda block: block.state == "free"):
             blocks = list(run)
             if is_free and len(blocks) > 1:
@@ -178,13 +173,7 @@ def _block_state(block: Block, filled: dict[int, int], block_size: int) -> Block
         state = "full" if num_filled == block_size else "partial"
     else:
         state = "free" if block.key is None else "cached"
-    return BlockState(
-        block_id=block.block_id,
-        state=state,
-        ref_count=block.ref_count,
-        num_filled=num_filled,
-        key=block.key,
-    )
+    return BlockState(**asdict(block), state=state, num_filled=num_filled)
 
 
 def _request_state(request: Request) -> RequestState:
@@ -215,7 +204,7 @@ def short_key(key: bytes) -> str:
 
 def filled_slots(manager: BlockManager, sequences: Iterable[Sequence]) -> dict[int, int]:
     """Each block of the sequences' tables → its slots that hold K/V. A shared block counts once."""
-    filled: dict[int, int] = {}
+    filled = {}
     for seq in sequences:
         for i, block_id in enumerate(seq.block_table):
             num_filled = num_filled_slots(seq.num_computed_tokens, i, manager.block_size)
@@ -269,7 +258,7 @@ def check_blocks(manager: BlockManager, sequences: Collection[Sequence]) -> None
     Args:
         sequences: all sequences that have device blocks.
     """
-    references: Counter[int] = Counter()  # block → entries of tables
+    references = Counter()  # block → entries of tables
     for seq in sequences:
         references.update(seq.block_table)
     all_ids = sorted([*references, *manager.free_ids, *manager.cached])
@@ -306,8 +295,8 @@ def _check_table(manager: BlockManager, seq: Sequence) -> None:
 def _check_sharing(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     """Check that tables share only blocks of equal tokens. Findable blocks must be computed."""
     size = manager.block_size
-    first_holders: dict[int, tuple[int, Sequence]] = {}  # block → logical block, sequence
-    computed: set[tuple[Request, int]] = set()
+    first_holders = {}  # block → logical block, sequence
+    computed = set()  # (request, block)
     for seq in sequences:
         for i, block_id in enumerate(seq.block_table):
             is_private = manager.blocks[block_id].key is None
