@@ -26,7 +26,7 @@ from nanopaged.terminal import one_line, run_program
 
 def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
     """Answer the lines of the input. The prefix cache keeps the K/V of the turns before."""
-    turns: list[dict[str, str]] = []
+    turns = []
     blocks: object = "there is no answer yet"
     while True:
         try:

@@ -30,7 +30,7 @@ class Swapper:
             computed yet or there are too few host blocks.
         """
         block_size = self.block_manager.block_size
-        device_blocks: dict[int, None] = {}  # used as an ordered set
+        device_blocks = {}  # used as an ordered set
         for seq in request.live:
             num_computed_blocks = blocks_needed(seq.num_computed_tokens, block_size)
             device_blocks |= dict.fromkeys(seq.block_table[:num_computed_blocks])
@@ -58,7 +58,7 @@ class Swapper:
         """
         manager = self.block_manager
         host_tables = [seq.host_table for seq in request.live]
-        host_blocks: dict[int, None] = {}  # used as an ordered set
+        host_blocks = {}  # used as an ordered set
         for table in host_tables:
             host_blocks |= dict.fromkeys(table)
         num_grown = blocks_to_grow(request.live, host_tables, manager.block_size)

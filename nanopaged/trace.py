@@ -143,7 +143,7 @@ class Recorder:
 
     def _write(self, line: dict[str, Any], states: dict[str, dict[str, Any]]) -> None:
         """Add the states and all that the page does not know yet to the line, and append it."""
-        num_tokens: dict[Sequence, int] = {}
+        num_tokens = {}  # of each sequence in the states
         tokens = set()
         for name, state in states.items():
             seqs = []
