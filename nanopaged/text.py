@@ -90,11 +90,12 @@ class Detokenizer:
         if finished:
             return self._decode(token_ids)
         self._read(token_ids[self._num_read :])
-        longest_stop = max([len(stop) for stop in self.stop], default=1)
-        for length in range(min(longest_stop - 1, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self.stop):
-                return self.text[:-length]
-        return self.text
+        num_held = 0  # characters at the end that a stop string may begin with
+        for stop in self.stop:
+            for length in range(1, len(stop)):
+                if self.text.endswith(stop[:length]):
+                    num_held = max(num_held, length)
+        return self.text[: len(self.text) - num_held]
 
     def _read(self, token_ids: list[int]) -> None:
         """Decode the next tokens, and add the characters that no later token can change to `text`.
@@ -215,10 +216,11 @@ def _text_of(message: Message) -> str:
         return content
     lines = []
     for part in content:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise ValueError(
-                f"a message may have parts {{'type': 'text', 'text': …}} only, got {part!r}"
-            )
-        lines.append(text)
+        match part:
+            case {"type": "text", "text": str(text)}:
+                lines.append(text)
+            case _:
+                raise ValueError(
+                    f"a message may have parts {{'type': 'text', 'text': …}} only, got {part!r}"
+                )
     return "\n".join(lines)
