@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "cpp", "torch", "reference")
@@ -360,10 +360,10 @@ class BeamSearchParams(RequestOptions):
 
     # The engine reads these fields of SamplingParams from any params. A beam search has no such
     # options.
-    seed: ClassVar[None] = None
-    stop: ClassVar[tuple[str, ...]] = ()
-    logprobs: ClassVar[None] = None
-    prompt_logprobs: ClassVar[None] = None
+    seed = None
+    stop = ()
+    logprobs = None
+    prompt_logprobs = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
