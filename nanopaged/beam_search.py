@@ -91,10 +91,9 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
         block_manager.free(beam)
     for index, hypothesis in enumerate(hypotheses):
         hypothesis.index = index
-    sequences = next_beams[:] if next_beams else hypotheses
     request.hypotheses = hypotheses
     request.live = next_beams
-    request.sequences = sequences
+    request.sequences = next_beams or hypotheses
 
 
 def _score(params: BeamSearchParams, cumulative_logprob: float, num_tokens: int) -> float:
