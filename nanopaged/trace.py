@@ -73,7 +73,10 @@ class Recorder:
         self.known_tokens: dict[Sequence, int] = {}
         self.known_keys: dict[int, bytes] = {}
         self.known_texts: set[int] = set()
-        self.scheduled = self._state()  # of the current step
+        # What the next line will tell, if it is written.
+        self.num_tokens: dict[Sequence, int] = {}
+        self.tokens: set[int] = set()
+        self.scheduled = self._state()
         header = {
             "model": Path(model_name).name,
             "block_size": scheduler.block_size,
@@ -86,6 +89,7 @@ class Recorder:
 
     def batch_scheduled(self, batch: ScheduledBatch) -> None:
         """Keep the state. If the step then fails, it is never written."""
+        self.num_tokens = self.known_tokens
         self.scheduled = self._state()
 
     def step_ended(self, batch: ScheduledBatch) -> None:
@@ -94,6 +98,8 @@ class Recorder:
         updated = self._state(seq.request for seq in batch.sequences)
         numbers = self.numbers
         line = {
+            "scheduled": self.scheduled,
+            "updated": updated,
             "admitted": [numbers[request] for request in batch.admitted],
             "preempted": [[numbers[request], mode] for request, mode in batch.preempted],
             "out": batch.moves.swap_out,
@@ -104,27 +110,28 @@ class Recorder:
                 for seq in batch.sequences
             ],
         }
-        self._write(line, {"scheduled": self.scheduled, "updated": updated})
+        self._write(line)
 
     def step_failed(self, error: BaseException) -> None:
         """Write a line that says that a step has failed. All requests wait again."""
-        self._write({"failed": type(error).__name__}, {"updated": self._state()})
+        self.num_tokens = self.known_tokens
+        self._write({"failed": type(error).__name__, "updated": self._state()})
 
     def _state(self, ended: Iterable[Request] = ()) -> dict[str, Any]:
-        """Return the state now, with the requests that have just `ended`. Number the new ones.
-
-        In place of a sequence's list, it has the sequence, the number of its tokens, and the first
-        six fields of the list.
-        """
+        """Return the state now, with the requests that have just `ended`. Number the new ones."""
         running = self.scheduler.running
         waiting = self.scheduler.waiting
         for request in sorted(running + waiting, key=attrgetter("arrival_time")):
             if request not in self.numbers:
                 self.numbers[request] = self.num_requests
                 self.num_requests += 1
+        known_tokens = self.num_tokens
+        self.num_tokens = {}
         seqs = []
         for request in dict.fromkeys([*running, *waiting, *ended]):
             for seq in request.sequences:
+                num_known = known_tokens.get(seq, 0)
+                new_tokens = seq.token_ids[num_known:]
                 fields = [
                     self.numbers[request],
                     seq.index,
@@ -132,8 +139,12 @@ class Recorder:
                     list(seq.block_table),
                     list(seq.host_table),
                     seq.finish_reason,
+                    num_known,
+                    new_tokens,
                 ]
-                seqs.append((seq, seq.num_tokens, fields))
+                seqs.append(fields)
+                self.num_tokens[seq] = seq.num_tokens
+                self.tokens.update(new_tokens)
         return {
             "running": [self.numbers[request] for request in running],
             "waiting": [self.numbers[request] for request in waiting],
@@ -141,19 +152,8 @@ class Recorder:
             "seqs": seqs,
         }
 
-    def _write(self, line: dict[str, Any], states: dict[str, dict[str, Any]]) -> None:
-        """Add the states and all that the page does not know yet to the line, and append it."""
-        num_tokens = {}  # of each sequence in the states
-        tokens = set()
-        for name, state in states.items():
-            seqs = []
-            for seq, end, fields in state["seqs"]:
-                start = num_tokens.get(seq, self.known_tokens.get(seq, 0))
-                new_tokens = seq.token_ids[start:end]
-                seqs.append([*fields, start, new_tokens])
-                num_tokens[seq] = end
-                tokens.update(new_tokens)
-            line[name] = state | {"seqs": seqs}
+    def _write(self, line: dict[str, Any]) -> None:
+        """Add all that the page does not know yet to the line, and append it."""
         line["requests"] = [
             [
                 number,
@@ -170,14 +170,15 @@ class Recorder:
         changed = {block_id for block_id, _ in keys.items() ^ self.known_keys.items()}
         line["keys"] = {i: short_key(keys[i]) if i in keys else None for i in sorted(changed)}
         if self.tokenizer is not None:
-            new = sorted(tokens - self.known_texts)
+            new = sorted(self.tokens - self.known_texts)
             line["texts"] = {token_id: self.tokenizer.decode([token_id]) for token_id in new}
         line["generated"] = self.scheduler.counters.num_generated_tokens
         self._append(line)
         self.known_requests = self.num_requests
-        self.known_tokens = num_tokens
+        self.known_tokens = self.num_tokens
         self.known_keys = keys
-        self.known_texts |= tokens
+        self.known_texts |= self.tokens
+        self.tokens = set()
         for request in self.numbers.keys() - {*self.scheduler.running, *self.scheduler.waiting}:
             del self.numbers[request]
 
