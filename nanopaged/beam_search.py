@@ -37,7 +37,7 @@ def fork_samples(request: Request, samples: list[Sample], block_manager: BlockMa
     request.live = [seq for seq in siblings if not seq.finished]
 
 
-@dataclass(slots=True)
+@dataclass
 class Candidate:
     """A token that may follow a beam, with the log-probability of the whole text."""
 

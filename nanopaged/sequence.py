@@ -269,7 +269,7 @@ Move = tuple[int, int]
 """(source block, destination block)."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Moves:
     """The blocks that a step moves before it computes anything, in the order of the fields.
 
@@ -285,7 +285,7 @@ class Moves:
     copies: list[Move] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass
 class ScheduledBatch:
     """The work of one step, which computes `seq.num_scheduled_tokens` tokens of each sequence.
 
@@ -302,7 +302,7 @@ class ScheduledBatch:
     preempted: list[tuple[Request, str]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass
 class StepResult:
     """What the runner computed.
 

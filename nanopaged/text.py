@@ -135,7 +135,7 @@ class Detokenizer:
 # ── what ends an output ─────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StopRules:
     """What ends the sequences of one request, apart from stop strings. Lengths include the prompt.
 
