@@ -82,7 +82,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
 
     going_on = [c for c in candidates if c.sample.token_id not in stop_token_ids][:width]
     next_beams = []
-    if going_on and not at_limit and not _is_over(request, hypotheses, going_on[0]):
+    if going_on and not at_limit and not _is_over(params, hypotheses, going_on[0]):
         for index, candidate in enumerate(going_on):
             child = block_manager.fork(candidate.beam, index)
             child.append(candidate.sample)
@@ -100,20 +100,19 @@ def _score(params: BeamSearchParams, cumulative_logprob: float, num_tokens: int)
     return cumulative_logprob / num_tokens**params.length_penalty
 
 
-def _is_over(request: Request, hypotheses: list[Sequence], best: Candidate) -> bool:
+def _is_over(params: BeamSearchParams, hypotheses: list[Sequence], best: Candidate) -> bool:
     """Whether the search has `beam_width` hypotheses, and the best next beam cannot improve them.
 
     With early_stopping "never" and a positive length penalty, a beam counts with the score that it
     would have at the maximum length.
     """
-    params = request.params
-    assert isinstance(params, BeamSearchParams)
     if len(hypotheses) < params.beam_width:
         return False
     if params.early_stopping is True or params.beam_width == 1:  # a width of 1 is greedy decoding
         return True
-    num_tokens = request.live[0].num_output_tokens + 1
+    num_tokens = best.beam.num_output_tokens + 1
     if params.early_stopping == "never" and params.length_penalty > 0:
+        request = best.beam.request
         num_tokens = request.stop_rules.max_length - request.num_prompt_tokens
     worst = hypotheses[-1].score
     assert worst is not None
