@@ -158,8 +158,8 @@ class Sequence:
         token_ids = self.token_ids[self.request.num_prompt_tokens :]
         text = ""
         if self.detokenizer is not None:
-            ended_by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
-            visible_ids = token_ids[:-1] if ended_by_token else token_ids
+            # Without the stop token. After a stop string the text is known, whatever the tokens.
+            visible_ids = token_ids[:-1] if self.finish_reason == "stop" else token_ids
             text = self.detokenizer.visible(visible_ids, self.finished)
         wants_logprobs = self.request.params.logprobs is not None
         return CompletionOutput(
