@@ -70,7 +70,7 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
-        return len(self.token_ids) - self.request.num_prompt_tokens
+        return self.num_tokens - self.request.num_prompt_tokens
 
     @property
     def cumulative_logprob(self) -> float:
@@ -86,7 +86,7 @@ class Sequence:
     def banned_token_ids(self) -> frozenset[int]:
         """Tokens that must not be drawn next: before min_tokens nothing may end the sequence."""
         rules = self.request.stop_rules
-        return rules.token_ids if len(self.token_ids) < rules.min_length else frozenset()
+        return rules.token_ids if self.num_tokens < rules.min_length else frozenset()
 
     @property
     def finished(self) -> bool:
@@ -126,7 +126,7 @@ class Sequence:
         elif (stop_string := self._find_stop_string()) is not None:
             self.finish_reason = "stop"
             self.stop_reason = stop_string
-        elif len(self.token_ids) >= rules.max_length:
+        elif self.num_tokens >= rules.max_length:
             self.finish_reason = "length"
         return self.finished
 
@@ -134,7 +134,7 @@ class Sequence:
         """The stop string that the last generated token completes, if it may end the sequence."""
         if self.detokenizer is None or not self.detokenizer.stop:
             return None
-        if len(self.token_ids) < self.request.stop_rules.min_length:
+        if self.num_tokens < self.request.stop_rules.min_length:
             return None
         return self.detokenizer.find_stop(self.token_ids[self.request.num_prompt_tokens :])
 

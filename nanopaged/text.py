@@ -197,10 +197,9 @@ def render_chat(
     if tokenizer is None or tokenizer.chat_template is None:
         raise ValueError("this model has no chat template: use generate")
     texts = [message | {"content": _text_of(message)} for message in messages]
-    arguments: dict[str, Any] = {"add_generation_prompt": True} | (options or {})
-    arguments["tokenize"] = False
+    options = {"add_generation_prompt": True} | (options or {}) | {"tokenize": False}
     try:
-        return str(tokenizer.apply_chat_template(texts, **arguments))
+        return str(tokenizer.apply_chat_template(texts, **options))
     except Exception as error:  # a template is a program, so it may raise anything
         raise ValueError(f"the chat template fails: {type(error).__name__}: {error}") from error
 
