@@ -28,7 +28,7 @@ from nanopaged.terminal import one_line, run_program
 
 def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
     """Answer the lines of the input. The prefix cache keeps the K/V of the turns before."""
-    turns: list[dict[str, str]] = []
+    turns = []
     blocks: object = "there is no answer yet"
     while True:
         try:
@@ -58,8 +58,9 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
             text = ""
             with suppress(KeyboardInterrupt), closing(stream):
                 for output in stream:
-                    print(output.outputs[0].text[len(text) :], end="", flush=True)
-                    text = output.outputs[0].text
+                    longer_text = output.outputs[0].text
+                    print(longer_text[len(text) :], end="", flush=True)
+                    text = longer_text
                     if not output.finished:
                         blocks = llm.engine.snapshot()
             print()

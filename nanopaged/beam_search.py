@@ -37,7 +37,7 @@ def fork_samples(request: Request, samples: list[Sample], block_manager: BlockMa
     request.live = [seq for seq in siblings if not seq.finished]
 
 
-@dataclass(slots=True)
+@dataclass
 class Candidate:
     """A token that may follow a beam, with the log-probability of the whole text."""
 
@@ -55,6 +55,8 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     The request gets its new sequences at the end. If the step fails before that, `start_over` finds
     the old beams with their tokens.
     """
+    params = request.params
+    assert isinstance(params, BeamSearchParams)
     beams = request.live
     width = request.width
     stop_token_ids = request.stop_rules.token_ids
@@ -70,13 +72,17 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     hypotheses = list(request.hypotheses)
     for candidate in candidates[:width]:
         if at_limit or candidate.sample.token_id in stop_token_ids:
-            hypotheses.append(_finish(candidate))
+            hypothesis = candidate.beam.copy_tokens(0)
+            hypothesis.append(candidate.sample)
+            num_tokens = hypothesis.num_output_tokens
+            hypothesis.score = _score(params, candidate.cumulative_logprob, num_tokens)
+            hypotheses.append(hypothesis)
     hypotheses.sort(key=attrgetter("score"), reverse=True)
     hypotheses = hypotheses[:width]
 
     going_on = [c for c in candidates if c.sample.token_id not in stop_token_ids][:width]
     next_beams = []
-    if going_on and not at_limit and not _is_over(request, hypotheses, going_on[0]):
+    if going_on and not at_limit and not _is_over(params, hypotheses, going_on[0]):
         for index, candidate in enumerate(going_on):
             child = block_manager.fork(candidate.beam, index)
             child.append(candidate.sample)
@@ -85,41 +91,29 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
         block_manager.free(beam)
     for index, hypothesis in enumerate(hypotheses):
         hypothesis.index = index
-    sequences = next_beams[:] if next_beams else hypotheses
     request.hypotheses = hypotheses
     request.live = next_beams
-    request.sequences = sequences
+    request.sequences = next_beams or hypotheses
 
 
-def _finish(candidate: Candidate) -> Sequence:
-    """A hypothesis: the tokens of the beam, ended by the sample."""
-    hypothesis = candidate.beam.copy_tokens(0)
-    hypothesis.append(candidate.sample)
-    request = hypothesis.request
-    hypothesis.score = _score(request, candidate.cumulative_logprob, hypothesis.num_output_tokens)
-    return hypothesis
+def _score(params: BeamSearchParams, cumulative_logprob: float, num_tokens: int) -> float:
+    return cumulative_logprob / num_tokens**params.length_penalty
 
 
-def _score(request: Request, cumulative_logprob: float, num_tokens: int) -> float:
-    assert isinstance(request.params, BeamSearchParams)
-    return cumulative_logprob / num_tokens**request.params.length_penalty
-
-
-def _is_over(request: Request, hypotheses: list[Sequence], best: Candidate) -> bool:
+def _is_over(params: BeamSearchParams, hypotheses: list[Sequence], best: Candidate) -> bool:
     """Whether the search has `beam_width` hypotheses, and the best next beam cannot improve them.
 
     With early_stopping "never" and a positive length penalty, a beam counts with the score that it
     would have at the maximum length.
     """
-    params = request.params
-    assert isinstance(params, BeamSearchParams)
     if len(hypotheses) < params.beam_width:
         return False
     if params.early_stopping is True or params.beam_width == 1:  # a width of 1 is greedy decoding
         return True
-    num_tokens = request.live[0].num_output_tokens + 1
+    num_tokens = best.beam.num_output_tokens + 1
     if params.early_stopping == "never" and params.length_penalty > 0:
+        request = best.beam.request
         num_tokens = request.stop_rules.max_length - request.num_prompt_tokens
     worst = hypotheses[-1].score
     assert worst is not None
-    return _score(request, best.cumulative_logprob, num_tokens) <= worst
+    return _score(params, best.cumulative_logprob, num_tokens) <= worst

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "cpp", "torch", "reference")
@@ -170,8 +170,13 @@ class EngineConfig(Options):
         self.check_numbers("watermark", low=0.0, high=0.9)
         if self.memory_utilization is not None:
             self.check_numbers("memory_utilization", low=0.01, high=1.0)
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"):
-            self.check_types(name, types=bool, description="True or False")
+        self.check_types(
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "enforce_eager",
+            types=bool,
+            description="True or False",
+        )
         if self.trace is not None:
             self._check_trace(self.trace)
 
@@ -355,10 +360,10 @@ class BeamSearchParams(RequestOptions):
 
     # The engine reads these fields of SamplingParams from any params. A beam search has no such
     # options.
-    seed: ClassVar[None] = None
-    stop: ClassVar[tuple[str, ...]] = ()
-    logprobs: ClassVar[None] = None
-    prompt_logprobs: ClassVar[None] = None
+    seed = None
+    stop = ()
+    logprobs = None
+    prompt_logprobs = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

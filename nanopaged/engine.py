@@ -64,10 +64,10 @@ class LLMEngine:
         ValueError: the model is not supported or broken, or does not fit.
     """
 
-    make_config: type[EngineConfig] = EngineConfig
-    make_runner: type[ModelRunner] = ModelRunner
-    make_block_manager: type[BlockManager] = BlockManager
-    make_scheduler: type[Scheduler] = Scheduler
+    make_config = EngineConfig
+    make_runner = ModelRunner
+    make_block_manager = BlockManager
+    make_scheduler = Scheduler
 
     def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
         if not isinstance(config, EngineConfig):

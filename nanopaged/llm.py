@@ -6,7 +6,7 @@ aborts its unfinished requests.
 """
 
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from itertools import count
@@ -114,28 +114,18 @@ class LLM:
 
         Raises: as `generate`, at the call, not at the first output.
         """
-        if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | Mapping):
-            raise TypeError(
-                "stream takes one prompt: a str, a list of token ids, or a dict of one of them"
-            )
         return self._stream(self._make_requests([(prompt, sampling_params)]))
 
     def _stream(self, requests: list[Request]) -> Generator[RequestOutput]:
         (request,) = requests
-        num_shown = 0
         with self._call(requests):
-            while True:
-                if not request.finished:  # a step of another stream may have finished it
-                    self._step(requests)
-                if request.error is not None:
-                    raise request.error
-                output = request.output()
-                num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-                if num_tokens > num_shown or output.finished:
-                    num_shown = num_tokens
-                    yield output
-                if output.finished:
-                    return
+            while not request.finished:  # a step of another stream may have finished it
+                advanced = self._step(requests)
+                if request in advanced and not request.finished:
+                    yield request.output()
+            if request.error is not None:
+                raise request.error
+            yield request.output()
 
     def chat(
         self,

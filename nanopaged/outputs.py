@@ -29,7 +29,7 @@ Logprobs = dict[int, Logprob]
 """For one position: token id → log-probability, of the most likely tokens and of the actual one."""
 
 
-@dataclass(slots=True)
+@dataclass
 class CompletionOutput:
     """One of the outputs of a request.
 
@@ -56,7 +56,7 @@ class CompletionOutput:
     score: float | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class RequestMetrics:
     """What happened to a request. Times are `time.monotonic()` seconds; None = not yet.
 
@@ -73,7 +73,7 @@ class RequestMetrics:
     num_preemptions: int
 
 
-@dataclass(slots=True)
+@dataclass
 class RequestOutput:
     """The state of a request after a step; the last one has `finished=True`.
 

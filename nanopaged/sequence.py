@@ -70,7 +70,7 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
-        return len(self.token_ids) - self.request.num_prompt_tokens
+        return self.num_tokens - self.request.num_prompt_tokens
 
     @property
     def cumulative_logprob(self) -> float:
@@ -86,7 +86,7 @@ class Sequence:
     def banned_token_ids(self) -> frozenset[int]:
         """Tokens that must not be drawn next: before min_tokens nothing may end the sequence."""
         rules = self.request.stop_rules
-        return rules.token_ids if len(self.token_ids) < rules.min_length else frozenset()
+        return rules.token_ids if self.num_tokens < rules.min_length else frozenset()
 
     @property
     def finished(self) -> bool:
@@ -126,17 +126,17 @@ class Sequence:
         elif (stop_string := self._find_stop_string()) is not None:
             self.finish_reason = "stop"
             self.stop_reason = stop_string
-        elif len(self.token_ids) >= rules.max_length:
+        elif self.num_tokens >= rules.max_length:
             self.finish_reason = "length"
         return self.finished
 
     def _find_stop_string(self) -> str | None:
-        """The stop string that the last generated token completes."""
+        """The stop string that the last generated token completes, if it may end the sequence."""
         if self.detokenizer is None or not self.detokenizer.stop:
             return None
-        output = self.token_ids[self.request.num_prompt_tokens :]
-        may_stop = len(self.token_ids) >= self.request.stop_rules.min_length
-        return self.detokenizer.find_stop(output, look_for_stop=may_stop)
+        if self.num_tokens < self.request.stop_rules.min_length:
+            return None
+        return self.detokenizer.find_stop(self.token_ids[self.request.num_prompt_tokens :])
 
     def start_over(self) -> None:
         """Rebuild all state from the tokens, because a step failed and may have half changed it."""
@@ -158,8 +158,8 @@ class Sequence:
         token_ids = self.token_ids[self.request.num_prompt_tokens :]
         text = ""
         if self.detokenizer is not None:
-            ended_by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
-            visible_ids = token_ids[:-1] if ended_by_token else token_ids
+            # Without the stop token. After a stop string the text is known, whatever the tokens.
+            visible_ids = token_ids[:-1] if self.finish_reason == "stop" else token_ids
             text = self.detokenizer.visible(visible_ids, self.finished)
         wants_logprobs = self.request.params.logprobs is not None
         return CompletionOutput(
@@ -174,7 +174,7 @@ class Sequence:
         )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Request:
     """A prompt with its parameters, its sequences, and the figures that are reported about it."""
 
@@ -185,13 +185,7 @@ class Request:
     stop_rules: StopRules
     seed: int  # of the params, or drawn for this request
     cache_salt: bytes = b""  # the prefix cache shares blocks only among requests with the same one
-    num_prompt_tokens: int = field(init=False)
-    width: int = field(init=False)  # sequences once the prompt is computed: n, or the beam width
-    is_beam_search: bool = field(init=False)
 
-    # One sequence until the prompt is computed, then all of them. `live` has the unfinished ones.
-    sequences: list[Sequence] = field(init=False)
-    live: list[Sequence] = field(init=False)
     hypotheses: list[Sequence] = field(default_factory=list)  # a beam search's best finished texts
     prompt_logprobs: list[Logprobs | None] | None = None  # if wanted; grows with each chunk
     rank: Any = None  # its place in the order of service, see `Scheduler.rank`
@@ -205,11 +199,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_token_ids)
-        self.width = self.params.width
+        self.width = self.params.width  # sequences once the prompt is computed
         self.is_beam_search = isinstance(self.params, BeamSearchParams)
-        first = Sequence(request=self, token_ids=list(self.prompt_token_ids))
-        self.sequences = [first]
-        self.live = [first]
+        # One sequence until the prompt is computed, then all of them.
+        self.sequences = [Sequence(request=self, token_ids=list(self.prompt_token_ids))]
+        self.live = list(self.sequences)  # the unfinished ones
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # the first token has no log-probability
 
@@ -254,12 +248,11 @@ class Request:
 
     def output(self) -> RequestOutput:
         """What a user gets of it so far, as plain data that the engine does not change again."""
-        prompt_logprobs = self.prompt_logprobs
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
+            prompt_logprobs=copy(self.prompt_logprobs),
             outputs=[seq.output() for seq in self.sequences],
             finished=self.finished,
             metrics=RequestMetrics(
@@ -276,7 +269,7 @@ Move = tuple[int, int]
 """(source block, destination block)."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Moves:
     """The blocks that a step moves before it computes anything, in the order of the fields.
 
@@ -292,7 +285,7 @@ class Moves:
     copies: list[Move] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass
 class ScheduledBatch:
     """The work of one step, which computes `seq.num_scheduled_tokens` tokens of each sequence.
 
@@ -309,7 +302,7 @@ class ScheduledBatch:
     preempted: list[tuple[Request, str]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass
 class StepResult:
     """What the runner computed.
 
@@ -328,29 +321,28 @@ class StepResult:
 class NonFiniteLogits(FloatingPointError):
     """The model's logits for a request are not finite. The engine can go on without it.
 
-    Attributes:
+    Args:
         request_id: of the request, for `LLMEngine.abort_request`.
         position: of the token that could not be sampled.
     """
 
     message = (
-        "the model's logits for request {!r} at position {} are not finite: abort the request, "
+        "the model's logits for request %r at position %d are not finite: abort the request, "
         "or use a dtype with a wider range"
     )
 
     def __init__(self, request_id: str, position: int) -> None:
-        super().__init__(request_id, position)  # so that it can be pickled
+        super().__init__(request_id, position)  # as `args`, so that it can be pickled
         self.request_id = request_id
-        self.position = position
 
     def __str__(self) -> str:
-        return self.message.format(self.request_id, self.position)
+        return self.message % self.args
 
 
 class NoTokenAllowed(NonFiniteLogits):
     """A request bans or masks every token of the vocabulary. The engine can go on without it."""
 
     message = (
-        "no token is allowed for request {!r} at position {}: its banned tokens or its mask "
+        "no token is allowed for request %r at position %d: its banned tokens or its mask "
         "leave none of the vocabulary; abort it, or allow a token"
     )

@@ -4,7 +4,7 @@ A snapshot is plain data, and a drawing in text. It shares nothing with the engi
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from itertools import groupby
@@ -18,7 +18,7 @@ from nanopaged.swap import Swapper
 COLUMNS = 20  # logical blocks in a row of the drawing
 
 
-@dataclass(frozen=True)
+@dataclass
 class SequenceState:
     """One output of a request, and where its K/V is.
 
@@ -33,7 +33,7 @@ class SequenceState:
     host_table: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestState:
     """An unfinished request with its unfinished sequences; `state` is "running", "waiting" or
     "swapped".
@@ -44,25 +44,20 @@ class RequestState:
     sequences: tuple[SequenceState, ...]
 
 
-@dataclass(frozen=True)
-class BlockState:
+@dataclass(kw_only=True)
+class BlockState(Block):
     """A physical block.
 
-    Fields:
+    Fields: those of `Block`, and
         state: "free", "partial" (some slots are empty), "full", or "cached": unused, but findable.
-        ref_count: block tables that point to it.
         num_filled: slots that hold K/V.
-        key: if the prefix cache can find it.
     """
 
-    block_id: int
     state: str
-    ref_count: int
     num_filled: int
-    key: bytes | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Snapshot:
     """The state of an engine between two steps. `print(engine.snapshot())` draws it.
 
@@ -80,7 +75,6 @@ class Snapshot:
     blocks: tuple[BlockState, ...]
     num_free_blocks: int
     cached: tuple[int, ...]
-    num_host_blocks: int
 
     def __str__(self) -> str:
         """Block tables as in the paper (logical → physical block, # filled), then the pool."""
@@ -107,21 +101,20 @@ class Snapshot:
           physical block   7  1
           # filled         4  2
         """
-        num_computed = seq.num_computed_tokens
         table = seq.host_table or seq.block_table
         title = "host block" if seq.host_table else "physical block"
+        logical = range(len(table))
+        filled = [num_filled_slots(seq.num_computed_tokens, i, self.block_size) for i in logical]
+        width = len(str(max([*table, *filled], default=0))) + 2
+        rows = {"logical block": logical, title: table, "# filled": filled}
         lines = [
             f"{seq.name}, {request.state}: {len(seq.token_ids)} tokens, "
-            f"{num_computed} of them computed"
+            f"{seq.num_computed_tokens} of them computed"
         ]
         for begin in range(0, len(table), COLUMNS):
-            logical = range(begin, min(begin + COLUMNS, len(table)))
-            physical = [table[i] for i in logical]
-            filled = [num_filled_slots(num_computed, i, self.block_size) for i in logical]
-            width = len(str(max([*logical, *physical, *filled]))) + 2
-            lines.append(_draw_row("logical block", logical, width))
-            lines.append(_draw_row(title, physical, width))
-            lines.append(_draw_row("# filled", filled, width))
+            for name, numbers in rows.items():
+                cells = [f"{number:>{width}}" for number in numbers[begin : begin + COLUMNS]]
+                lines.append(f"  {name:<14} {''.join(cells)}")
         return lines
 
     def _draw_pool(self) -> list[str]:
@@ -132,14 +125,14 @@ class Snapshot:
           1  ██··  A.2
         2-7  free
         """
-        notes: dict[int, str] = {}
+        notes = {}  # block id → what is said of it
         for turn, block_id in enumerate(self.cached, start=1):
             notes[block_id] = f" cached, number {turn} to be evicted"
         for request in self.requests:
             for seq in request.sequences:
                 for block_id in seq.block_table:
                     notes[block_id] = f"{notes.get(block_id, '')} {seq.name}"
-        rows: dict[str, str] = {}  # block ids → what is drawn of them
+        rows = {}  # block ids → what is drawn of them
         for is_free, run in groupby(self.blocks, key=lambda block: block.state == "free"):
             blocks = list(run)
             if is_free and len(blocks) > 1:
@@ -154,10 +147,6 @@ class Snapshot:
         return [f"  {ids:>{width}}  {drawing}" for ids, drawing in rows.items()]
 
 
-def _draw_row(title: str, numbers: Iterable[int], width: int) -> str:
-    return f"  {title:<14} " + "".join(f"{number:>{width}}" for number in numbers)
-
-
 def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Request]) -> Snapshot:
     """The present state.
 
@@ -167,8 +156,7 @@ def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Reque
     manager = scheduler.block_manager
     filled = filled_slots(manager, scheduler.running_sequences)
     filled |= dict.fromkeys(manager.cached, manager.block_size)
-    running = set(scheduler.running)
-    states = [_request_state(request, request in running) for request in requests if request.live]
+    states = [_request_state(request) for request in requests if request.live]
     return Snapshot(
         num_steps=num_steps,
         block_size=manager.block_size,
@@ -176,7 +164,6 @@ def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Reque
         blocks=tuple(_block_state(block, filled, manager.block_size) for block in manager.blocks),
         num_free_blocks=manager.num_free_blocks,
         cached=tuple(manager.cached),
-        num_host_blocks=scheduler.swapper.num_host_blocks,
     )
 
 
@@ -186,19 +173,15 @@ def _block_state(block: Block, filled: dict[int, int], block_size: int) -> Block
         state = "full" if num_filled == block_size else "partial"
     else:
         state = "free" if block.key is None else "cached"
-    return BlockState(
-        block_id=block.block_id,
-        state=state,
-        ref_count=block.ref_count,
-        num_filled=num_filled,
-        key=block.key,
-    )
+    return BlockState(**asdict(block), state=state, num_filled=num_filled)
 
 
-def _request_state(request: Request, is_running: bool) -> RequestState:
-    state = "running"
-    if not is_running:
-        state = "swapped" if request.is_swapped else "waiting"
+def _request_state(request: Request) -> RequestState:
+    state = "waiting"
+    if request.is_swapped:
+        state = "swapped"
+    elif request.live[0].block_table:
+        state = "running"
     sequences = []
     for seq in request.live:
         number = f".{seq.index + 1}" if len(request.sequences) > 1 else ""
@@ -221,7 +204,7 @@ def short_key(key: bytes) -> str:
 
 def filled_slots(manager: BlockManager, sequences: Iterable[Sequence]) -> dict[int, int]:
     """Each block of the sequences' tables → its slots that hold K/V. A shared block counts once."""
-    filled: dict[int, int] = {}
+    filled = {}
     for seq in sequences:
         for i, block_id in enumerate(seq.block_table):
             num_filled = num_filled_slots(seq.num_computed_tokens, i, manager.block_size)
@@ -269,14 +252,13 @@ def engine_stats(num_steps: int, scheduler: Scheduler) -> EngineStats:
 # ── invariants ────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
+def check_blocks(manager: BlockManager, sequences: Collection[Sequence]) -> None:
     """Raise AssertionError unless pool, prefix index and block tables agree. Call it between steps.
 
     Args:
         sequences: all sequences that have device blocks.
     """
-    sequences = list(sequences)
-    references: Counter[int] = Counter()  # block → entries of tables
+    references = Counter()  # block → entries of tables
     for seq in sequences:
         references.update(seq.block_table)
     all_ids = sorted([*references, *manager.free_ids, *manager.cached])
@@ -310,11 +292,11 @@ def _check_table(manager: BlockManager, seq: Sequence) -> None:
             assert [key] == keys[i : i + 1], f"block {block_id} is found under other tokens"
 
 
-def _check_sharing(manager: BlockManager, sequences: list[Sequence]) -> None:
+def _check_sharing(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     """Check that tables share only blocks of equal tokens. Findable blocks must be computed."""
     size = manager.block_size
-    first_holders: dict[int, tuple[int, Sequence]] = {}  # block → logical block, sequence
-    computed: set[tuple[Request, int]] = set()
+    first_holders = {}  # block → logical block, sequence
+    computed = set()  # (request, block)
     for seq in sequences:
         for i, block_id in enumerate(seq.block_table):
             is_private = manager.blocks[block_id].key is None

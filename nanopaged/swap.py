@@ -30,7 +30,7 @@ class Swapper:
             computed yet or there are too few host blocks.
         """
         block_size = self.block_manager.block_size
-        device_blocks: dict[int, None] = {}  # used as an ordered set
+        device_blocks = {}  # used as an ordered set
         for seq in request.live:
             num_computed_blocks = blocks_needed(seq.num_computed_tokens, block_size)
             device_blocks |= dict.fromkeys(seq.block_table[:num_computed_blocks])
@@ -58,21 +58,19 @@ class Swapper:
         """
         manager = self.block_manager
         host_tables = [seq.host_table for seq in request.live]
-        host_blocks: dict[int, None] = {}  # used as an ordered set
+        host_blocks = {}  # used as an ordered set
         for table in host_tables:
             host_blocks |= dict.fromkeys(table)
         num_grown = blocks_to_grow(request.live, host_tables, manager.block_size)
         if len(host_blocks) + num_grown > manager.num_free_blocks - num_reserved:
             return None
         device_block_of = {host_id: manager.take() for host_id in host_blocks}
-        taken = set(device_block_of.values())  # each with the reference of its first table
         for seq in request.live:
             seq.block_table = [device_block_of[host_id] for host_id in seq.host_table]
             for block_id in seq.block_table:
-                if block_id in taken:
-                    taken.remove(block_id)
-                else:
-                    manager.share(block_id)
+                manager.share(block_id)
+        for block_id in device_block_of.values():
+            manager.release(block_id)  # the reference of `take`; each table has one of its own
         self.release(request)
         return list(device_block_of.items())
 

@@ -12,7 +12,7 @@ So an unfinished text leaves out its end while later tokens could still change i
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -39,37 +39,28 @@ def special_and_byte_ids(tokenizer: Tokenizer) -> tuple[set[int], set[int | None
     return special_ids, byte_ids
 
 
-@dataclass
 class Detokenizer:
     """The text of one sequence's output, without special tokens. Copies share no state."""
 
-    tokenizer: Tokenizer
-    stop: SequenceOf[str] = ()
-    text: str = field(default="", init=False)  # final, and cut before a stop string
-    _stopped: bool = field(default=False, init=False)  # whether a stop string was found
-    _num_read: int = field(default=0, init=False)  # output tokens decoded so far
-    _num_searched: int = field(default=0, init=False)  # characters searched for stop strings
-    _window: list[int] = field(default_factory=list, init=False)  # last tokens, decoded once more
-    _num_shown: int = field(default=0, init=False)  # characters of the decoded window in `text`
+    def __init__(self, tokenizer: Tokenizer, stop: SequenceOf[str] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.text = ""  # final, and cut before a stop string
+        self._stopped = False  # whether a stop string was found
+        self._num_read = 0  # output tokens decoded so far
+        self._window: list[int] = []  # last tokens, decoded once more
+        self._num_shown = 0  # characters of the decoded window in `text`
 
-    def find_stop(self, token_ids: list[int], look_for_stop: bool = True) -> str | None:
+    def find_stop(self, token_ids: list[int]) -> str | None:
         """Decode the output so far. Returns the stop string that its last token completed, or None.
 
         The text is cut before the stop string that begins first.
 
             stop = "END", text "...E", last token "ND.": the search begins len("END") - 1 = 2
             characters before the new text
-
-        Args:
-            look_for_stop: False only decodes, which is what `min_tokens` asks for.
         """
-        before_last = token_ids[self._num_read : -1]
-        if before_last:  # a failed step made the sequence start over
-            self._read_whole(before_last)
-        num_searched = self._num_searched
+        num_searched = len(self._read_whole(token_ids[self._num_read : -1]))
         text = self._read_whole(token_ids[-1:])
-        if not look_for_stop:
-            return None
         first_stop = None
         first_begin = len(text)
         for stop in self.stop:
@@ -86,9 +77,7 @@ class Detokenizer:
         """Decode the next tokens. Returns the text with all whole characters, final or not."""
         self._read(token_ids)
         rest = self._decode(self._window)[self._num_shown :]
-        text = self.text if REPLACEMENT in rest else self.text + rest
-        self._num_searched = len(text)
-        return text
+        return self.text if REPLACEMENT in rest else self.text + rest
 
     def visible(self, token_ids: list[int], finished: bool) -> str:
         """The text of the output `token_ids`, as far as it is final.
@@ -101,11 +90,12 @@ class Detokenizer:
         if finished:
             return self._decode(token_ids)
         self._read(token_ids[self._num_read :])
-        longest_stop = max([len(stop) for stop in self.stop], default=1)
-        for length in range(min(longest_stop - 1, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self.stop):
-                return self.text[:-length]
-        return self.text
+        num_held = 0  # characters at the end that a stop string may begin with
+        for stop in self.stop:
+            for length in range(1, len(stop)):
+                if self.text.endswith(stop[:length]):
+                    num_held = max(num_held, length)
+        return self.text[: len(self.text) - num_held]
 
     def _read(self, token_ids: list[int]) -> None:
         """Decode the next tokens, and add the characters that no later token can change to `text`.
@@ -145,7 +135,7 @@ class Detokenizer:
 # ── what ends an output ─────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StopRules:
     """What ends the sequences of one request, apart from stop strings. Lengths include the prompt.
 
@@ -200,17 +190,16 @@ def render_chat(
     Raises:
         TypeError, ValueError: the conversation is malformed or empty, or no chat template works.
     """
-    if isinstance(messages, str) or not all(isinstance(message, dict) for message in messages):
+    if not all(isinstance(message, dict) for message in messages):
         raise TypeError(f"a conversation is a list of {{'role', 'content'}}, got {messages!r}")
     if not messages:
         raise ValueError("the conversation is empty: it needs at least one message")
     if tokenizer is None or tokenizer.chat_template is None:
         raise ValueError("this model has no chat template: use generate")
     texts = [message | {"content": _text_of(message)} for message in messages]
-    arguments: dict[str, Any] = {"add_generation_prompt": True} | (options or {})
-    arguments["tokenize"] = False
+    options = {"add_generation_prompt": True} | (options or {}) | {"tokenize": False}
     try:
-        return str(tokenizer.apply_chat_template(texts, **arguments))
+        return str(tokenizer.apply_chat_template(texts, **options))
     except Exception as error:  # a template is a program, so it may raise anything
         raise ValueError(f"the chat template fails: {type(error).__name__}: {error}") from error
 
@@ -226,10 +215,11 @@ def _text_of(message: Message) -> str:
         return content
     lines = []
     for part in content:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise ValueError(
-                f"a message may have parts {{'type': 'text', 'text': …}} only, got {part!r}"
-            )
-        lines.append(text)
+        match part:
+            case {"type": "text", "text": str(text)}:
+                lines.append(text)
+            case _:
+                raise ValueError(
+                    f"a message may have parts {{'type': 'text', 'text': …}} only, got {part!r}"
+                )
     return "\n".join(lines)

@@ -11,7 +11,6 @@ import json
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,6 @@ from nanopaged.snapshot import short_key
 PAGE = Path(__file__).with_name("page.html")
 
 logger = logging.getLogger("nanopaged")
-
-
-@dataclass
-class State:
-    """The engine at one moment.
-
-    Fields:
-        queues: the requests in `running` and `waiting`, and the `cached` blocks.
-        rows: of each sequence, the number of its tokens, and the first six fields of its list.
-    """
-
-    queues: dict[str, list[int]]
-    rows: list[tuple[Sequence, int, list[Any]]]
 
 
 class Recorder:
@@ -87,7 +73,10 @@ class Recorder:
         self.known_tokens: dict[Sequence, int] = {}
         self.known_keys: dict[int, bytes] = {}
         self.known_texts: set[int] = set()
-        self.scheduled = self._state()  # of the current step
+        # What the next line will tell, if it is written.
+        self.num_tokens: dict[Sequence, int] = {}
+        self.tokens: set[int] = set()
+        self.scheduled = self._state()
         header = {
             "model": Path(model_name).name,
             "block_size": scheduler.block_size,
@@ -100,6 +89,7 @@ class Recorder:
 
     def batch_scheduled(self, batch: ScheduledBatch) -> None:
         """Keep the state. If the step then fails, it is never written."""
+        self.num_tokens = self.known_tokens
         self.scheduled = self._state()
 
     def step_ended(self, batch: ScheduledBatch) -> None:
@@ -108,6 +98,8 @@ class Recorder:
         updated = self._state(seq.request for seq in batch.sequences)
         numbers = self.numbers
         line = {
+            "scheduled": self.scheduled,
+            "updated": updated,
             "admitted": [numbers[request] for request in batch.admitted],
             "preempted": [[numbers[request], mode] for request, mode in batch.preempted],
             "out": batch.moves.swap_out,
@@ -118,13 +110,14 @@ class Recorder:
                 for seq in batch.sequences
             ],
         }
-        self._write(line, {"scheduled": self.scheduled, "updated": updated})
+        self._write(line)
 
     def step_failed(self, error: BaseException) -> None:
         """Write a line that says that a step has failed. All requests wait again."""
-        self._write({"failed": type(error).__name__}, {"updated": self._state()})
+        self.num_tokens = self.known_tokens
+        self._write({"failed": type(error).__name__, "updated": self._state()})
 
-    def _state(self, ended: Iterable[Request] = ()) -> State:
+    def _state(self, ended: Iterable[Request] = ()) -> dict[str, Any]:
         """Return the state now, with the requests that have just `ended`. Number the new ones."""
         running = self.scheduler.running
         waiting = self.scheduler.waiting
@@ -132,9 +125,13 @@ class Recorder:
             if request not in self.numbers:
                 self.numbers[request] = self.num_requests
                 self.num_requests += 1
-        rows = []
+        known_tokens = self.num_tokens
+        self.num_tokens = {}
+        seqs = []
         for request in dict.fromkeys([*running, *waiting, *ended]):
             for seq in request.sequences:
+                num_known = known_tokens.get(seq, 0)
+                new_tokens = seq.token_ids[num_known:]
                 fields = [
                     self.numbers[request],
                     seq.index,
@@ -142,28 +139,21 @@ class Recorder:
                     list(seq.block_table),
                     list(seq.host_table),
                     seq.finish_reason,
+                    num_known,
+                    new_tokens,
                 ]
-                rows.append((seq, seq.num_tokens, fields))
-        queues = {
+                seqs.append(fields)
+                self.num_tokens[seq] = seq.num_tokens
+                self.tokens.update(new_tokens)
+        return {
             "running": [self.numbers[request] for request in running],
             "waiting": [self.numbers[request] for request in waiting],
             "cached": list(self.scheduler.block_manager.cached),
+            "seqs": seqs,
         }
-        return State(queues, rows)
 
-    def _write(self, line: dict[str, Any], states: dict[str, State]) -> None:
-        """Add the states and all that the page does not know yet to the line, and append it."""
-        num_tokens: dict[Sequence, int] = {}
-        tokens = set()
-        for name, state in states.items():
-            seqs = []
-            for seq, end, fields in state.rows:
-                start = num_tokens.get(seq, self.known_tokens.get(seq, 0))
-                new_tokens = seq.token_ids[start:end]
-                seqs.append([*fields, start, new_tokens])
-                num_tokens[seq] = end
-                tokens.update(new_tokens)
-            line[name] = state.queues | {"seqs": seqs}
+    def _write(self, line: dict[str, Any]) -> None:
+        """Add all that the page does not know yet to the line, and append it."""
         line["requests"] = [
             [
                 number,
@@ -180,14 +170,15 @@ class Recorder:
         changed = {block_id for block_id, _ in keys.items() ^ self.known_keys.items()}
         line["keys"] = {i: short_key(keys[i]) if i in keys else None for i in sorted(changed)}
         if self.tokenizer is not None:
-            new = sorted(tokens - self.known_texts)
+            new = sorted(self.tokens - self.known_texts)
             line["texts"] = {token_id: self.tokenizer.decode([token_id]) for token_id in new}
         line["generated"] = self.scheduler.counters.num_generated_tokens
         self._append(line)
         self.known_requests = self.num_requests
-        self.known_tokens = num_tokens
+        self.known_tokens = self.num_tokens
         self.known_keys = keys
-        self.known_texts |= tokens
+        self.known_texts |= self.tokens
+        self.tokens = set()
         for request in self.numbers.keys() - {*self.scheduler.running, *self.scheduler.waiting}:
             del self.numbers[request]
 

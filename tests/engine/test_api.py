@@ -204,7 +204,7 @@ def test_wrong_kinds_of_arguments(llm: LLM, tiny: LLM) -> None:
         (llm.generate, None, "a prompt is a str or a list of token ids, got NoneType"),
         (llm.generate, b"bytes", "a prompt is a str or a list of token ids, got bytes"),
         (llm.generate, np.array(5), "a prompt is a str or a list of token ids"),
-        (tiny.stream, ["a"], "stream takes one prompt"),
+        (tiny.stream, ["a"], "token ids must be ints, got 'a'"),
         (tiny.stream, None, "a prompt is a str or a list of token ids"),
         (tiny.stream, np.array(5), "a prompt is a str or a list of token ids"),
         (tiny.chat, "hello", "a conversation is a list"),
