@@ -197,8 +197,8 @@ class LLMEngine:
             raise ValueError(f"request_id {request.request_id!r} is taken by an unfinished request")
         request.arrival_time = time.monotonic()
         with self._or_start_over():
+            self.scheduler.add(request)  # first, because a `rank` that somebody wrote may raise
             self.requests[request.request_id] = request
-            self.scheduler.add(request)
 
     def abort_request(self, request_id: str) -> RequestOutput:
         """Stop a running or waiting request and free its blocks. Returns its output so far.

@@ -213,25 +213,29 @@ class LLM:
                 self._num_calls -= 1
             self._ended += requests
             if not self._uses_engine:
-                with self._engine_in_use():
-                    pass
+                self._forget_ended()
 
     @contextmanager
     def _engine_in_use(self) -> Iterator[None]:
-        """Around each use of the engine. At its end, requests of calls that have ended are removed.
+        """Around each use of the engine.
 
         The garbage collector may close a stream in the middle of a step. So the stream only notes
-        that its call has ended, and the step that is under way aborts its request.
+        that its call has ended, and the step that is under way removes its request at the end.
         """
         self._uses_engine = True
         try:
             yield
         finally:
-            while self._ended:
-                request = self._ended.pop()
-                if self.engine.requests.get(request.request_id) is request:
-                    self.engine.forget(request)
-            self._uses_engine = False
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Take requests of calls that have ended out of the engine; abort the unfinished ones."""
+        self._uses_engine = True
+        while self._ended:
+            request = self._ended.pop()
+            if self.engine.requests.get(request.request_id) is request:
+                self.engine.forget(request)
+        self._uses_engine = False
 
     def _step(self, requests: list[Request]) -> list[Request]:
         """Run a step of the engine. Returns the requests that got a token.

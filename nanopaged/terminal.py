@@ -29,7 +29,7 @@ def load_fork(file: str) -> Any:
     try:
         return import_module(path.stem).LLM
     except (ImportError, AttributeError, SyntaxError) as error:
-        raise ValueError(f"{file} is no fork, which has a class LLM: {error}") from error
+        raise ValueError(f"{file} is not a fork: its file has no class LLM: {error}") from error
 
 
 def one_line(error: object) -> str:

@@ -101,7 +101,7 @@ def test_example_with_another_model_and_a_trace(tmp_path: Path) -> None:
             "typo is not a folder: name the one that holds config.json, or a hub id",
         ),
         (f"example.py --prompt '{'word ' * 3000}'", "has 3002 tokens, but max_model_len is 2048"),
-        ("example.py --fork gone.py", "gone.py is no fork, which has a class LLM"),
+        ("example.py --fork gone.py", "gone.py is not a fork: its file has no class LLM"),
         ("-m nanopaged --max-tokens 0", "max_tokens is 0, but must be at least 1"),
         (
             "-m nanopaged --model ./typo",
@@ -250,7 +250,7 @@ def test_programs_run_a_fork(fork: str) -> None:
     assert four_at_a_time.splitlines()[-1] != all_together.splitlines()[-1]
     tier = run("docs/experiments/arrivals.py", "--fork", "docs/forks/tier/tier.py", status=2)
     assert "tier.py needs a model: its engine asks the runner for 'tier'" in tier
-    assert "gone.py is no fork, which has a class LLM" in run("bench.py", "--fork", "gone.py", status=2)
+    assert "gone.py is not a fork: its file has no class LLM" in run("bench.py", "--fork", "gone.py", status=2)
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ def test_a_file_that_is_no_fork(text: str | None, tmp_path: Path, monkeypatch: p
     file = tmp_path / f"no_fork_{len(text or 'none')}.py"
     if text is not None:
         file.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=f"{file.name} is no fork, which has a class LLM"):
+    with pytest.raises(ValueError, match=f"{file.name} is not a fork: its file has no class LLM"):
         load_fork(str(file))
 
 

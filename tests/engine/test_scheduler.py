@@ -291,6 +291,15 @@ def test_another_rank_is_another_policy(make: MakeEngine) -> None:
     assert engine.stats().num_preemptions_recompute > 0
 
 
+def test_a_rank_that_raises_leaves_nothing_queued(make: MakeEngine) -> None:
+    """Past bug: the request was in no queue, and the engine waited for it for ever."""
+    engine = make(num_blocks=8)
+    engine.scheduler.rank = lambda request: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.add_request("a", tokens(4, 4), params(4))
+    assert not engine.has_unfinished_requests()
+
+
 def test_the_last_in_rank_is_preempted(make: MakeEngine) -> None:
     """Also if it arrived first and runs already."""
     engine = make(num_blocks=8, watermark=0)
