@@ -208,7 +208,7 @@ def check_token_ids(token_ids: Any, vocab_size: int, kind: str = "token") -> lis
         raise TypeError(f"a prompt is a str or a list of token ids, got {type(token_ids).__name__}")
     for token_id in token_ids:
         if isinstance(token_id, Mapping):
-            prompt_as_dict(token_id)  # a message of a chat has an error of its own
+            raise ValueError(f"messages are for chat: llm.chat(messages, params); got {token_id!r}")
         if not is_int(token_id):
             raise TypeError(f"{kind} ids must be ints, got {token_id!r} in the prompt")
         if not 0 <= token_id < vocab_size:
