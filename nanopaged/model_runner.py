@@ -67,7 +67,7 @@ class ModelRunner:
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.block_size = config.block_size
         self.max_num_batched_tokens = max_num_batched_tokens
-        share = model_config.share(config.tensor_parallel_size)  # the sizes of this rank's layers
+        share = model_config.share(ranks.size if ranks is not None else 1)  # this rank's layers
         shape = self.make_shape(
             num_layers=share.num_layers,
             num_kv_heads=share.num_kv_heads,
