@@ -268,8 +268,8 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     chunks = torch.cat((sums, rest), dim=1).double()
     ends = chunks.cumsum(-1)
     target = u * ends[:, -1:]
-    chunk = torch.searchsorted(ends, target, right=True)
-    chunk = chunk.clamp(max=chunks.shape[-1] - 1)  # NaN is found behind the last one
+    # NaN is found behind the last chunk.
+    chunk = torch.searchsorted(ends, target, right=True).clamp(max=chunks.shape[-1] - 1)
     weight = chunks.gather(1, chunk)
     share = (target - ends.gather(1, chunk) + weight) / weight  # of the chunk, up to the target
     tokens = chunk * length + torch.arange(length, device=chunk.device)  # [num_rows, length]
