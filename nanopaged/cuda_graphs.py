@@ -27,8 +27,8 @@ from nanopaged.model.decoder import Model
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture: 1 2 4 8 16 24 32 ..., and `max_num_seqs` itself."""
-    sizes = [1, 2, 4, *range(8, max_num_seqs, 8)]
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+    sizes = {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs}
+    return sorted([size for size in sizes if size <= max_num_seqs])
 
 
 class DecodeGraphs:
@@ -48,28 +48,20 @@ class DecodeGraphs:
     ) -> None:
         self.model = model
         self.attention = attention
-        self.tables = attention.tables
         self.capture = capture or Capture()
         max_blocks = -(-max_context_len // attention.cache.block_size)  # ceil division
-        self.tables.reserve(max_num_seqs, max_blocks)
-        self.captured_tables = self.tables.data
+        attention.tables.reserve(max_num_seqs, max_blocks)
         self.sizes = graph_sizes(max_num_seqs)
-        # During a capture it is illegal to free CUDA memory, as garbage collection might.
+        # It is illegal to free CUDA memory during a capture, so collect what others have left now.
         gc.collect()
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            # The largest first: smaller ones reuse its memory.
-            self.graphs = {size: self._capture_size(size) for size in reversed(self.sizes)}
-        finally:
-            if was_enabled:
-                gc.enable()
+        # The largest first: smaller ones reuse its memory.
+        self.graphs = {size: self._capture_size(size) for size in reversed(self.sizes)}
 
     @torch.inference_mode()
     def _capture_size(self, size: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
         """The packed inputs of a graph, its output [size, hidden_size], and its replay."""
         inputs = self._inputs(size, np.empty((5, 0)))
-        packed = to_device(np.concatenate(inputs), self.captured_tables.device)
+        packed = to_device(np.concatenate(inputs), self.attention.device)
         views = packed.split([len(array) for array in inputs])
         input_ids, positions, slot_mapping, table_rows, firsts, splits = views
         attention = copy.copy(self.attention)  # the same cache and tables, but this graph's inputs
@@ -106,8 +98,7 @@ class DecodeGraphs:
         n = len(input_ids)
         size = next(size for size in self.sizes if size >= n)
         packed, hidden, replay = self.graphs[size]
-        table_rows = self.tables.update(metadata.seq_ids, metadata.block_tables)
-        assert self.tables.data is self.captured_tables, "the graphs read the old block tables"
+        table_rows = self.attention.tables.update(metadata.seq_ids, metadata.block_tables)
         rows = [input_ids, positions, metadata.slot_mapping, table_rows, metadata.context_lens]
         inputs = np.concatenate(self._inputs(size, np.array(rows)))
         to_device(inputs, packed.device, out=packed)

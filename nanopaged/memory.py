@@ -25,20 +25,20 @@ HOST_BYTES = 4 << 30
 logger = logging.getLogger("nanopaged")
 
 
-def pick_device(name: str, local_rank: int | None) -> torch.device:
+def pick_device(name: str, ranks: Ranks | None) -> torch.device:
     """The torch device of that name, with its number. Each rank of a machine has its own GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if local_rank is not None and name.startswith("cuda"):
-        name = f"cuda:{local_rank}"
+    if ranks is not None and name.startswith("cuda"):
+        name = f"cuda:{ranks.local_rank}"
     try:
         device = torch.empty(0, device=name).device  # "cuda" becomes "cuda:0"
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"device {name!r} cannot be used here: PyTorch has no such device"
         ) from error
-    is_alone = local_rank is None
-    if device.type not in ("cpu", "cuda") and not (is_alone and device.type == "mps"):
+    is_mps_alone = device.type == "mps" and ranks is None
+    if device.type not in ("cpu", "cuda") and not is_mps_alone:
         raise ValueError(
             f"device {name!r} cannot be used here: only cpu, cuda and, by one rank, mps can"
         )
@@ -71,9 +71,6 @@ def count_blocks(
     num_blocks = config.num_blocks
     if num_blocks is None:
         num_blocks = measure_num_blocks(config, model, shape, max_model_len, max_num_batched_tokens)
-    if ranks is not None:
-        num_blocks = ranks.smallest(num_blocks)
-
     num_host_blocks = config.num_host_blocks
     if num_host_blocks is None:
         maximum = HOST_BYTES // config.tensor_parallel_size // block_bytes
@@ -81,8 +78,9 @@ def count_blocks(
             maximum = 0
         device = model.embed_tokens.weight.device
         num_host_blocks = num_pinned(min(num_blocks, maximum), block_bytes, device)
-        if ranks is not None:
-            num_host_blocks = ranks.smallest(num_host_blocks)
+    if ranks is not None:
+        num_blocks = ranks.smallest(num_blocks)
+        num_host_blocks = ranks.smallest(num_host_blocks)
     logger.info(
         f"KV cache: {num_blocks:,} blocks of {config.block_size} tokens"
         f" ({num_blocks * block_bytes >> 20:,} MiB),"
@@ -201,14 +199,11 @@ def largest_step(
     tokens = to_device(positions, device)
     hidden = model(tokens * 0, tokens, lambda layer, q, k, v: attention(0, q, k, v))
     # Top-p sorts all probabilities. Penalties, bans and forks copy the logits.
-    params = [SamplingParams(top_k=10), SamplingParams(top_p=0.9, min_p=0.1)]
+    params = SamplingParams(top_p=0.9, min_p=0.1)
+    draw = Draw(params, seed=0, index=0, position=0, banned_token_ids=[0], token_counts={0: 1})
     num_rows = max(config.max_num_seqs, LOGITS_TILE)
-    draws = [
-        Draw(params[i % 2], seed=0, index=i, position=0, banned_token_ids=[0], token_counts={0: 1})
-        for i in range(num_rows)
-    ]
     logits = model.logits(hidden[:1].expand(num_rows, -1))
-    sample(logits.clone(), SamplingMetadata(draws, device))
+    sample(logits.clone(), SamplingMetadata([draw] * num_rows, device))
 
 
 def cheaper_preemption(model: Model, kv_cache: KVCache, budget: int) -> str:
@@ -226,7 +221,7 @@ def cheaper_preemption(model: Model, kv_cache: KVCache, budget: int) -> str:
     moves = Moves(swap_out=blocks, swap_in=blocks)
     swap = seconds(lambda: kv_cache.move_blocks(moves), device) / num_moves
     num_tokens = budget if device.type == "cuda" else min(64, budget)
-    ids = torch.arange(num_tokens, dtype=torch.int64, device=device) % model.config.vocab_size
+    ids = torch.arange(num_tokens, device=device) % model.config.vocab_size
     prefill = seconds(lambda: model(ids, ids * 0, lambda layer, q, k, v: q), device)
     recompute = prefill * kv_cache.block_size / num_tokens
     choice = "swap" if swap < recompute else "recompute"

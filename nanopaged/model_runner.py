@@ -3,7 +3,7 @@
 The runner has the model and the KV cache. It reads sequences and block tables, and changes neither.
 """
 
-from collections.abc import Callable
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,11 @@ class ModelRunner:
     """Computes batches; the engine calls `execute` once in each step."""
 
     # A fork has others.
-    make_model: Callable[..., Any] = staticmethod(load_model)
-    make_shape: type[KVShape] = KVShape
-    make_cache: type[KVCache] = KVCache
-    make_attention: Callable[..., Any] = staticmethod(make_attention)
-    sample: Callable[..., Any] = staticmethod(sample_next_tokens)
+    make_model = staticmethod(load_model)
+    make_shape = KVShape
+    make_cache = KVCache
+    make_attention: Any = staticmethod(make_attention)
+    sample = staticmethod(sample_next_tokens)
 
     def __init__(
         self,
@@ -61,8 +61,7 @@ class ModelRunner:
         ranks: Ranks | None = None,
     ) -> None:
         self.ranks = ranks
-        local_rank = ranks.local_rank if ranks is not None else None
-        self.device = pick_device(config.device, local_rank)
+        self.device = pick_device(config.device, ranks)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # for Triton's kernels and CUDA graphs
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
@@ -104,8 +103,8 @@ class ModelRunner:
         scale = model_config.attention_scale
         self.attention = self.make_attention(backend, self.kv_cache, scale)
         self.graphs = None
-        is_on_gpu = self.device.type == "cuda"
-        if is_on_gpu and self.attention.supports_cuda_graphs and not config.enforce_eager:
+        can_capture = self.device.type == "cuda" and self.attention.supports_cuda_graphs
+        if can_capture and not config.enforce_eager:
             from nanopaged.cuda_graphs import DecodeGraphs
 
             self.graphs = DecodeGraphs(
@@ -131,7 +130,7 @@ class ModelRunner:
             if inputs.sample_rows:
                 logits = self.model.logits(take_rows(hidden, inputs.sample_rows))
             prompt_logprobs = self.score_prompts(tiles, hidden)
-            if self.ranks is not None and self.device.type == "cuda":
+            if self.ranks is not None:
                 self.ranks.check()
         except BaseException as error:
             if self.ranks is not None:
@@ -156,14 +155,13 @@ class ModelRunner:
         self, tiles: list[PromptTile], hidden: Tensor
     ) -> dict[Request, list[Logprobs]]:
         """For each request of the tiles, the log-probabilities of the tokens scored."""
-        scores: dict[Request, list[Logprobs]] = {}
+        scores = defaultdict(list)
         for tile in tiles:
             logprobs = self.model.logits(take_rows(hidden, tile.rows)).log_softmax(-1)
             token_ids = to_device(np.array(tile.token_ids), logprobs.device)
             num_logprobs = [tile.request.params.prompt_logprobs] * len(tile.rows)
             tokens = gather_logprobs(logprobs, token_ids, num_logprobs, allowed=logprobs)
-            scores_of_request = scores.setdefault(tile.request, [])
-            scores_of_request += [token.logprobs or {} for token in tokens]
+            scores[tile.request] += [token.logprobs or {} for token in tokens]
         return scores
 
     @torch.inference_mode()
@@ -191,12 +189,12 @@ class ModelRunner:
 def choose_operations(backend: str, device: torch.device, enforce_eager: bool) -> Operations:
     """The functions for the small operations of the layers: one pass over memory, if possible."""
     if backend == "cpp":
-        return Operations(rms_norm=cpp.rms_norm, norm_rotate=cpp.norm_rotate, silu_mul=cpp.silu_mul)
+        return Operations(cpp.rms_norm, cpp.norm_rotate, cpp.silu_mul)
     if device.type == "cuda" and not enforce_eager:
         return Operations(  # dynamic: for any number of tokens
-            rms_norm=torch.compile(rms_norm, dynamic=True),
-            norm_rotate=torch.compile(norm_rotate, dynamic=True),
-            silu_mul=torch.compile(silu_mul, dynamic=True),
+            torch.compile(rms_norm, dynamic=True),
+            torch.compile(norm_rotate, dynamic=True),
+            torch.compile(silu_mul, dynamic=True),
         )
     return PLAIN
 

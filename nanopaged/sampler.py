@@ -62,13 +62,13 @@ class SamplingMetadata:
         self.any_greedy = any(is_greedy)
         if self.all_greedy:
             return
-        filters = np.array([draw.params.filters for draw in draws], dtype=np.float32)
+        filters = [draw.params.filters for draw in draws]
         noise = [uniform(draw.seed, draw.index, draw.position) for draw in draws]
-        # On the host as well, to decide which filters to run.
-        self.top_ks = filters[:, 1]
-        self.top_ps = filters[:, 2]
-        self.min_ps = filters[:, 3]
         table = np.column_stack((filters, noise, is_greedy)).astype(np.float32)  # [num_draws, 6]
+        # On the host as well, to decide which filters to run.
+        self.top_ks = table[:, 1]
+        self.top_ps = table[:, 2]
+        self.min_ps = table[:, 3]
         columns = to_device(table, device).split(1, dim=1)  # each [num_draws, 1]
         self.temperature, self.top_k, self.top_p, self.min_p, self.uniform, self.is_greedy = columns
 
@@ -108,13 +108,12 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
     draws = []
     rows = []  # of each draw, in the logits
     ready = [seq for seq in batch.sequences if seq.needs_sample]
-    vocab_size = logits.shape[-1]
     for row, seq in enumerate(ready):
-        draws_of_seq = draws_of(seq, vocab_size)
-        draws += draws_of_seq
-        rows += [row] * len(draws_of_seq)
+        for draw in draws_of(seq, vocab_size=logits.shape[-1]):
+            draws.append(draw)
+            rows.append(row)
     tokens = sample(take_rows(logits, rows), SamplingMetadata(draws, logits.device))
-    samples: dict[Sequence, list[Sample]] = {seq: [] for seq in batch.sequences}
+    samples = {seq: [] for seq in batch.sequences}
     for row, token in zip(rows, tokens, strict=True):
         seq = ready[row]
         if not math.isfinite(token.logprob):
@@ -149,7 +148,7 @@ def count_tokens(seq: Sequence) -> dict[int, int]:
     params = seq.request.params
     assert isinstance(params, SamplingParams)  # beams have no penalties
     end = seq.request.num_prompt_tokens
-    counts = dict(Counter(seq.token_ids[end:]))
+    counts = Counter(seq.token_ids[end:])
     if params.repetition_penalty != 1:
         for token_id in seq.token_ids[:end]:
             counts.setdefault(token_id, 0)
@@ -183,8 +182,7 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
     else:
         token_ids = draw_tokens(filtered_probs(allowed, metadata), metadata.uniform)
         if metadata.any_greedy:
-            is_greedy = metadata.is_greedy[:, 0] > 0
-            token_ids = torch.where(is_greedy, allowed.argmax(-1), token_ids)
+            token_ids = torch.where(metadata.is_greedy[:, 0] > 0, allowed.argmax(-1), token_ids)
     return gather_logprobs(logprobs, token_ids, metadata.num_logprobs, allowed)
 
 
@@ -270,8 +268,8 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     chunks = torch.cat((sums, rest), dim=1).double()
     ends = chunks.cumsum(-1)
     target = u * ends[:, -1:]
-    chunk = torch.searchsorted(ends, target, right=True)
-    chunk = chunk.clamp(max=chunks.shape[-1] - 1)  # NaN is found behind the last one
+    # NaN is found behind the last chunk.
+    chunk = torch.searchsorted(ends, target, right=True).clamp(max=chunks.shape[-1] - 1)
     weight = chunks.gather(1, chunk)
     share = (target - ends.gather(1, chunk) + weight) / weight  # of the chunk, up to the target
     tokens = chunk * length + torch.arange(length, device=chunk.device)  # [num_rows, length]
@@ -312,8 +310,8 @@ def gather_logprobs(
     for row, num in zip(rows, num_logprobs, strict=True):
         token = Sample(int(row[0]), row[1])
         if num is not None:
-            best_values = row[3 : 3 + num]
-            best_ids = row[3 + num_best : 3 + num_best + num]
+            best_values = row[3 : 3 + num_best]
+            best_ids = row[3 + num_best :]
             token.logprobs = {}
             for i in range(num):
                 token.logprobs[int(best_ids[i])] = Logprob(best_values[i], rank=i + 1)

@@ -41,14 +41,8 @@ def flags() -> list[str]:
     options += ["-shared", "-fPIC"]
     is_arm = platform.machine() in ("arm64", "aarch64")
     options.append("-mcpu=native" if is_arm else "-march=native")
-    if sys.platform == "darwin":
-        return [
-            *options,
-            "-Xclang",
-            "-fopenmp",
-            f"-L{Path(torch.__file__).parent / 'lib'}",
-            "-lomp",
-        ]
+    if sys.platform == "darwin":  # whose clang needs -Xclang before -fopenmp
+        options += [f"-L{Path(torch.__file__).parent / 'lib'}", "-lomp", "-Xclang"]
     return [*options, "-fopenmp"]
 
 

@@ -98,9 +98,7 @@ def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
     slots = _weight_slots(model)
     files = _weight_files(folder)
     # Old checkpoints carry rotary frequencies, and some tied ones a copy of the embedding.
-    redundant = ("rotary_emb.inv_freq",)
-    if model.config.tie_word_embeddings:
-        redundant += ("lm_head.weight",)
+    redundant = ("rotary_emb.inv_freq", "lm_head.weight")
     missing = sorted(slots.keys() - files.keys())[:8]
     extra = [name for name in files.keys() - slots.keys() if not name.endswith(redundant)]
     unexpected = sorted(extra)[:8]
@@ -108,7 +106,7 @@ def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
         names = one_line(f"missing: {', '.join(missing)}; unexpected: {', '.join(unexpected)}")
         raise ValueError(f"the weights in {folder} do not match its config.json; {names}")
     shapes = _weight_slots(Model(model.config))  # without memory, for the shapes of unsplit weights
-    for file in sorted(set(files.values())):
+    for file in set(files.values()):
         with _open_weights(file) as tensors:
             for name, slot in slots.items():
                 if files[name] != file:
@@ -184,8 +182,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     for name, file in weight_map.items():
         files[name] = folder / str(file)
         # The file itself may be a link to elsewhere, as in the cache of the hub.
-        parent = Path(os.path.realpath(files[name].parent))
-        if not parent.is_relative_to(os.path.realpath(folder)):
+        if not files[name].parent.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"{index} lists {file!r}, which is outside {folder}")
     return files
 
@@ -197,11 +194,9 @@ def _share(name: str, slot: Tensor, shape: list[int], rank: int, size: int) -> t
     """
     parts = []
     for total, length in zip(shape, slot.shape, strict=True):
-        first = 0
-        if total > length:
-            first = rank * total // size // length * length
-            if name.startswith(("lm_head", "model.embed_tokens")):
-                first = rank * length  # the last share may be smaller
+        first = rank * total // size // length * length  # 0 if the slot takes all
+        if name.startswith(("lm_head", "model.embed_tokens")) and total > length:
+            first = rank * length  # the last share may be smaller
         parts.append(slice(first, first + length))
     return tuple(parts)
 

@@ -110,9 +110,9 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.ranks = ranks
-        self.weight: nn.Parameter | None = empty_weight(out_features, in_features)
+        self.weight = empty_weight(out_features, in_features)
         self.bias = empty_weight(out_features) if bias else None
-        self._reordered: Tensor | None = None
+        self._reordered = None
 
     def reorder_weight(self) -> str | None:
         """On a CPU, keep W in the layout that oneDNN reads. Returns the reason if that fails.

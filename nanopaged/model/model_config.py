@@ -16,13 +16,13 @@ from transformers import AutoConfig
 from nanopaged.config import DTYPES
 from nanopaged.terminal import one_line
 
-FAMILIES: dict[str, dict[str, bool]] = {  # model_type → how it differs from Llama
+FAMILIES = {  # model_type → how it differs from Llama
     "llama": {},
     "qwen2": {"qkv_bias": True, "o_bias": False},
     "qwen3": {"qk_norm": True},
 }
 # setting → the values that are supported. A setting that is missing has the first of them.
-CHOICES: dict[str, tuple[Any, ...]] = {
+CHOICES = {
     "hidden_act": ("silu", "swish"),
     "quantization_config": (None, {}),
     "rope_type": ("default", "llama3"),
@@ -138,8 +138,8 @@ def read_model_config(folder: Path) -> ModelConfig:
         "head_dim": head_dim,
     }
     if min(sizes.values()) < 1 or num_heads % num_kv_heads or head_dim % 2:
-        supported = "sizes above 0, num_heads a multiple of num_kv_heads, head_dim even"
-        raise _unsupported(file, "sizes", sizes, supported)
+        limits = "sizes above 0, num_heads a multiple of num_kv_heads, head_dim even"
+        raise _unsupported(file, "sizes", sizes, limits)
     bias = bool(getattr(hf, "attention_bias", False))
     family = {"qkv_bias": bias, "o_bias": bias, "qk_norm": False} | FAMILIES[model_type]
     rope_scaling = None
