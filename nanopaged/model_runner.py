@@ -170,7 +170,7 @@ class ModelRunner:
         assert self.ranks is not None
         while True:
             inputs = self.ranks.receive()
-            if inputs is None:
+            if inputs is None:  # rank 0 measures, which needs all ranks
                 self.cheaper_preemption()
                 continue
             hidden = self.forward(inputs)

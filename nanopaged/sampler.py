@@ -46,8 +46,7 @@ class Draw:
 
 
 class SamplingMetadata:
-    """The parameters of all draws of a step, as tensors on the device: row i for row i of the
-    logits.
+    """The parameters of all draws of a step, as tensors on the device. Row i is for logits[i].
 
     Bans and penalties change the logits of single tokens, so they are sent as lists of (row,
     token).
@@ -266,18 +265,19 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     sums = probs[:, :num_whole].unflatten(1, (-1, length)).sum(-1)
     rest = probs[:, num_whole:].sum(-1, keepdim=True)  # the shorter chunk at the end, or 0
     chunks = torch.cat((sums, rest), dim=1).double()
-    ends = chunks.cumsum(-1)
-    target = u * ends[:, -1:]
+    chunk_ends = chunks.cumsum(-1)
+    target = u * chunk_ends[:, -1:]
     # NaN is found behind the last chunk.
-    chunk = torch.searchsorted(ends, target, right=True).clamp(max=chunks.shape[-1] - 1)
+    chunk = torch.searchsorted(chunk_ends, target, right=True).clamp(max=chunks.shape[-1] - 1)
     weight = chunks.gather(1, chunk)
-    share = (target - ends.gather(1, chunk) + weight) / weight  # of the chunk, up to the target
+    chunk_start = chunk_ends.gather(1, chunk) - weight
+    # How far the target lies in the chunk; below 1, so that the last token is not passed.
+    share = ((target - chunk_start) / weight).clamp(0.0, 1.0 - 2.0**-53)
     tokens = chunk * length + torch.arange(length, device=chunk.device)  # [num_rows, length]
     inside = probs.gather(1, tokens.clamp(max=vocab_size - 1))
     inside = inside.masked_fill(tokens >= vocab_size, 0.0)
-    ends = inside.double().cumsum(-1)
-    target = share.clamp(0.0, 1.0 - 2.0**-53) * ends[:, -1:]
-    drawn = tokens[:, :1] + torch.searchsorted(ends, target, right=True)
+    token_ends = inside.double().cumsum(-1)
+    drawn = tokens[:, :1] + torch.searchsorted(token_ends, share * token_ends[:, -1:], right=True)
     return drawn[:, 0].clamp(max=vocab_size - 1)
 
 

@@ -64,8 +64,8 @@ def load_model(
         model.rotary.compute(model_config, max_model_len, dtype, device)
     except (RuntimeError, OverflowError, TypeError) as error:  # of the first kind: out of memory
         raise ValueError(
-            f"the model cannot be allocated on {device}, lower max_model_len, {max_model_len}:"
-            f" {model_config}"
+            f"the model cannot be allocated on {device}: lower max_model_len, which is"
+            f" {max_model_len} ({model_config})"
         ) from error
     rank = ranks.rank if ranks is not None else 0
     if config.load_format == "dummy":

@@ -29,8 +29,9 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     if x.is_cuda:  # one kernel
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     y = x.to(torch.float32, copy=True)
-    mean = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-    y = y.mul_(mean.add_(eps).rsqrt_()).to(x.dtype)
+    # ‖y‖² / n is mean(y²), without a temporary tensor.
+    mean_square = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+    y = y.mul_(mean_square.add_(eps).rsqrt_()).to(x.dtype)
     return y if weight is None else y.mul_(weight)
 
 
