@@ -250,7 +250,8 @@ def test_programs_run_a_fork(fork: str) -> None:
     assert four_at_a_time.splitlines()[-1] != all_together.splitlines()[-1]
     tier = run("docs/experiments/arrivals.py", "--fork", "docs/forks/tier/tier.py", status=2)
     assert "tier.py needs a model: its engine asks the runner for 'tier'" in tier
-    assert "gone.py is not a fork: its file has no class LLM" in run("bench.py", "--fork", "gone.py", status=2)
+    complaint = run("bench.py", "--fork", "gone.py", status=2)
+    assert "gone.py is not a fork: its file has no class LLM" in complaint
 
 
 @pytest.mark.slow

@@ -107,9 +107,9 @@ def start(program: str, **options: object) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @needs_bash
-@pytest.mark.parametrize("program", [program for program in PROGRAMS if "bench.py" not in program])
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if not name.startswith(("bench", "example"))])
 def test_ctrl_c_at_any_moment(program: str) -> None:
-    """Also while it loads, except in bench.py, which imports everything before `main`.
+    """Also while it loads, except in bench.py and example.py, which import PyTorch before `main`.
 
     (In the first instants Python itself starts, and no line of ours has run.)
     """
