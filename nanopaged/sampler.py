@@ -106,9 +106,10 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
     """
     draws = []
     rows = []  # of each draw, in the logits
+    vocab_size = logits.shape[-1]
     ready = [seq for seq in batch.sequences if seq.needs_sample]
     for row, seq in enumerate(ready):
-        for draw in draws_of(seq, vocab_size=logits.shape[-1]):
+        for draw in draws_of(seq, vocab_size):
             draws.append(draw)
             rows.append(row)
     tokens = sample(take_rows(logits, rows), SamplingMetadata(draws, logits.device))
