@@ -111,7 +111,8 @@ class BlockManager:
         block.ref_count += 1
 
     def release(self, block_id: int) -> None:
-        """Give a reference back. After the last one a published block is cached, another is free.
+        """Give a reference back. When the last one goes, the block is cached if published, else
+        free.
 
         Raises:
             RuntimeError: the block has no references.
@@ -295,7 +296,7 @@ class BlockManager:
         return prefix
 
     def publish(self, seq: Sequence) -> None:
-        """Make the blocks that this step will fill findable, unless equal blocks are already.
+        """Add the blocks that this step will fill to the prefix index, unless equal ones are in it.
 
         No other function adds to the prefix index. Requests with the same prompt can share blocks
         within one step, because every layer stores the K/V of the whole batch before any sequence

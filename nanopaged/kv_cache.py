@@ -32,7 +32,7 @@ def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None
 
 
 def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:
-    """The given rows of a tensor; rows 0, 1, 2, … are a view."""
+    """The given rows of a tensor. If they are the first rows in order, the result is a view."""
     if rows == list(range(len(rows))):
         return tensor[: len(rows)]
     return tensor[to_device(np.array(rows), tensor.device)]

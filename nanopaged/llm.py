@@ -39,7 +39,7 @@ class LLM:
     Raises: as `EngineConfig` and `LLMEngine`.
     """
 
-    engine_class = LLMEngine  # a fork's is another
+    engine_class = LLMEngine  # a fork replaces this class
 
     def __init__(self, model: str | Path | None = None, **config: Any) -> None:
         self.engine = self.engine_class(self.engine_class.make_config(model=model, **config))

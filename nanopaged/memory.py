@@ -40,7 +40,7 @@ def pick_device(name: str, ranks: Ranks | None) -> torch.device:
     is_mps_alone = device.type == "mps" and ranks is None
     if device.type not in ("cpu", "cuda") and not is_mps_alone:
         raise ValueError(
-            f"device {name!r} cannot be used here: only cpu, cuda and, by one rank, mps can"
+            f"device {name!r} cannot be used here: use cpu, cuda, or mps with one rank"
         )
     return device
 

@@ -44,7 +44,7 @@ class PromptTile:
 class ModelRunner:
     """Computes batches; the engine calls `execute` once in each step."""
 
-    # A fork has others.
+    # A fork replaces them.
     make_model = staticmethod(load_model)
     make_shape = KVShape
     make_cache = KVCache

@@ -14,7 +14,7 @@ LayerMod = Callable[[Tensor, Tensor, Tensor], Tensor]  # a ScoreMod in one layer
 
 
 def for_layer(score_mod: ScoreMod | None, layer: int) -> LayerMod | None:
-    """What a `score_mod` does in one layer."""
+    """Bind a `score_mod` to one layer."""
     if score_mod is None:
         return None
     return lambda scores, queries, keys: score_mod(layer, scores, queries, keys)

@@ -81,7 +81,7 @@ template <class T> inline void store(T* x, Vec v, int64_t n) {
 template <int W> inline Vec fold(Vec a, Vec b) { return SHUFFLE(LOW) + SHUFFLE(HIGH); }
 template <int W> inline Vec fold_maximum(Vec a, Vec b) { return maximum(SHUFFLE(LOW), SHUFFLE(HIGH)); }
 
-// Sixteen sums at once: lane i of the result is the sum of the lanes of parts[i].
+// Sixteen sums together: lane i of the result is the sum of the lanes of parts[i].
 inline Vec sums(Vec parts[LANES]) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) parts[i] = fold<8>(parts[i], parts[i + 8]);

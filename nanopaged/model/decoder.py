@@ -311,7 +311,9 @@ class Model(nn.Module):
         return ranks.all_reduce(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden_size] → float32 scores [n, vocab_size], only columns on ranks above 0.
+        """hidden [n, hidden_size] → float32 scores [n, vocab_size].
+
+        Ranks above 0 return only their own columns.
 
         Scores on Apple's GPU are copied to the host, because sampling adds up probabilities in
         float64, which that GPU does not have.

@@ -135,7 +135,7 @@ def test_the_number_of_blocks(qwen3: Oracle, apple: None, monkeypatch: pytest.Mo
     [
         ({"attention_backend": "flash"}, "'flash' cannot .*(a CUDA GPU.*this is mps:0|cannot be imported)"),
         ({"attention_backend": "cpp"}, "'cpp' cannot run here: its kernels run on a CPU, not on mps:0"),
-        ({"tensor_parallel_size": 2}, "device 'mps' cannot .*: only cpu, cuda and, by one rank, mps can"),
+        ({"tensor_parallel_size": 2}, "device 'mps' cannot .*: use cpu, cuda, or mps with one rank"),
     ],
 )
 def test_what_needs_another_device_says_so(
