@@ -51,10 +51,12 @@ def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_siz
 class Block:
     """A physical block and its state.
 
-        free ──▶ partial ──▶ full ──▶ cached ──▶ full again (a hit: `share`)
-         ▲ `take`   │   filled │   `release`, published: contents kept
-         └──────────┴──────────┘         └──▶ partial: evicted by `take`, least recently used first
-           `release`, not published
+        free → partial      `take` hands it out
+        partial → full      its last slot is written
+        full → cached       the last `release`, if it is published; its contents are kept
+        cached → full       a hit: `share`
+        cached → partial    `take` evicts it, the least recently used first
+        any → free          the last `release`, if it is not published
 
     `key` is set while the prefix index points to this block. With ref_count 0 a block is cached if
     it has a key, else free.
