@@ -180,7 +180,7 @@ def start(size: int, make_runner: Any) -> Any:
                 "under torchrun a program can have one engine, whose tensor_parallel_size is the"
                 f" number of processes, {limit}, not {size}"
             )
-        ranks = Ranks(rank, size, dist.get_node_local_rank(), store)
+        ranks = Ranks(rank, size, local_rank=dist.get_node_local_rank(), store=store)
         if rank > 0:
             make_runner(ranks=ranks).serve()
     else:

@@ -137,10 +137,28 @@ def draws_of(seq: Sequence, vocab_size: int) -> list[Draw]:
     banned = seq.banned_token_ids
     if isinstance(params, BeamSearchParams):
         num = min(request.num_candidates + len(banned), vocab_size)
-        return [Draw(GREEDY, 0, 0, seq.num_tokens, banned, num_candidates=num)]
+        draw = Draw(
+            GREEDY,
+            seed=0,
+            index=0,
+            position=seq.num_tokens,
+            banned_token_ids=banned,
+            num_candidates=num,
+        )
+        return [draw]
     counts = count_tokens(seq) if params.has_penalties else None
     indices = range(params.n) if request.awaits_fork else [seq.index]
-    return [Draw(params, request.seed, i, seq.num_tokens, banned, counts) for i in indices]
+    return [
+        Draw(
+            params,
+            seed=request.seed,
+            index=index,
+            position=seq.num_tokens,
+            banned_token_ids=banned,
+            token_counts=counts,
+        )
+        for index in indices
+    ]
 
 
 def count_tokens(seq: Sequence) -> dict[int, int]:

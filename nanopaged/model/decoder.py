@@ -165,7 +165,7 @@ class MLP(nn.Module):
         hidden = config.hidden_size
         self.gate_up_proj = Linear(hidden, 2 * config.intermediate_size, config.mlp_bias)
         self.silu_mul = operations.silu_mul
-        self.down_proj = Linear(config.intermediate_size, hidden, config.mlp_bias, ranks)
+        self.down_proj = Linear(config.intermediate_size, hidden, config.mlp_bias, ranks=ranks)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] → the same shape."""
@@ -231,7 +231,7 @@ class SelfAttention(nn.Module):
         q_width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, q_width + 2 * kv_width, config.qkv_bias)
-        self.o_proj = Linear(q_width, config.hidden_size, config.o_bias, ranks)
+        self.o_proj = Linear(q_width, config.hidden_size, config.o_bias, ranks=ranks)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, operations)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, operations)
@@ -256,7 +256,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, operations)
-        self.self_attn = SelfAttention(config, layer, ranks, operations)
+        self.self_attn = SelfAttention(config, layer, ranks=ranks, operations=operations)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, operations)
         self.mlp = MLP(config, ranks, operations)
 
@@ -284,7 +284,10 @@ class Model(nn.Module):
         self.share = share  # the sizes of this rank's layers
         embedding = empty_weight(share.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding)
-        layers = [DecoderLayer(share, i, ranks, operations) for i in range(config.num_layers)]
+        layers = [
+            DecoderLayer(share, layer, ranks=ranks, operations=operations)
+            for layer in range(config.num_layers)
+        ]
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, operations)
         self.lm_head = Linear(config.hidden_size, share.vocab_size, bias=False)
