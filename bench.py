@@ -67,11 +67,13 @@ def main() -> None:
         except (TypeError, ValueError, OSError) as error:
             parser.error(one_line(error))
         num_output = sum(n for _, n in requests)
-        print(f"{len(requests)} requests, {sum(len(prompt) for prompt, _ in requests)} prompt ", end="")
+        num_prompt = sum(len(prompt) for prompt, _ in requests)
         print(
-            f"and {num_output} output tokens; {args.model or f'shape {args.shape}'}, {args.dtype}; ", end=""
+            f"{len(requests)} requests, {num_prompt} prompt and {num_output} output tokens;"
+            f" {args.model or 'shape ' + args.shape}, {args.dtype};"
+            f" torch {torch.__version__}, threads: {args.threads}",
+            flush=True,
         )
-        print(f"torch {torch.__version__}, threads: {args.threads}", flush=True)
         rates = {name: [] for name in sides}
         for _ in range(args.repeat):  # the sides take turns, so that a slow minute slows all of them
             for name, run_side in sides.items():
@@ -210,10 +212,9 @@ def print_rates(rates: dict[str, list[float]]) -> None:
     if rates:
         best = max(rates, key=lambda name: statistics.median(rates[name]))
         ratios = [rate / other for rate, other in zip(ours, rates[best], strict=True)]
-        print(
-            f"nanopaged is {statistics.median(ratios):.2f} times the best of them ({best}; rounds: ", end=""
-        )
-        print(", ".join(f"{ratio:.2f}" for ratio in ratios) + ")")
+        rounds = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        ratio = statistics.median(ratios)
+        print(f"nanopaged is {ratio:.2f} times the best of them ({best}; rounds: {rounds})")
 
 
 if __name__ == "__main__":
