@@ -57,7 +57,7 @@ class LLMEngine:
         listeners: such as a trace. The engine calls `batch_scheduled(batch)` before anything is
             computed, `step_ended(batch)`, and `step_failed(error)` when all requests wait again.
 
-    A fork (docs/book/12-forks.md) is a subclass with other classes in the first four attributes.
+    A fork (docs/book/12-forks.md) is a subclass with other classes in the first five attributes.
 
     Raises:
         FileNotFoundError: the model or a file of it is missing.
@@ -65,6 +65,7 @@ class LLMEngine:
     """
 
     make_config = EngineConfig
+    make_prompts = PromptProcessor
     make_runner = ModelRunner
     make_block_manager = BlockManager
     make_scheduler = Scheduler
@@ -111,7 +112,7 @@ class LLMEngine:
             num_host_blocks=runner.num_host_blocks,
             watermark=config.watermark,
         )
-        self.prompts = PromptProcessor(
+        self.prompts = self.make_prompts(
             config,
             tokenizer=self.tokenizer,
             vocab_size=self.vocab_size,

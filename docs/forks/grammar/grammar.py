@@ -294,18 +294,7 @@ def draw_masked(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
 class GrammarEngine(LLMEngine):
     """An `LLMEngine` whose requests may have a grammar."""
 
-    make_runner = GrammarRunner
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.prompts = GrammarPrompts(
-            self.config,
-            tokenizer=self.tokenizer,
-            vocab_size=self.vocab_size,
-            num_blocks=self.runner.num_blocks,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.prompts.eos_token_ids,
-        )
+    make_prompts, make_runner = GrammarPrompts, GrammarRunner
 
 
 class LLM(nanopaged.LLM):

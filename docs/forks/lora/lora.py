@@ -31,7 +31,7 @@ import nanopaged
 from nanopaged import RequestOutput
 from nanopaged.attention import make_attention
 from nanopaged.config import Params, check_int
-from nanopaged.engine import LLMEngine, Runner
+from nanopaged.engine import LLMEngine
 from nanopaged.kv_cache import KVCache
 from nanopaged.model.checkpoint import _weight_slots, load_model
 from nanopaged.model.decoder import Model
@@ -200,18 +200,7 @@ class LoraPrompts(PromptProcessor):
 class LoraEngine(LLMEngine):
     """An `LLMEngine` whose requests have adapters."""
 
-    make_config, make_runner = LoraConfig, LoraRunner
-
-    def __init__(self, config: nanopaged.EngineConfig, runner: Runner | None = None) -> None:
-        super().__init__(config, runner)
-        self.prompts = LoraPrompts(
-            self.config,
-            tokenizer=self.tokenizer,
-            vocab_size=self.vocab_size,
-            num_blocks=self.runner.num_blocks,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.prompts.eos_token_ids,
-        )
+    make_config, make_prompts, make_runner = LoraConfig, LoraPrompts, LoraRunner
 
 
 class LLM(nanopaged.LLM):
