@@ -15,6 +15,8 @@ import argparse
 import json
 import os
 import struct
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -132,9 +134,9 @@ def read_tensor(data: np.ndarray, info: TensorInfo) -> np.ndarray:
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write a checkpoint in transformers' format, the weights last: with them it is complete."""
+    """Write a checkpoint in transformers' format."""
     fields, tensors = read_gguf(file)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
     write_json(folder / "config.json", model_config(fields))
     write_tokenizer(fields, folder)
     write_weights(fields, tensors, folder)
@@ -214,31 +216,35 @@ def write_weights(fields: dict[str, Any], tensors: dict[str, np.ndarray], folder
             values = rows.swapaxes(1, 2).reshape(values.shape)
         name = f"layers.{layer[1]}.{NAMES[part]}" if layer else NAMES[part]
         weights[f"model.{name}.weight"] = torch.tensor(values).to(torch.bfloat16)
-    unfinished = folder / f"unfinished-{os.getpid()}.safetensors"
-    save_file(weights, unfinished, {"format": "pt"})
-    unfinished.replace(folder / "model.safetensors")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def find_real_model() -> Path:
-    """The folder of the converted model. The first call converts it.
+def find_real_model(home: Path | None = None) -> Path:
+    """The folder of the converted model, in `home` or the cache. The first call converts it.
 
     Raises:
         FileNotFoundError: the package is not installed. The message has the command that installs it.
     """
-    home = Path(os.environ.get("NANOPAGED_CACHE") or Path.home() / ".cache" / "nanopaged")
+    if home is None:
+        home = Path(os.environ.get("NANOPAGED_CACHE") or Path.home() / ".cache" / "nanopaged")
     folder = home / "smollm2"
-    if not (folder / "model.safetensors").is_file():
-        package = find_spec(PACKAGE)  # without importing it: its code is not needed
-        if package is None or not package.submodule_search_locations:
-            raise FileNotFoundError(f"the real model is not installed: {INSTALL}")
-        convert(Path(package.submodule_search_locations[0]) / FILE, folder)
+    if folder.exists():
+        return folder
+    package = find_spec(PACKAGE)  # without importing it: its code is not needed
+    if package is None or not package.submodule_search_locations:
+        raise FileNotFoundError(f"the real model is not installed: {INSTALL}")
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home) as scratch:
+        unnamed = Path(scratch, "smollm2")
+        convert(Path(package.submodule_search_locations[0]) / FILE, unnamed)
+        with suppress(OSError):  # another process was faster, and the folder has its model
+            unnamed.rename(folder)
     return folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("question", nargs="?", default="What is the capital of France?")
     args = parser.parse_args()
     print(ORIGIN)
@@ -249,9 +255,8 @@ def main() -> None:
     llm = LLM(folder, max_num_seqs=1)
     messages = [{"role": "user", "content": args.question}]
     (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)
-    print(
-        f"\n> {args.question}\n{output.outputs[0].text}\n\nChat with it: python -m nanopaged --model {folder}"
-    )
+    print(f"\n> {args.question}\n{output.outputs[0].text}")
+    print(f"\nChat with it: python -m nanopaged --model {folder}")
 
 
 if __name__ == "__main__":
