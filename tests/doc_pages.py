@@ -41,6 +41,7 @@ MEASUREMENTS = ["bench.py"] + [
 ELSEWHERE = {
     "python3 -m venv": ".ci/run",
     "pip install": ".ci/run installs the extra `test`, which contains the others that work without a GPU",
+    "experiments/real_model.py": "tests/model/test_real_model.py, where the model's package is installed",
     "server.py Qwen": "the test beside it starts the server",
     "--peer-python PATH": "tests/docs/test_scripts.py, with a module in place of vLLM",
     "docs/experiments/train_tiny.py": "tests/docs/test_scripts.py, which takes one small step",

@@ -9,8 +9,6 @@ them into a bfloat16 checkpoint of 269 MB, in the folder $NANOPAGED_CACHE or ~/.
 formats of this one file; it is not a general reader of GGUF.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -255,7 +253,7 @@ def main() -> None:
     llm = LLM(folder, max_num_seqs=1)
     messages = [{"role": "user", "content": args.question}]
     (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)
-    print(f"\n> {args.question}\n{output.outputs[0].text}")
+    print(f"\nQuestion: {args.question}\nAnswer: {output.outputs[0].text}")
     print(f"\nChat with it: python -m nanopaged --model {folder}")
 
 
