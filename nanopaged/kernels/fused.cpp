@@ -4,8 +4,6 @@
 
 #include "vectors.h"
 
-constexpr int64_t MIN_WORK = 1 << 16;  // numbers below which waking a second thread costs more than it gains
-
 // x / √(mean(x²) + ε) · w for each row of x [num_rows, size].
 template <class T>
 void rms_norm_kernel(const T* x, const T* weight, T* out, int64_t num_rows, int64_t size, int64_t x_row, float eps) {

@@ -35,7 +35,7 @@ struct Decode {
     float *partial, *lse;               // [num_rows, num_heads, DIM_PAD], [num_rows, num_heads]: `launch_decode`
 };
 
-// Copy TILE keys (or values) of one head, from position `first` on, to `tile`, as float32. VECS = DIM_PAD / 16.
+// Copy TILE keys (or values) of one head, from position `first` on, to `tile`, as float32. VECS = DIM_PAD / LANES.
 template <class T, int VECS>
 inline void load_tile(Vec* tile, const T* cache, const int64_t* table, int64_t first, int64_t end, const Decode& d) {
     const int64_t stop = std::min(first + TILE, end);
@@ -48,7 +48,7 @@ inline void load_tile(Vec* tile, const T* cache, const int64_t* table, int64_t f
         if (position + TILE < end) {  // the next tile is fetched from memory while this one is computed
             const int64_t next = position + TILE;
             const T* soon = cache + table[next / d.block_size] * d.cache_block + next % d.block_size * d.head_dim;
-            for (int64_t i = 0; i < num_keys * d.head_dim; i += 64 / sizeof(T)) __builtin_prefetch(soon + i);
+            for (int64_t i = 0; i < num_keys * d.head_dim; i += CACHE_LINE / sizeof(T)) __builtin_prefetch(soon + i);
         }
         if (d.head_dim == VECS * LANES)
             for (int key = 0; key < num_keys; key++, row += VECS * LANES)
@@ -78,7 +78,7 @@ template <class T, int VECS> void decode_kernel(const Decode& d, int64_t run, in
         const T* row = (const T*)d.q + row_seq[i / group] * d.q_seq + (kv_head * group + i % group) * d.head_dim;
         for (int v = 0; v < VECS; v++) q[i * VECS + v] = load(row + LANES * v, d.head_dim - LANES * v) * d.scale_log2;
     }
-    const Vec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Vec lanes = lane_numbers();
     for (int64_t first = 0; first < end; first += TILE) {
         load_tile<T, VECS>(tile.data(), k_cache, table, first, end, d);
         for (int64_t i = 0; i < num_q; i++) {
@@ -156,11 +156,11 @@ template <class T, int VECS> void launch_decode(Decode d) {
 
 // DIM_PAD is the next power of two, as in Triton: the loops over it are unrolled.
 template <class T> void launch_decode(const Decode& d) {
-    if (d.head_dim <= 16) return launch_decode<T, 1>(d);
-    if (d.head_dim <= 32) return launch_decode<T, 2>(d);
-    if (d.head_dim <= 64) return launch_decode<T, 4>(d);
-    if (d.head_dim <= 128) return launch_decode<T, 8>(d);
-    launch_decode<T, 16>(d);
+    if (d.head_dim <= 16) return launch_decode<T, 16 / LANES>(d);
+    if (d.head_dim <= 32) return launch_decode<T, 32 / LANES>(d);
+    if (d.head_dim <= 64) return launch_decode<T, 64 / LANES>(d);
+    if (d.head_dim <= 128) return launch_decode<T, 128 / LANES>(d);
+    launch_decode<T, 256 / LANES>(d);
 }
 
 // Write the new keys and values of a batch [num_tokens, num_heads, head_dim] to their slots.
@@ -169,7 +169,7 @@ void store_kernel(
     const T* k, const T* v, T* k_cache, T* v_cache, const int64_t* slots, int64_t num_tokens, int64_t k_token,
     int64_t v_token, int64_t num_heads, int64_t head_dim, int64_t block_size, int64_t cache_block, int64_t cache_head
 ) {
-#pragma omp parallel for if (num_tokens * num_heads * head_dim > 1 << 16)
+#pragma omp parallel for if (num_tokens * num_heads * head_dim > MIN_WORK)
     for (int64_t token = 0; token < num_tokens; token++) {
         // block_size = 4, slot 9: block 2, offset 1
         int64_t target = slots[token] / block_size * cache_block + slots[token] % block_size * head_dim;

@@ -1,23 +1,42 @@
-// Vectors of 16 floats, and numbers of 16 bits that are loaded and stored as such vectors.
+// Vectors of floats as wide as the processor's registers, and numbers of 16 bits that are loaded and stored as such
+// vectors.
 //
-// The compiler turns a Vec into what the processor has: one AVX-512 register, two of AVX2, four of NEON. GCC and
-// Clang know these types (https://gcc.gnu.org/onlinedocs/gcc/Vector-Extensions.html).
+// GCC and Clang know these types (https://gcc.gnu.org/onlinedocs/gcc/Vector-Extensions.html). A vector wider than a
+// register would work as well, but GCC 12 keeps it in memory, which is 3 to 30 times as slow.
 
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
-constexpr int LANES = 16;
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Bits __attribute__((vector_size(64)));
-typedef uint16_t HalfBits __attribute__((vector_size(32)));
+#if defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int LANES = 8, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, REGISTERS = 32;
+#else  // SSE
+constexpr int LANES = 4, REGISTERS = 16;
+#endif
+constexpr int CACHE_LINE = 64;         // bytes
+constexpr int64_t MIN_WORK = 1 << 16;  // numbers below which waking a second thread costs more than it gains
+
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
+typedef uint16_t HalfBits __attribute__((vector_size(LANES * 2)));
 
 struct BFloat16 { uint16_t bits; };  // the upper half of a float32
-#ifdef __FLT16_MANT_DIG__
+#if defined(__aarch64__)
+#define HAS_FLOAT16
+typedef __fp16 Float16;
+#elif defined(__FLT16_MANT_DIG__)
+#define HAS_FLOAT16
 typedef _Float16 Float16;
-typedef Float16 Halves __attribute__((vector_size(32)));
+#endif
+#ifdef HAS_FLOAT16
+typedef Float16 Halves __attribute__((vector_size(LANES * 2)));
 #endif
 
 inline Vec all(float x) { return x - Vec{}; }
@@ -31,9 +50,9 @@ inline Vec load(const float* x) {
 inline void store(float* x, Vec v) { std::memcpy(x, &v, sizeof v); }
 
 inline Vec load(const BFloat16* x) {
-    Bits bits;
-    for (int i = 0; i < LANES; i++) bits[i] = (uint32_t)x[i].bits << 16;
-    return (Vec)bits;
+    HalfBits half;
+    std::memcpy(&half, x, sizeof half);
+    return (Vec)(__builtin_convertvector(half, Bits) << 16);
 }
 inline void store(BFloat16* x, Vec v) {
     Bits bits = (Bits)v;
@@ -42,7 +61,7 @@ inline void store(BFloat16* x, Vec v) {
     std::memcpy(x, &half, sizeof half);
 }
 
-#ifdef __FLT16_MANT_DIG__
+#ifdef HAS_FLOAT16
 inline Vec load(const Float16* x) {
     Halves half;
     std::memcpy(&half, x, sizeof half);
@@ -54,7 +73,7 @@ inline void store(Float16* x, Vec v) {
 }
 #endif
 
-// The first n lanes, for the end of a row whose size is not a multiple of 16. The other lanes are 0.
+// The first n lanes, for the end of a row whose size is not a multiple of LANES. The other lanes are 0.
 template <class T> inline Vec load(const T* x, int64_t n) {
     if (n >= LANES) return load(x);
     T padded[LANES] = {};
@@ -68,35 +87,44 @@ template <class T> inline void store(T* x, Vec v, int64_t n) {
     if (n > 0) std::memcpy(x, padded, n * sizeof(T));
 }
 
-// LOW takes lanes without bit W from a and the others from b, each from the lower of a pair of runs of W lanes;
-// HIGH takes them from the upper one.   W = 8: LOW a0 … a7 b0 … b7     HIGH a8 … a15 b8 … b15
-#define LOW(L) (((L) & W) ? 16 + (L) - W : (L))
-#define HIGH(L) (((L) & W) ? 16 + (L) : (L) + W)
-#define EACH(F) F(0), F(1), F(2), F(3), F(4), F(5), F(6), F(7), F(8), F(9), F(10), F(11), F(12), F(13), F(14), F(15)
+// `low` takes lanes without bit W from a and the others from b, each from the lower of a pair of runs of W lanes;
+// `high` takes them from the upper one.   W = 8: low a0 … a7 b0 … b7     high a8 … a15 b8 … b15
 #ifdef __clang__
-#define SHUFFLE(F) __builtin_shufflevector(a, b, EACH(F))
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define SHUFFLE(F) __builtin_shuffle(a, b, Ints{EACH(F)})
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 #endif
-template <int W> inline Vec fold(Vec a, Vec b) { return SHUFFLE(LOW) + SHUFFLE(HIGH); }
-template <int W> inline Vec fold_maximum(Vec a, Vec b) { return maximum(SHUFFLE(LOW), SHUFFLE(HIGH)); }
+template <int W, int... I> inline Vec low(Vec a, Vec b, std::integer_sequence<int, I...>) {
+    return SHUFFLE(a, b, (I & W ? LANES + I - W : I)...);
+}
+template <int W, int... I> inline Vec high(Vec a, Vec b, std::integer_sequence<int, I...>) {
+    return SHUFFLE(a, b, (I & W ? LANES + I : I + W)...);
+}
+using Lanes = std::make_integer_sequence<int, LANES>;
+template <int W> inline Vec fold(Vec a, Vec b) { return low<W>(a, b, Lanes{}) + high<W>(a, b, Lanes{}); }
+template <int W> inline Vec fold_maximum(Vec a, Vec b) { return maximum(low<W>(a, b, Lanes{}), high<W>(a, b, Lanes{})); }
 
-// Sixteen sums together: lane i of the result is the sum of the lanes of parts[i].
-inline Vec sums(Vec parts[LANES]) {
+// LANES sums together: lane i of the result is the sum of the lanes of parts[i].
+template <int W = LANES / 2> inline Vec sums(Vec parts[2 * W]) {
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) parts[i] = fold<8>(parts[i], parts[i + 8]);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) parts[i] = fold<4>(parts[i], parts[i + 4]);
-    for (int i = 0; i < 2; i++) parts[i] = fold<2>(parts[i], parts[i + 2]);
-    return fold<1>(parts[0], parts[1]);
+    for (int i = 0; i < W; i++) parts[i] = fold<W>(parts[i], parts[i + W]);
+    if constexpr (W == 1) return parts[0];
+    else return sums<W / 2>(parts);
 }
-inline float sum(Vec v) {
-    v = fold<8>(v, v), v = fold<4>(v, v), v = fold<2>(v, v);
-    return v[0] + v[1];
+template <int W = LANES / 2> inline float sum(Vec v) {
+    if constexpr (W == 1) return v[0] + v[1];
+    else return sum<W / 2>(fold<W>(v, v));
 }
-inline float maximum(Vec v) {
-    v = fold_maximum<8>(v, v), v = fold_maximum<4>(v, v), v = fold_maximum<2>(v, v);
-    return std::max(v[0], v[1]);
+template <int W = LANES / 2> inline float maximum(Vec v) {
+    if constexpr (W == 1) return std::max(v[0], v[1]);
+    else return maximum<W / 2>(fold_maximum<W>(v, v));
+}
+
+// 0 1 2 … LANES - 1
+inline Vec lane_numbers() {
+    Vec v;
+    for (int i = 0; i < LANES; i++) v[i] = i;
+    return v;
 }
 
 // 2^x, to about 2e-7 of it: 2^-126 or more, so that a masked score counts for nothing, and infinite for x ≥ 128 and
@@ -120,7 +148,7 @@ inline Vec exp2(Vec x) {
 template <class F> int with_dtype(int dtype, F f) {
     if (dtype == 0) return f(0.0f), 1;
     if (dtype == 1) return f(BFloat16{}), 1;
-#ifdef __FLT16_MANT_DIG__
+#ifdef HAS_FLOAT16
     if (dtype == 2) return f(Float16{}), 1;
 #endif
     return 0;
