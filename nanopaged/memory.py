@@ -12,6 +12,7 @@ import torch
 from nanopaged.attention import make_attention
 from nanopaged.attention.metadata import GATHER_KEYS, AttentionMetadata
 from nanopaged.config import EngineConfig, SamplingParams
+from nanopaged.kernels import build
 from nanopaged.kv_cache import KVCache, KVShape, to_device
 from nanopaged.model.decoder import Model
 from nanopaged.parallel import Ranks
@@ -45,17 +46,28 @@ def pick_device(name: str, ranks: Ranks | None) -> torch.device:
     return device
 
 
-def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The dtype of weights, activations and K/V. "auto" is the checkpoint's, if the GPU has it."""
-    dtype = checkpoint if name == "auto" else name
-    has_bfloat16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-    if dtype == "bfloat16" and not has_bfloat16:
-        advice = "dtype='float16' is faster"
-        if name == "auto":
-            dtype = "float16"
-            advice = "the checkpoint is read as float16"
-        logger.warning(f"{device} has no instructions for bfloat16: {advice}")
+def pick_dtype(config: EngineConfig, checkpoint: str, device: torch.device) -> torch.dtype:
+    """The dtype of weights, activations and K/V. "auto" is the checkpoint's, if it is fast here."""
+    dtype = checkpoint if config.dtype == "auto" else config.dtype
+    faster = faster_than_bfloat16(config, device) if dtype == "bfloat16" else None
+    if faster is not None:
+        advice = f"dtype={faster!r} is faster"
+        if config.dtype == "auto":
+            dtype = faster
+            advice = f"the checkpoint is read as {faster}"
+        logger.warning(f"bfloat16 is slow on this {device}: {advice}")
     return getattr(torch, dtype)
+
+
+def faster_than_bfloat16(config: EngineConfig, device: torch.device) -> str | None:
+    """The dtype that is faster where bfloat16 has no instructions, else None."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "float16"
+    # Our C++ kernels are fast without such instructions, PyTorch is not (reference/cpu.md).
+    if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        may_use_cpp = config.attention_backend in ("auto", "cpp") and build.can_build_or_load()
+        return None if may_use_cpp else "float32"
+    return None
 
 
 def count_blocks(

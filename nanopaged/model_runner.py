@@ -64,7 +64,7 @@ class ModelRunner:
         self.device = pick_device(config.device, ranks)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # for Triton's kernels and CUDA graphs
-        self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
+        self.dtype = pick_dtype(config, model_config.dtype, self.device)
         self.block_size = config.block_size
         self.max_num_batched_tokens = max_num_batched_tokens
         share = model_config.share(ranks.size if ranks is not None else 1)  # this rank's layers
@@ -83,7 +83,9 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
             ranks=ranks,
-            operations=choose_operations(backend, self.device, config.enforce_eager),
+            operations=choose_operations(
+                backend, self.device, dtype=self.dtype, enforce_eager=config.enforce_eager
+            ),
         )
         self.num_blocks, self.num_host_blocks = count_blocks(
             config=config,
@@ -186,10 +188,17 @@ class ModelRunner:
         return cheaper_preemption(self.model, self.kv_cache, self.max_num_batched_tokens)
 
 
-def choose_operations(backend: str, device: torch.device, enforce_eager: bool) -> Operations:
-    """The functions for the small operations of the layers: one pass over memory, if possible."""
+def choose_operations(
+    backend: str, device: torch.device, dtype: torch.dtype, enforce_eager: bool
+) -> Operations:
+    """The functions for the operations of the layers: one pass over memory, if possible."""
     if backend == "cpp":
-        return Operations(cpp.rms_norm, cpp.norm_rotate, cpp.silu_mul)
+        return Operations(
+            cpp.rms_norm,
+            cpp.norm_rotate,
+            cpp.silu_mul,
+            packed_linear=cpp.PackedLinear if cpp.has_linear(dtype) else None,
+        )
     if device.type == "cuda" and not enforce_eager:
         return Operations(  # dynamic: for any number of tokens
             torch.compile(rms_norm, dynamic=True),

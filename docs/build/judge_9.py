@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from nanopaged import EngineConfig, parallel
 from nanopaged.model import checkpoint
-from nanopaged.model.decoder import Linear, Model, allocate
+from nanopaged.model.decoder import Linear, Model, Operations, allocate
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.parallel import Ranks
 
@@ -191,20 +191,25 @@ class TwiceAsMuch(Alone):
         return x.mul_(2)
 
 
-@pytest.mark.parametrize("reordered", [False, True])
+def keep_as_it_is(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """In place of the kernel that packs weights."""
+    return lambda x: F.linear(x, weight, bias)
+
+
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("ranks", [None, TwiceAsMuch(0, 2)])
-def test_a_linear_layer(ranks: Alone | None, bias: bool, reordered: bool) -> None:
+def test_a_linear_layer(ranks: Alone | None, bias: bool, packed: bool) -> None:
     torch.manual_seed(1)
     linear, x = Linear(3, 5, bias, ranks), torch.randn(4, 3)
     weight, b = torch.randn(5, 3), torch.randn(5) if bias else None
     linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
     linear.bias = nn.Parameter(b.clone(), requires_grad=False) if bias else None
-    if reordered:
-        linear.reorder_weight()
+    if packed:
+        linear.pack(Operations(packed_linear=keep_as_it_is))
     expected = x @ weight.T + (b if bias else 0)
     case = f"A linear layer {'with' if bias else 'without'} bias, "
-    case += f"{'weights reordered for oneDNN' if reordered else 'plain weights'}, "
+    case += f"{'packed weights' if packed else 'plain weights'}, "
     if ranks is None:
         case += "and without ranks must return x Wᵀ (+ b)"
     else:

@@ -70,8 +70,8 @@ def tensors(model: object) -> list:
     from nanopaged.model.decoder import Linear
 
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    reordered = [linear._reordered for linear in linears if linear._reordered is not None]
-    return [*model.parameters(), *reordered]
+    packed = [linear.packed.packed for linear in linears if linear.packed is not None]
+    return [*model.parameters(), *packed]
 
 
 def measure(llm: LLM, num_seqs: int, args: argparse.Namespace) -> tuple[float, float, int]:

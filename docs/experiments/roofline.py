@@ -92,14 +92,18 @@ def linear_speed(dtype_name: str) -> float:
     """Floating-point operations a second of a large linear layer, the best."""
     import torch
 
+    from nanopaged.attention import choose_backend
+    from nanopaged.kv_cache import KVShape
     from nanopaged.model.decoder import Linear, allocate
+    from nanopaged.model_runner import choose_operations
 
     device, dtype = pick_device(), getattr(torch, dtype_name)
     n = 8192 if device.type == "cuda" else 2048
     layer = Linear(n, n, bias=False)
     allocate(layer, dtype, device)
     layer.weight.data.normal_()
-    layer.reorder_weight()
+    backend = choose_backend("auto", device, KVShape(num_layers=1, num_kv_heads=1, head_dim=8, dtype=dtype))
+    layer.pack(choose_operations(backend, device, dtype=dtype, enforce_eager=True))
     x = torch.randn(n, n, device=device).to(dtype)
     with torch.inference_mode():
         return 2 * n**3 / time_call(lambda: layer(x), device, best=True)

@@ -22,19 +22,19 @@ from nanopaged.terminal import one_line, run_program
 logger = logging.getLogger("nanopaged")
 
 FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / "paged_attention.cpp", FOLDER / "fused.cpp"]
+SOURCES = [FOLDER / f"{name}.cpp" for name in ("paged_attention", "fused", "linear")]
 HEADER = FOLDER / "vectors.h"
 TIMEOUT = 300  # seconds; on a server the compiler takes 6
 
 
 def compiler() -> list[str]:
-    """The command of the C++ compiler: CXX, which may have options, or `c++`; [] without one."""
+    """The C++ compiler: CXX, which may have options ("g++ -march=x86-64-v3"), or `c++`; else []."""
     command = os.environ.get("CXX", "").split() or ["c++"]
     return command if shutil.which(command[0]) else []
 
 
 def flags() -> list[str]:
-    """The options of the compiler. OpenMP is PyTorch's own, so that both use the same threads."""
+    """The options, those of CXX last. OpenMP is that of PyTorch, so both use the same threads."""
     import torch  # loads OpenMP
 
     options = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi"]
@@ -43,7 +43,7 @@ def flags() -> list[str]:
     options.append("-mcpu=native" if is_arm else "-march=native")
     if sys.platform == "darwin":  # whose clang needs -Xclang before -fopenmp
         options += [f"-L{Path(torch.__file__).parent / 'lib'}", "-lomp", "-Xclang"]
-    return [*options, "-fopenmp"]
+    return [*options, "-fopenmp", *compiler()[1:]]
 
 
 def library_path() -> Path:
@@ -105,7 +105,7 @@ def compile_kernels(path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         compiled = Path(scratch, path.name)
         done = subprocess.run(
-            [*command, *flags(), *SOURCES, "-o", compiled],
+            [command[0], *flags(), *SOURCES, "-o", compiled],
             capture_output=True,
             text=True,
             errors="replace",

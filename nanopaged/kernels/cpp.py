@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged.kernels import build
@@ -65,6 +66,7 @@ def load() -> ctypes.CDLL:
     library.rms_norm.argtypes = [POINTER] * 3 + [INT] * 3 + [FLOAT, DTYPE]
     library.norm_rotate.argtypes = [POINTER] * 5 + [FLOAT] + [INT] * 5 + [DTYPE]
     library.silu_mul.argtypes = [POINTER] * 2 + [INT] * 2 + [DTYPE]
+    library.linear.argtypes = [POINTER] * 4 + [INT] * 3 + [DTYPE]
     return library
 
 
@@ -187,3 +189,47 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(num_tokens, width)
     load().silu_mul(gate_up.data_ptr(), out.data_ptr(), num_tokens, width, DTYPES[gate_up.dtype])
     return out
+
+
+def has_linear(dtype: torch.dtype) -> bool:
+    """Whether the kernel of `PackedLinear` is compiled for this dtype and processor."""
+    return bool(load().linear(None, None, None, None, 0, 0, 0, DTYPES[dtype]))
+
+
+class PackedLinear:
+    """The function x → x Wᵀ + b, with W in the order in which the kernel reads it (linear.cpp).
+
+    Args:
+        weight: W [outputs, inputs].
+        bias: b [outputs], or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.num_outputs = weight.shape[0]
+        self.bias = bias
+        lanes = load().num_lanes()
+        columns = 2 if weight.dtype == torch.bfloat16 else 1
+        # Panels are filled up with outputs, and pairs with a column, whose weights are 0.
+        padding = (0, -weight.shape[1] % columns, 0, -weight.shape[0] % lanes)
+        panels = F.pad(weight, padding).unflatten(1, (-1, columns)).unflatten(0, (-1, lanes))
+        # [num_panels, lanes, inputs / columns, columns] → [num_panels, inputs / columns, lanes,
+        # columns]
+        self.packed = panels.transpose(1, 2).contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, inputs] → [num_tokens, outputs]."""
+        assert x.dtype == self.packed.dtype
+        x = x.contiguous()
+        num_tokens, num_inputs = x.shape
+        out = x.new_empty(num_tokens, self.num_outputs)
+        load().linear(
+            x.data_ptr(),
+            self.packed.data_ptr(),
+            self.bias.data_ptr() if self.bias is not None else None,
+            out.data_ptr(),
+            num_tokens,
+            num_inputs,
+            self.num_outputs,
+            DTYPES[x.dtype],
+        )
+        return out

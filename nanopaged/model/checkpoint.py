@@ -4,7 +4,6 @@ The projections q, k and v of a checkpoint become one matrix here, and so do gat
 one large matrix product is faster than several small ones.
 """
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +24,6 @@ from nanopaged.terminal import one_line
 
 TINY_MODEL = Path(__file__).parents[1] / "tiny"
 CONFIG_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-
-logger = logging.getLogger("nanopaged")
 
 
 def find_model(model: str | Path | None, with_weights: bool = True) -> Path:
@@ -72,12 +69,9 @@ def load_model(
         _draw_weights(model, config.seed + rank)
     else:
         _read_weights(model, folder, rank, ranks.size if ranks is not None else 1)
-    reason = None
     for part in model.modules():
         if isinstance(part, Linear):
-            reason = part.reorder_weight() or reason
-    if reason is not None:
-        logger.info(f"linear layers run without oneDNN's packed weights, and slower: {reason}")
+            part.pack(operations)
     if ranks is not None:
         ranks.meet(device)
     return model.eval()

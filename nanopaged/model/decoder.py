@@ -71,11 +71,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Operations:
-    """The functions that compute the small operations of a layer, chosen by model_runner.py."""
+    """The functions that compute the operations of a layer, chosen by model_runner.py.
+
+    Fields:
+        packed_linear: makes of W and b a function that computes x Wᵀ + b faster than `F.linear`.
+    """
 
     rms_norm: Callable[..., Tensor] = rms_norm
     norm_rotate: Callable[..., Tensor] = norm_rotate
     silu_mul: Callable[..., Tensor] = silu_mul
+    packed_linear: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]] | None = None
 
 
 PLAIN = Operations()
@@ -113,30 +118,20 @@ class Linear(nn.Module):
         self.ranks = ranks
         self.weight = empty_weight(out_features, in_features)
         self.bias = empty_weight(out_features) if bias else None
-        self._reordered = None
+        self.packed = None
 
-    def reorder_weight(self) -> str | None:
-        """On a CPU, keep W in the layout that oneDNN reads. Returns the reason if that fails.
-
-        `F.linear` reorders W at every call, or uses a slower kernel (records/benchmarks.md). These
-        operators are private to PyTorch. If they are missing or fail, `forward` uses `F.linear`.
+    def pack(self, operations: Operations) -> None:
+        """Keep W only in the order in which the kernel of the operations reads it, if they have
+        one.
         """
-        if self.weight is None or not self.weight.is_cpu:
-            return None
-        x = self.weight.new_zeros(1, self.weight.shape[1])
-        try:
-            reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight.data)
-            torch.ops.mkldnn._linear_pointwise(x, reordered, self.bias, "none", [], "")
-        except (RuntimeError, AttributeError) as error:
-            return str(error).partition("\n")[0]
-        self._reordered = reordered
-        self.weight = None  # frees its memory
-        return None
+        if operations.packed_linear is not None and self.weight is not None:
+            self.packed = operations.packed_linear(self.weight.data, self.bias)
+            self.weight = None  # frees its memory
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, in_features] → [num_tokens, out_features]."""
-        if self._reordered is not None:
-            out = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
+        if self.packed is not None:
+            out = self.packed(x)
         else:
             assert self.weight is not None
             out = F.linear(x, self.weight, self.bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import random
 import shutil
 import subprocess
@@ -185,6 +186,57 @@ def test_silu_mul(width: int, dtype: torch.dtype) -> None:
     )
 
 
+# ── linear layers ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("num_inputs", "num_outputs"), [(1, 1), (3, 5), (7, 16), (64, 33), (65, 70), (1025, 300)]
+)
+def test_linear_layers(num_inputs: int, num_outputs: int, dtype: torch.dtype, threads: int) -> None:
+    """Odd sizes and every tile, with a bias or none, beside float64."""
+    skip_without(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    weight = torch.randn(num_outputs, num_inputs).to(dtype)
+    bias = torch.randn(num_outputs).to(dtype)
+    try:
+        for num_tokens in (*range(1, 15), 70):
+            x = torch.randn(num_tokens, num_inputs).to(dtype)
+            product = x.double() @ weight.double().T
+            # Sums of `num_inputs` products are rounded as in float32, and the result to its dtype.
+            scale = num_inputs**0.5
+            assert_close(cpp.PackedLinear(weight, None)(x) / scale, product / scale, dtype)
+            assert_close(cpp.PackedLinear(weight, bias)(x) / scale, (product + bias) / scale, dtype)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_linear_layers_keep_nan_and_infinity_in_their_row(dtype: torch.dtype) -> None:
+    skip_without(dtype)
+    x = torch.randn(9, 7).to(dtype)
+    x[4, 6] = math.nan
+    x[7, 6] = math.inf  # the last of an odd number of inputs
+    out = cpp.PackedLinear(torch.rand(21, 7).to(dtype) + 1, None)(x)
+    assert out[4].isnan().all()
+    assert (out[7] == math.inf).all()
+    finite = [row for row in range(9) if row not in (4, 7)]
+    assert out[finite].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_token_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> None:
+    """A sum is added up in the order of the inputs, whatever the tile."""
+    skip_without(dtype)
+    x = torch.randn(70, 65).to(dtype)
+    linear = cpp.PackedLinear(torch.randn(300, 65).to(dtype), None)
+    together = linear(x)
+    for num_tokens in (1, 2, 3, 5, 8, 33):
+        assert torch.equal(linear(x[:num_tokens]), together[:num_tokens])
+
+
 # ── the engine ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -271,22 +323,69 @@ def test_samples_and_beams_in_a_small_pool(qwen3: Oracle, preemption: str) -> No
     assert texts[0] == texts[1]
 
 
+SANITIZE = "-fno-sanitize-recover=all -fsanitize"  # such kernels end the process at the first mistake
+OTHER_BUILDS = {
+    "undefined": f"g++ {SANITIZE}=undefined",
+    "address": f"g++ {SANITIZE}=address",
+    "AVX2": "g++ -march=x86-64-v3",
+    "Clang": "clang++",
+    "Clang, AVX2": "clang++ -march=x86-64-v3",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="how a sanitizer is loaded depends on the system")
-@pytest.mark.parametrize("sanitizer", ["undefined", "address"])
-def test_sanitizers_find_nothing(sanitizer: str, tmp_path: Path) -> None:
-    """All tests of numbers above, once more, with kernels that end the process at the first mistake."""
-    env = {"CXX": f"g++ -fsanitize={sanitizer} -fno-sanitize-recover=all", "TMPDIR": str(tmp_path)}
+@pytest.mark.parametrize("name", OTHER_BUILDS)
+def test_other_builds_compute_the_same(name: str, tmp_path: Path) -> None:
+    """All tests of numbers above, once more, with kernels for other registers and by other compilers."""
+    compiler = OTHER_BUILDS[name].split()[0]
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} (Debian and Ubuntu: apt install {compiler.strip('+')})")
+    if "x86-64" in OTHER_BUILDS[name] and platform.machine() != "x86_64":
+        pytest.skip("this machine has other instructions")
+    env = {"CXX": OTHER_BUILDS[name], "TMPDIR": str(tmp_path)}
     env |= {"ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
-    if sanitizer == "address":  # must be loaded before Python itself
-        name = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True)
-        env["LD_PRELOAD"] = name.stdout.strip()
-    numbers = "attention or head_sizes or shared or norm or silu or tokens or samples or nan"
+    if name == "address":  # must be loaded before Python itself
+        found = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True)
+        env["LD_PRELOAD"] = found.stdout.strip()
+    numbers = "attention or head_sizes or shared or norm or silu or linear or tokens or samples or nan"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "-k", numbers]
     done = subprocess.run([*command, __file__], env=os.environ | env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (library,) = tmp_path.glob("*/kernels-*.so")
-    assert {"undefined": b"__ubsan_", "address": b"__asan_"}[sanitizer] in library.read_bytes()
+    marks = {"undefined": b"__ubsan_", "address": b"__asan_"}
+    if name in marks:
+        assert marks[name] in library.read_bytes()
+
+
+CROSS_COMPILER = "aarch64-linux-gnu-g++"
+
+
+@pytest.mark.slow
+def test_an_arm_processor_computes_the_same(tmp_path: Path) -> None:
+    """driver.cpp prints what every kernel computes, here and in an emulator of another processor."""
+    for program in (CROSS_COMPILER, "qemu-aarch64"):
+        if shutil.which(program) is None:
+            pytest.skip(f"no {program} (Debian: apt install g++-aarch64-linux-gnu qemu-user)")
+    options = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi"]
+    driver = Path(__file__).with_name("driver.cpp")
+    printed = []
+    for compiler, emulator in (
+        ([*build.compiler()[:1], "-march=native"], []),
+        ([CROSS_COMPILER, "-static"], ["qemu-aarch64"]),
+    ):
+        program = str(tmp_path / compiler[0])
+        subprocess.run([*compiler, *options, "-I", build.FOLDER, driver, "-o", program], check=True)
+        done = subprocess.run([*emulator, program], capture_output=True, text=True, check=True)
+        printed.append(done.stdout.splitlines())
+    on_this, on_arm = printed
+    assert len(on_this) == len(on_arm)
+    for line, line_on_arm in zip(on_this, on_arm, strict=True):
+        name, *numbers = line.split()
+        name_on_arm, *numbers_on_arm = line_on_arm.split()
+        assert name_on_arm == name
+        # One rounding of bfloat16, the coarsest of the types.
+        assert np.array(numbers_on_arm, float) == pytest.approx(np.array(numbers, float), rel=2**-7, abs=1e-3)
 
 
 # ── building ──────────────────────────────────────────────────────────────────────────────────────

@@ -73,9 +73,10 @@ class Light:
         self.no_graphs = self.no_kernels if self.on_gpu else "there are none on a CPU"
         self.dtype = torch.float32
         if self.on_gpu:
+            from nanopaged import EngineConfig
             from nanopaged.memory import pick_dtype
 
-            self.dtype = pick_dtype("auto", "bfloat16", self.device)
+            self.dtype = pick_dtype(EngineConfig(), "bfloat16", self.device)
         shape, dtype = "qwen3-0.6b" if self.on_gpu else "test", str(self.dtype).removeprefix("torch.")
         steps = self.pick(16, 12, 4)
         self.args = argparse.Namespace(model=None, shape=shape, dtype=dtype, seed=0, repeat=1, steps=steps)

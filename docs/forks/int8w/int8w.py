@@ -21,6 +21,7 @@ are one table. What stays as it was: biases, norms, activations and the KV cache
 
 import ctypes
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 import nanopaged
 from nanopaged.engine import LLMEngine
 from nanopaged.model.checkpoint import load_model
-from nanopaged.model.decoder import Linear, Model
+from nanopaged.model.decoder import Linear, Model, Operations
 from nanopaged.model_runner import ModelRunner
 from nanopaged.parallel import Ranks
 
@@ -110,14 +111,6 @@ class Int8Embedding(nn.Module):
         return (self.weight[input_ids] * self.scales[input_ids, None]).to(self.dtype)
 
 
-def loaded_weight(linear: Linear) -> Tensor:
-    """The weights of a linear layer [out_features, in_features], also if they are packed for oneDNN."""
-    if linear.weight is not None:
-        return linear.weight
-    assert linear._reordered is not None  # by `Linear.reorder_weight`
-    return linear._reordered.to_dense()
-
-
 def quantize_model(model: Model) -> None:
     """Round the matrices of a loaded model, one after another; each frees the weights that it replaces."""
     table = Int8Embedding(model.embed_tokens.weight)
@@ -125,7 +118,7 @@ def quantize_model(model: Model) -> None:
         parent, _, own_name = name.rpartition(".")
         linear: Any = model.get_submodule(name)
         is_tied = linear is model.lm_head and model.config.tie_word_embeddings
-        pair = (table.weight, table.scales) if is_tied else quantize(loaded_weight(linear), linear.ranks)
+        pair = (table.weight, table.scales) if is_tied else quantize(linear.weight, linear.ranks)
         setattr(model.get_submodule(parent), own_name, Int8Linear(linear, *pair))
     model.embed_tokens = table
     # The C library keeps freed memory for itself unless it is asked, and the pool is measured from the rest.
@@ -137,9 +130,9 @@ def quantize_model(model: Model) -> None:
 class Int8Runner(ModelRunner):
     """A `ModelRunner` whose model has rounded weights."""
 
-    def make_model(self, **options: Any) -> Model:
+    def make_model(self, operations: Operations, **options: Any) -> Model:
         """As `load_model`. Until the weights are rounded, they take their full memory."""
-        model = load_model(**options)
+        model = load_model(operations=replace(operations, packed_linear=None), **options)
         quantize_model(model)
         return model
 
