@@ -225,8 +225,7 @@ def penalize(logits: Tensor, places: Tensor, numbers: Tensor) -> Tensor:
 def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """The probabilities at each row's temperature [num_rows, vocab_size]; 0 for dropped tokens.
 
-    The remaining probabilities are not rescaled to a sum of 1. Ties with the last kept token are
-    kept.
+    Their sum need not be 1. Ties with the last kept token are kept.
     """
     logits = logits / metadata.temperature
     vocab_size = logits.shape[-1]
@@ -239,22 +238,28 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         threshold = best.values.gather(1, last)
         threshold.masked_fill_(metadata.top_k >= vocab_size, -math.inf)
         logits.masked_fill_(logits < threshold, -math.inf)
-    probs = logits.softmax(-1)
     if has_top_p.any():
         if has_top_k[has_top_p].all():  # `best` is sorted, and has all tokens left but ties
-            rising = probs.gather(1, best.indices).flip(-1)
-        elif probs.device.type == "cpu":  # ten times as fast as torch, which sorts indices as well
-            rising = torch.from_numpy(np.sort(probs.numpy(), axis=-1))
+            rising = logits.gather(1, best.indices).flip(-1)
+        elif logits.device.type == "cpu":  # ten times as fast as torch, which sorts indices as well
+            rising = torch.from_numpy(np.sort(logits.numpy(), axis=-1))
         else:
-            rising = probs.sort(-1).values
+            rising = logits.sort(-1).values
         # A token is dropped if it and all less likely ones sum up to at most 1 - top_p. The most
         # likely one is always kept. top_p = 0.8: rising 0.1 0.4 0.5, sums 0.1 0.5 1.0, one is
-        # dropped, threshold 0.4
-        sums = rising.cumsum(-1)
-        sums += 1.0 - sums[:, -1:]  # add the ties with the k-th token, which are not in `best`
-        num_dropped = (sums <= 1.0 - metadata.top_p).sum(-1, keepdim=True)
+        # dropped, threshold 0.4. Sums of 100,000 tokens are off by more than some tokens have in
+        # float32, so they are in float64.
+        weights = (rising - rising[:, -1:]).exp()  # the probabilities, but for a factor
+        sums = weights.cumsum(-1, dtype=torch.float64)
+        # All ties with the k-th token are in `logits`, but not all are in `best`.
+        num_missing = (logits >= rising[:, :1]).sum(-1, keepdim=True) - rising.shape[-1]
+        missing = num_missing * weights[:, :1]
+        bound = (1.0 - metadata.top_p) * (sums[:, -1:] + missing) - missing
+        num_dropped = torch.searchsorted(sums, bound, right=True)
         threshold = rising.gather(1, num_dropped.clamp(max=rising.shape[-1] - 1))
-        probs.masked_fill_((probs < threshold) & (metadata.top_p < 1.0), 0.0)
+        threshold.masked_fill_(metadata.top_p >= 1.0, -math.inf)
+        logits.masked_fill_(logits < threshold, -math.inf)
+    probs = logits.softmax(-1)
     if metadata.min_ps.any():
         probs.masked_fill_(probs < metadata.min_p * probs.amax(-1, keepdim=True), 0.0)
     return probs
