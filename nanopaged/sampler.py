@@ -250,11 +250,10 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         # dropped, threshold 0.4. Sums of 100,000 tokens are off by more than some tokens have in
         # float32, so they are in float64.
         weights = (rising - rising[:, -1:]).exp()  # the probabilities, but for a factor
-        sums = weights.cumsum(-1, dtype=torch.float64)
         # All ties with the k-th token are in `logits`, but not all are in `best`.
         num_missing = (logits >= rising[:, :1]).sum(-1, keepdim=True) - rising.shape[-1]
-        missing = num_missing * weights[:, :1]
-        bound = (1.0 - metadata.top_p) * (sums[:, -1:] + missing) - missing
+        sums = weights.cumsum(-1, dtype=torch.float64) + num_missing * weights[:, :1]
+        bound = (1.0 - metadata.top_p) * sums[:, -1:]
         num_dropped = torch.searchsorted(sums, bound, right=True)
         threshold = rising.gather(1, num_dropped.clamp(max=rising.shape[-1] - 1))
         threshold.masked_fill_(metadata.top_p >= 1.0, -math.inf)
