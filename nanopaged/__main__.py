@@ -10,11 +10,14 @@ with it.
 /stats     what the engine has counted
 /reset     forget the conversation
 /help      this text
-/quit      or Ctrl-D, or Ctrl-C, which stops an answer first
+/quit      or Ctrl-D
+Ctrl-C     stops an answer after the next token, a second one right then; or clears the line that
+           you type, a second one quits
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from argparse import SUPPRESS, ArgumentParser, RawTextHelpFormatter
 from contextlib import closing, suppress
@@ -30,11 +33,17 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
     """Answer the lines of the input. The prefix cache keeps the K/V of the turns before."""
     turns = []
     blocks: object = "there is no answer yet"
-    while True:
+    num_interrupts = 0  # at the prompt, in succession
+    while num_interrupts < 2:
         try:
             line = input("> " if sys.stdin.isatty() else "")
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             return
+        except KeyboardInterrupt:
+            num_interrupts += 1
+            print()
+            continue
+        num_interrupts = 0
         if line == "/quit":
             return
         if line == "/blocks":
@@ -56,6 +65,7 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
                 print(f"{one_line(error)}; /reset forgets the conversation")
                 continue
             text = ""
+            signal.signal(signal.SIGINT, first_interrupt)
             with suppress(KeyboardInterrupt), closing(stream):
                 for output in stream:
                     longer_text = output.outputs[0].text
@@ -63,14 +73,27 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
                     text = longer_text
                     if not output.finished:
                         blocks = llm.engine.snapshot()
+                    if signal.getsignal(signal.SIGINT) is not first_interrupt:
+                        break
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             print()
             turns += [question, {"role": "assistant", "content": text}]
 
 
+def first_interrupt(number: int, frame: object) -> None:
+    """Let a Ctrl-C end the answer after the step, and a second one right then.
+
+    KeyboardInterrupt in a step would lose the step's K/V, and with it the whole prefix cache.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def make_prompt(llm: nanopaged.LLM, turns: list[dict[str, str]]) -> str | dict[str, Any]:
     """Return the conversation in the model's chat template; without a template, the text so far."""
-    if getattr(llm.get_tokenizer(), "chat_template", None) is not None:
-        return llm.chat_prompt(turns, {"enable_thinking": False})  # Qwen3 thinks by default
+    template = getattr(llm.get_tokenizer(), "chat_template", None)
+    if template is not None:
+        thinks = "enable_thinking" in template  # by default, as Qwen3's does
+        return llm.chat_prompt(turns, {"enable_thinking": False} if thinks else None)
     text = ""
     for turn in turns:
         text += turn["content"]

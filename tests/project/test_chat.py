@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.__main__ import chat
+from nanopaged.sequence import ScheduledBatch, StepResult
 
 Talk = Callable[..., str]
 GREEDY = SamplingParams(temperature=0, max_tokens=60)
@@ -121,24 +123,71 @@ def test_a_template_that_fails(llm: LLM, talk: Talk, monkeypatch: pytest.MonkeyP
 
 
 def test_ctrl_c_stops_an_answer(llm: LLM, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was shown is remembered, nothing is left running, and the chat goes on."""
-    whole, number, run_step = answers_of(llm, "What news?")[0], count(1), llm.engine.run_step
+    """What was shown is remembered, nothing is left running, and the chat goes on.
 
-    def interrupted() -> object:
+    The step that is under way ends first. Past bug: it failed, and the prefix cache was emptied.
+    """
+    whole, number, execute = answers_of(llm, "What news?")[0], count(1), llm.engine.runner.execute
+
+    def interrupted(batch: ScheduledBatch) -> StepResult:
         if next(number) == 5:
-            raise KeyboardInterrupt
-        return run_step()
+            signal.raise_signal(signal.SIGINT)
+        return execute(batch)
 
-    monkeypatch.setattr(llm.engine, "run_step", interrupted)
+    monkeypatch.setattr(llm.engine.runner, "execute", interrupted)
+    num_cached = llm.engine.stats().num_cached_blocks
+    assert num_cached > 0
     printed = talk(llm, "What news?", "/blocks", "Who is dead?")
     start = printed[: printed.index("\nafter step ")]
     assert 0 < len(start) < len(whole)
     assert whole.startswith(start)
     assert not llm.engine.has_unfinished_requests()
+    assert llm.engine.stats().num_cached_blocks >= num_cached
     messages = [("user", "What news?"), ("assistant", start), ("user", "Who is dead?")]
     chat = [{"role": role, "content": content} for role, content in messages]
     (next_answer,) = llm.chat(chat, GREEDY, use_tqdm=False)
     assert printed.endswith(f"\n{next_answer.outputs[0].text}\n")
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(
+    llm: LLM, talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (whole,) = answers_of(llm, "What news?")
+    number, execute = count(1), llm.engine.runner.execute
+
+    def interrupted(batch: ScheduledBatch) -> StepResult:
+        if next(number) == 5:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            pytest.fail("the step goes on")
+        return execute(batch)
+
+    monkeypatch.setattr(llm.engine.runner, "execute", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    printed = talk(llm, "What news?", "/reset", "What news?")
+    shown = printed.removesuffix(f"\n{whole}\n")
+    assert 0 < len(shown) < len(whole)
+    assert whole.startswith(shown)
+    assert not llm.engine.has_unfinished_requests()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_at_the_prompt(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first one clears the line, and a second one in succession quits."""
+    lines = iter([KeyboardInterrupt, "/blocks", KeyboardInterrupt, KeyboardInterrupt, "What news?"])
+
+    def typed(prompt: str) -> str:
+        line = next(lines)
+        if line is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr("builtins.input", typed)
+    chat(llm, GREEDY)
+    assert capsys.readouterr().out == "\nthere is no answer yet\n\n\n"
+    assert list(lines) == ["What news?"]
 
 
 def test_a_pipe() -> None:
