@@ -90,12 +90,8 @@ class Detokenizer:
         if finished:
             return self._decode(token_ids)
         self._read(token_ids[self._num_read :])
-        num_held = 0  # characters at the end that a stop string may begin with
-        for stop in self.stop:
-            for length in range(1, len(stop)):
-                if self.text.endswith(stop[:length]):
-                    num_held = max(num_held, length)
-        return self.text[: len(self.text) - num_held]
+        begins = [possible_begin(self.text, stop) for stop in self.stop]
+        return self.text[: min(begins, default=None)]
 
     def _read(self, token_ids: list[int]) -> None:
         """Decode the next tokens, and add the characters that no later token can change to `text`.
@@ -130,6 +126,17 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def possible_begin(text: str, stop: str) -> int:
+    """Where the longest end of `text` begins that could become `stop`; or the length of `text`.
+
+    text = "to be or E", stop = "END": 9
+    """
+    begin = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while begin >= 0 and not stop.startswith(text[begin:]):
+        begin = text.find(stop[0], begin + 1)
+    return begin if begin >= 0 else len(text)
 
 
 # ── what ends an output ─────────────────────────────────────────────────────────────────────────

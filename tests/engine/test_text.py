@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -172,6 +173,36 @@ def test_an_unfinished_stop_string_is_held_back_and_then_released(tokenizer: Pre
     assert detokenizer.visible(output, finished=True) == "xab"
     output += tokenizer.encode("x")
     assert detokenizer.visible(output, finished=False) == "xabx"
+
+
+def test_as_little_is_held_back_as_may_become_a_stop_string() -> None:
+    """Any text and any stop strings of two letters, which are full of half matches."""
+    rng = random.Random(0)
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    backend.decoder = decoders.Fuse()
+    for _ in range(500):
+        stop = ["".join(rng.choices("ab", k=rng.randint(1, 8))) for _ in range(rng.randint(0, 3))]
+        text = "".join(rng.choices("ab", k=rng.randint(1, 20)))
+        detokenizer = Detokenizer(backend, stop)
+        shown = detokenizer.visible(["ab".index(letter) for letter in text], finished=False)
+        assert text.startswith(shown)
+        held = text[len(shown) :]
+        assert held == "" or any(s.startswith(held) and s != held for s in stop)
+        for begin in range(len(shown)):
+            assert not any(s.startswith(text[begin:]) and s != text[begin:] for s in stop)
+
+
+def test_the_work_for_stop_strings_is_bounded(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A few calls for each string, however long it is. Past bug: one for each character of each string."""
+    stop = [f"{i} is not to be, that is" * 20 for i in range(300)]
+    token_ids = tokenizer.encode("To be, or not to be, that is the question: " * 20)
+    detokenizer, calls = Detokenizer(tokenizer.backend_tokenizer, stop), []
+    detokenizer.visible(token_ids[:-1], finished=False)
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    shown = detokenizer.visible(token_ids, finished=False)
+    sys.setprofile(None)
+    assert shown == tokenizer.decode(token_ids)
+    assert len(calls) < 20 * len(stop)
 
 
 # ── through the engine ────────────────────────────────────────────────────────────────────────────
