@@ -288,3 +288,34 @@ def test_two_streams_interleave(llm: LLM) -> None:
         break
     assert not llm.engine.has_unfinished_requests()
     assert llm.engine.stats().num_used_blocks == 0
+
+
+def test_generate_serves_the_streams_that_are_open(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get a token in each of its steps, and its progress bar does not count them."""
+
+    class Bar:
+        def __init__(self, **options: object) -> None:
+            self.options, self.num_finished = options, 0
+            bars.append(self)
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def update(self, num: int) -> None:
+            self.num_finished += num
+
+    bars: list[Bar] = []
+    monkeypatch.setattr("nanopaged.llm.tqdm", Bar)
+    long, short = [llm.stream("O", SamplingParams(max_tokens=n, ignore_eos=True)) for n in (30, 3)]
+    assert [len(next(stream).outputs[0].token_ids) for stream in (long, short)] == [1, 1]
+    llm.generate(["ROMEO:\n", "JULIET:\n"], SamplingParams(max_tokens=10, ignore_eos=True))
+    llm.generate("ROMEO:\n", SamplingParams(max_tokens=1), use_tqdm=False)
+    assert len(next(long).outputs[0].token_ids) == 2 + 10 + 1 + 1
+    (last,) = short
+    assert (last.finished, len(last.outputs[0].token_ids)) == (True, 3)
+    assert [(bar.options["total"], bar.num_finished) for bar in bars] == [(2, 2), (1, 1)]
+    assert [bar.options.get("disable") for bar in bars] == [None, True]
+    long.close()
