@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import unicodedata
 from itertools import count
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from conftest import MAX_MODEL_LEN, Oracle
 from faults import FailAtLine
 from serving import tokens_of
+from tokenizers import Tokenizer, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged import LLM, BeamSearchParams, EngineConfig, SamplingParams
+from nanopaged.prompts import PromptProcessor
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -22,17 +26,45 @@ def llm() -> LLM:
 
 
 def test_what_is_no_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages; and 40 MB of text, which took two minutes and gigabytes to become tokens."""
+    """Messages; and 40 MB of text, which took two minutes and gigabytes to become tokens.
+
+    A token stands for at most 4 times the characters of the longest one: normalisation may join 4.
+    """
     messages = [{"role": "user", "content": "Hi"}]
     for prompts in (messages, [messages]):
         with pytest.raises(ValueError, match=r"messages are for chat: llm.chat\(messages, params\)"):
             llm.generate(prompts, GREEDY, use_tqdm=False)
     tokenizer = llm.get_tokenizer()
-    long = 8 * max(map(len, tokenizer.get_vocab())) * llm.engine.max_model_len
+    long = 4 * max(map(len, tokenizer.get_vocab())) * llm.engine.max_model_len + 1
     monkeypatch.setattr(tokenizer, "encode", lambda *args, **options: pytest.fail("it is tokenised"))
     for prompt in ("x" * long, {"prompt": "é" * long}):
         with pytest.raises(ValueError, match=r"the prompt has .* characters, but max_model_len is 2048"):
             llm.generate(prompt, GREEDY, use_tqdm=False)
+
+
+def test_normalisation_makes_one_character_of_four() -> None:
+    """The longest text that may fit is tokenised: each token is a letter with three accents.
+
+    No character of Unicode is the normal form of more than four.
+    """
+    letter = "\u1f82"
+    longest = max((unicodedata.normalize("NFD", chr(i)) for i in range(0x110000)), key=len)
+    assert len(longest) == 4
+    assert len(unicodedata.normalize("NFD", letter)) == 4
+    backend = Tokenizer(models.BPE({letter: 0}, []))
+    backend.normalizer = normalizers.NFC()
+    prompts = PromptProcessor(
+        config=EngineConfig(),
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=backend),
+        vocab_size=1,
+        num_blocks=10,
+        max_model_len=20,
+        eos_token_ids=frozenset(),
+    )
+    accents = unicodedata.normalize("NFD", letter)
+    assert prompts.encode(accents * 20) == [0] * 20
+    with pytest.raises(ValueError, match="the prompt has 84 characters, but max_model_len is 20 tokens"):
+        prompts.encode(accents * 21)
 
 
 def test_prompts_as_dicts(llm: LLM) -> None:
