@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nanopaged.block_manager import blocks_needed
 from nanopaged.config import EngineConfig, Params, SamplingParams, is_int
 from nanopaged.sequence import Request
-from nanopaged.text import Detokenizer, StopRules
+from nanopaged.text import Detokenizer, StopRules, special_and_byte_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,10 +143,8 @@ class PromptProcessor:
 
     def _check_params(self, params: Params, rules: StopRules) -> None:
         """Raise ValueError if the params ask for what this model does not have."""
-        if params.stop and self.tokenizer is None:
-            raise ValueError(
-                "stop strings need a tokenizer, and this model has none: use stop_token_ids"
-            )
+        if params.stop:
+            self._check_stop_strings(params.stop)
         num_logprobs = max(params.logprobs or 0, params.prompt_logprobs or 0)
         if num_logprobs > self.vocab_size:
             raise ValueError(
@@ -158,6 +156,23 @@ class PromptProcessor:
                 f"min_tokens is {params.min_tokens}, but stop_token_ids has all {self.vocab_size} "
                 "tokens (end-of-sequence included): leave out one that may be drawn"
             )
+
+    def _check_stop_strings(self, stop: SequenceOf[str]) -> None:
+        """Raise ValueError if one of them can be in no output."""
+        if self.tokenizer is None:
+            raise ValueError(
+                "stop strings need a tokenizer, and this model has none: use stop_token_ids"
+            )
+        "".join(stop).encode()  # raises ValueError for half of a surrogate pair
+        backend = self.tokenizer.backend_tokenizer
+        for token_id in special_and_byte_ids(backend)[0]:
+            token = backend.id_to_token(token_id)
+            for text in stop:
+                if token in text:
+                    raise ValueError(
+                        f"the stop string {text!r} has the special token {token!r} in it, which "
+                        f"no text has: use stop_token_ids=[{token_id}]"
+                    )
 
 
 @lru_cache(maxsize=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import unicodedata
 from itertools import count
 
@@ -211,3 +212,24 @@ def test_content_parts_and_tool_calls(thinker: LLM) -> None:
     prompt = thinker.chat_prompt(messages)["prompt"]
     assert prompt == "<user>Hi\nthere;<assistant>[weather];<tool>rain;<assistant>[weather];<assistant>"
     assert messages == before
+
+
+# ── stop strings ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", "So be it.<|im_end|>\n", ["\n", "<|im_start|>user"]])
+def test_a_stop_string_with_a_special_token(llm: LLM, stop: str | list[str]) -> None:
+    """No text has one, so it would never stop. Its id does."""
+    with pytest.raises(ValueError, match=r"has the special token '<\|im_\w+\|>' in it") as error:
+        llm.generate("Hi", SamplingParams(stop=stop), use_tqdm=False)
+    (token_id,) = re.findall(r"use stop_token_ids=\[(\d+)\]$", str(error.value))
+    assert llm.get_tokenizer().decode([int(token_id)]) in str(stop)
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        llm.generate("Hi", SamplingParams(stop="half a pair: \ud83d"), use_tqdm=False)
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|", "|im_end|>", "<", "|>", "im_end"])
+def test_a_stop_string_with_a_part_of_a_special_token(llm: LLM, stop: str) -> None:
+    """It stops a text in which ordinary tokens spell it."""
+    request = llm.engine.prompts.make_request("a", "Hi", SamplingParams(stop=stop))
+    assert request.live[0].detokenizer.find_stop(llm.get_tokenizer().encode(f"So {stop}")) == stop
