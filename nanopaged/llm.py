@@ -138,11 +138,13 @@ class LLM:
 
         Args:
             messages: [{"role": "user", "content": "…"}, …], or a list of such lists.
-            chat_template_kwargs: options of transformers' `apply_chat_template`, such as tools, or
-                of the template itself: {"enable_thinking": False} for Qwen3.
+            chat_template_kwargs: options of the chat template, such as tools, or
+                {"enable_thinking": False} for Qwen3. {"continue_final_message": True} goes on with
+                an answer that was begun.
 
         Raises:
-            ValueError: the model has no chat template; or as `generate`.
+            ValueError: the model has no chat template, or it does not use one of the options; or
+                as `generate`.
         """
         conversations: Any = messages
         if not messages or not isinstance(conversations[0], list | tuple):

@@ -182,6 +182,8 @@ class StopRules:
 # ── conversations ────────────────────────────────────────────────────────────────────────────────
 
 Message = dict[str, Any]
+OPTIONS = {"chat_template", "add_generation_prompt", "continue_final_message"}  # for any template
+MARK = "\x01"  # a text that Python and JSON escape when they print a list
 
 
 def render_chat(
@@ -191,11 +193,15 @@ def render_chat(
 ) -> str:
     """The text of a conversation in the model's own template, up to where its answer begins.
 
+    Messages reach the template as they are. If it cannot take them so, parts become lines of one
+    text, and a missing content becomes an empty one.
+
     Args:
         options: of transformers' `apply_chat_template`, or of the template itself.
 
     Raises:
-        TypeError, ValueError: the conversation is malformed or empty, or no chat template works.
+        TypeError, ValueError: the conversation is malformed or empty, no chat template works, or
+            the template does not use an option.
     """
     if not all(isinstance(message, dict) for message in messages):
         raise TypeError(f"a conversation is a list of {{'role', 'content'}}, got {messages!r}")
@@ -203,12 +209,58 @@ def render_chat(
         raise ValueError("the conversation is empty: it needs at least one message")
     if tokenizer is None or tokenizer.chat_template is None:
         raise ValueError("this model has no chat template: use generate")
-    texts = [message | {"content": _text_of(message)} for message in messages]
-    options = {"add_generation_prompt": True} | (options or {}) | {"tokenize": False}
+    given = []
+    for message in messages:  # without None, as in transformers: templates ask what is defined
+        given.append({name: value for name, value in message.items() if value is not None})
+    texts = [message | {"content": _text_of(message)} for message in given]
+    options = {"continue_final_message": False} | (options or {})
+    all_options: dict[str, Any] = {"add_generation_prompt": not options["continue_final_message"]}
+    all_options |= options | {"tokenize": False}
     try:
-        return str(tokenizer.apply_chat_template(texts, **options))
+        if given != texts and _takes(tokenizer, given, all_options):
+            texts = given
+        text = str(tokenizer.apply_chat_template(texts, **all_options))
     except Exception as error:  # a template is a program, so it may raise anything
         raise ValueError(f"the chat template fails: {type(error).__name__}: {error}") from error
+    _check_options(tokenizer, options)
+    return text
+
+
+def _takes(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], options: dict[str, Any]
+) -> bool:
+    """Whether the template writes messages with parts or without a content.
+
+    Instead of looping over the parts of a content, a template may fail, drop it, or print the list.
+    """
+    num_parts = 0
+    marked: list[Any] = []
+    for message in messages:
+        content = message.get("content", "")
+        if not isinstance(content, str):
+            num_parts += len(content)
+            content = [part | {"text": MARK} for part in content]
+            message = message | {"content": content}
+        marked.append(message)
+    try:
+        text = str(tokenizer.apply_chat_template(marked, **options))
+    except Exception:
+        return False
+    return text.count(MARK) >= num_parts
+
+
+def _check_options(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> None:
+    """Raise ValueError if an option has no effect, because the template does not use its name."""
+    from jinja2 import Environment  # is not needed without a chat
+
+    template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+    names = {text for _, kind, text in Environment().lex(template) if kind == "name"}
+    for name, value in options.items():
+        if value is not None and name not in names | OPTIONS:
+            raise ValueError(
+                f"the chat template does not use {name!r}: leave it out of the options, or give a "
+                "template that uses it as 'chat_template'"
+            )
 
 
 def _text_of(message: Message) -> str:

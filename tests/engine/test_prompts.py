@@ -181,7 +181,8 @@ def test_the_prompt_of_a_chat_is_the_rendered_text(thinker: LLM) -> None:
     for options, text in (
         (None, "<user>Hi;<assistant>"),
         ({"enable_thinking": False}, "<user>Hi;<assistant><think></think>"),
-        ({"add_generation_prompt": False, "tokenize": True}, "<user>Hi;"),
+        ({"add_generation_prompt": False}, "<user>Hi;"),
+        ({"tools": None, "chat_template": "{{ messages[0].content }}"}, "Hi"),
     ):
         (output,) = thinker.chat(messages, GREEDY, use_tqdm=False, chat_template_kwargs=options)
         assert output.prompt == thinker.chat_prompt(messages, options)["prompt"] == text
@@ -212,6 +213,102 @@ def test_content_parts_and_tool_calls(thinker: LLM) -> None:
     prompt = thinker.chat_prompt(messages)["prompt"]
     assert prompt == "<user>Hi\nthere;<assistant>[weather];<tool>rain;<assistant>[weather];<assistant>"
     assert messages == before
+
+
+CONVERSATION = [
+    {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "user"}]},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather"}}]},
+    {"role": "tool", "content": "rain"},
+]
+LOOP = "{% for part in m.content %}[{{ part.text | trim }}]{% endfor %}"
+SEVERAL = "{% for m in messages %}{{ m.role }}: %s;{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}",
+        "{% if m.content is not defined %}none{% elif m.content is not string %}" + LOOP + "{% endif %}",
+        "{% if m.content is string %}{{ m.content }}"
+        "{% else %}{{ m.content | map(attribute='text') | join('+') }}{% endif %}",
+    ],
+)
+def test_a_template_that_takes_parts_gets_them(
+    llm: LLM, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no content where a message has none. The text is that of transformers."""
+    tokenizer = llm.get_tokenizer()
+    monkeypatch.setattr(tokenizer, "chat_template", SEVERAL.replace("%s", content))
+    expected = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+    assert llm.chat_prompt(CONVERSATION)["prompt"] == expected
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{{ m.content }}",  # prints the list
+        "{{ m.content | tojson }}",
+        "{{ m.content + '' }}",  # raises
+        "{{ m['content'].strip() }}",
+        "{% if m.content is string %}{{ m.content }}{% endif %}",  # drops it
+        "{% if m.role == 'user' and m.content is not string %}"  # prints that of the system
+        + LOOP
+        + "{% else %}{{ m.content }}{% endif %}",
+    ],
+)
+def test_a_template_that_takes_texts_gets_them(
+    llm: LLM, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts become lines, and a missing content an empty text, for all messages alike."""
+    tokenizer = llm.get_tokenizer()
+    monkeypatch.setattr(tokenizer, "chat_template", SEVERAL.replace("%s", content))
+    contents = ["Be kind.", "Hi\nuser", "", "rain"]
+    texts = [m | {"content": text} for m, text in zip(CONVERSATION, contents, strict=True)]
+    expected = tokenizer.apply_chat_template(texts, tokenize=False)
+    assert llm.chat_prompt(CONVERSATION)["prompt"] == expected
+
+
+def test_an_answer_that_was_begun(llm: LLM) -> None:
+    """It goes on where its beginning ends, without a new header."""
+    messages = [{"role": "user", "content": "What news?"}, {"role": "assistant", "content": "My lord, the"}]
+    (output,) = llm.chat(
+        messages, GREEDY, use_tqdm=False, chat_template_kwargs={"continue_final_message": True}
+    )
+    assert output.prompt.endswith("<|im_start|>assistant\nMy lord, the")
+    assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt, add_special_tokens=False)
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    with pytest.raises(ValueError, match="continue_final_message and add_generation_prompt"):
+        llm.chat_prompt(messages, both)
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "name"),
+    [
+        ("no tools: {{ messages[0].content }}{# tools #}", {"tools": [{"name": "weather"}]}, "tools"),
+        (THINKING, {"enable_thinking": False, "documents": []}, "documents"),
+        ("{{ messages[0].content }}{{ messages[0]['thinking'] }}", {"thinking": True}, "thinking"),
+        (THINKING, {"tokenize": True}, "tokenize"),
+        (THINKING, {"max_length": 5}, "max_length"),
+        ("{{ tools }}", {"tools": [], "chat_template": THINKING}, "tools"),
+    ],
+)
+def test_an_option_that_the_template_does_not_use(
+    llm: LLM, template: str, options: dict[str, object], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past bug: tools were dropped without a word."""
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", template)
+    messages = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(ValueError, match=f"the chat template does not use '{name}': leave it out"):
+        llm.chat(messages, GREEDY, use_tqdm=False, chat_template_kwargs=options)
+
+
+def test_tools_reach_a_template_that_uses_them(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% generation %}{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}"
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", template + "{% endgeneration %}")
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    prompt = llm.chat_prompt([{"role": "user", "content": "Hi"}], {"tools": tools})
+    assert prompt["prompt"] == str(tools)
 
 
 # ── stop strings ──────────────────────────────────────────────────────────────────────────────────
