@@ -200,12 +200,25 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any((folder / name).exists() for name in names):
         return None
+    settings = read_json(folder / "tokenizer_config.json")
+    for name in ("fast_tokenizer_files", "gguf_file", "init_inputs", "merges", "vocab"):
+        if settings.get(name):
+            raise ValueError(
+                f"tokenizer_config.json in {folder} has {name}, by which files outside the folder"
+                " may be read: remove it, and name the tokenizer's file tokenizer.json"
+            )
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        tokenizer.encode("a")  # finds wrong types in tokenizer_config.json
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        # Finds wrong types in tokenizer_config.json, and a tokenizer that requests cannot use.
+        tokenizer.backend_tokenizer.decode(tokenizer.encode("a"))
         return tokenizer
     except Exception as error:  # transformers and the parser in Rust raise many types
-        raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be read: {error}. It must run on the tokenizers"
+            " library, without code of its own. Without its files, prompts can be token ids"
+        ) from error
 
 
 def read_eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
