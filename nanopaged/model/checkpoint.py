@@ -222,18 +222,18 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def read_eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """The end-of-sequence ids of generation_config.json (else of config.json) and the tokenizer."""
-    for name in ("generation_config.json", "config.json"):
-        eos = read_json(folder / name).get("eos_token_id")
-        if eos is not None:
-            break
+    """The end-of-sequence ids of generation_config.json, or of config.json without such a file, as
+    in transformers; and that of the tokenizer, as in vLLM.
+    """
+    file = folder / "generation_config.json"
+    if not file.exists():
+        file = folder / "config.json"
+    eos = read_json(file).get("eos_token_id")
     if not isinstance(eos, list):
         eos = [] if eos is None else [eos]
     for token_id in eos:
         if type(token_id) is not int or token_id < 0:
-            raise ValueError(
-                f"{folder / name} has eos_token_id {eos}, but token ids are ints from 0 on"
-            )
+            raise ValueError(f"{file} has eos_token_id {eos}, but token ids are ints from 0 on")
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.append(tokenizer.eos_token_id)
     return frozenset(eos)
