@@ -5,25 +5,29 @@ one large matrix product is faster than several small ones.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanopaged.config import EngineConfig
-from nanopaged.model.decoder import PLAIN, Linear, Model, Operations, allocate
-from nanopaged.model.model_config import ModelConfig, read_json
+from nanopaged.model.decoder import (
+    PLAIN,
+    Linear,
+    Model,
+    Operations,
+    allocate,
+    rotary_frequencies,
+)
+from nanopaged.model.model_config import WEIGHT_DTYPES, ModelConfig, find_weights, read_json
 from nanopaged.parallel import Ranks
 from nanopaged.terminal import one_line
 
 TINY_MODEL = Path(__file__).parents[1] / "tiny"
-CONFIG_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+CONFIG_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 
 
 def find_model(model: str | Path | None, with_weights: bool = True) -> Path:
@@ -68,7 +72,8 @@ def load_model(
     if config.load_format == "dummy":
         _draw_weights(model, config.seed + rank)
     else:
-        _read_weights(model, folder, rank, ranks.size if ranks is not None else 1)
+        with torch.device("cpu"):  # the tensors of the files, whatever torch's default is
+            _read_weights(model, folder, rank, ranks.size if ranks is not None else 1)
     for part in model.modules():
         if isinstance(part, Linear):
             part.pack(operations)
@@ -82,59 +87,46 @@ def _draw_weights(model: Model, seed: int) -> None:
     generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(seed % 2**63)
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
-            weight.data.fill_(1.0)
+            weight.fill_(1.0)
         else:
-            weight.data.normal_(0.0, 0.02, generator=generator)
+            weight.normal_(0.0, 0.02, generator=generator)
 
 
 def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
     """Fill the model's weights, or this rank's shares of them, from the safetensors files."""
+    weights = find_weights(folder)
     slots = _weight_slots(model)
-    files = _weight_files(folder)
-    # Old checkpoints carry rotary frequencies, and some tied ones a copy of the embedding.
-    redundant = ("rotary_emb.inv_freq", "lm_head.weight")
-    missing = sorted(slots.keys() - files.keys())[:8]
-    extra = [name for name in files.keys() - slots.keys() if not name.endswith(redundant)]
-    unexpected = sorted(extra)[:8]
+    frequencies = rotary_frequencies(model.config)
+    for name in weights.keys() - slots.keys():
+        if name.endswith("rotary_emb.inv_freq"):  # in old checkpoints, and rounded in some
+            copy = weights.pop(name)[...].float()
+            if copy.shape != frequencies.shape or not copy.allclose(frequencies, rtol=0.05):
+                raise ValueError(
+                    f"{name} in {folder} is not what config.json says, with rope_theta"
+                    f" {model.config.rope_theta} and scaling {model.config.rope_scaling}"
+                )
+    missing = sorted(slots.keys() - weights.keys())[:8]
+    unexpected = sorted(weights.keys() - slots.keys())[:8]
     if missing or unexpected:
-        names = one_line(f"missing: {', '.join(missing)}; unexpected: {', '.join(unexpected)}")
-        raise ValueError(f"the weights in {folder} do not match its config.json; {names}")
-    shapes = _weight_slots(Model(model.config))  # without memory, for the shapes of unsplit weights
-    for file in set(files.values()):
-        with _open_weights(file) as tensors:
-            for name, slot in slots.items():
-                if files[name] != file:
-                    continue
-                weight = tensors.get_slice(name)
-                shape = list(shapes[name].shape)
-                found = weight.get_shape()
-                dtype = weight.get_dtype()  # a quantised weight has another one than these
-                if found != shape or dtype not in ("F32", "F16", "BF16"):
-                    raise ValueError(
-                        f"{name} is {dtype} {found}, but must be F32, F16 or BF16 {shape}"
-                    )
-                part = weight[_share(name, slot, shape, rank, size)]
-                if rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias")):
-                    part = part[:0]  # the ranks' results are added up, so only rank 0 has the bias
-                slot[: len(part)].copy_(part)
-                slot[len(part) :].zero_()  # rows beyond the vocabulary
-                if not torch.stack(slot.aminmax()).isfinite().all():
-                    raise ValueError(f"{name} is not finite in {slot.dtype}: use a wider dtype")
-
-
-@contextmanager
-def _open_weights(file: Path) -> Iterator[safe_open]:
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} is no file: convert the weights, or set load_format='dummy'"
-        )
-    try:
-        with torch.device("cpu"), safe_open(file, framework="pt") as tensors:  # not torch's default
-            yield tensors
-    except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"{file} is broken or cut short, or not what the index says: {error}"
-        ) from error
+            f"the weights in {folder} do not match its config.json; missing: {', '.join(missing)};"
+            f" unexpected: {one_line(', '.join(unexpected))}"
+        )
+    shapes = _weight_slots(Model(model.config))  # without memory, for the shapes of unsplit weights
+    for name, slot in slots.items():
+        weight = weights[name]
+        shape = list(shapes[name].shape)
+        found = weight.get_shape()
+        dtype = weight.get_dtype()  # a quantised weight has another one than these
+        if found != shape or dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"{name} is {dtype} {found}, but must be F32, F16 or BF16 {shape}")
+        part = weight[_share(name, slot, shape, rank, size)]
+        if rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias")):
+            part = part[:0]  # the ranks' results are added up, so only rank 0 has the bias
+        slot[: len(part)].copy_(part)
+        slot[len(part) :].zero_()  # rows beyond the vocabulary
+        if not torch.stack(slot.aminmax()).isfinite().all():
+            raise ValueError(f"{name} is not finite in {slot.dtype}: use a wider dtype")
 
 
 def _weight_slots(model: Model) -> dict[str, Tensor]:
@@ -158,27 +150,10 @@ def _weight_slots(model: Model) -> dict[str, Tensor]:
             name = f"model.{name}"
         matrix = name.split(".")[-2]
         rows = parts.get(matrix, {matrix: len(weight)})
-        pieces = weight.data.split(list(rows.values()))
+        pieces = weight.split(list(rows.values()))
         for projection, piece in zip(rows, pieces, strict=True):
             slots[name.replace(matrix, projection)] = piece
     return slots
-
-
-def _weight_files(folder: Path) -> dict[str, Path]:
-    """The name of each weight in the checkpoint → its file, by the index if there is one."""
-    index = folder / "model.safetensors.index.json"
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        file = folder / "model.safetensors"
-        with _open_weights(file) as tensors:
-            return dict.fromkeys(tensors.keys(), file)
-    files = {}
-    for name, file in weight_map.items():
-        files[name] = folder / str(file)
-        # The file itself may be a link to elsewhere, as in the cache of the hub.
-        if not files[name].parent.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"{index} lists {file!r}, which is outside {folder}")
-    return files
 
 
 def _share(name: str, slot: Tensor, shape: list[int], rank: int, size: int) -> tuple[slice, ...]:

@@ -1,16 +1,18 @@
 """Read a model's config.json, and refuse models that this engine would compute wrongly.
 
 transformers parses the file, whatever version wrote it, and fills in the defaults of the family.
+If the file names no dtype, the weights do.
 """
 
 from __future__ import annotations
 
-import copy
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
 from nanopaged.config import DTYPES
@@ -31,7 +33,10 @@ CHOICES = {
     "dtype": DTYPES[1:],
     "is_causal": (True,),
     "per_layer_config": (None, {}),
+    "configuration_files": (None,),  # other files in place of config.json
+    "transformers_weights": (None,),  # another file in place of model.safetensors
 }
+WEIGHT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' name → ours
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -90,6 +95,39 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read as a JSON object: {error}") from error
 
 
+def find_weights(folder: Path) -> dict[str, Any]:
+    """The name of each weight of a checkpoint → its slice, which is read when it is indexed.
+
+    As in transformers, an index counts only if there is no model.safetensors. It only says which
+    files there are; of several weights with one name the last one counts.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is broken or outside the folder.
+    """
+    names = ["model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    weight_map = read_json(index).get("weight_map")
+    if isinstance(weight_map, dict) and not (folder / names[0]).is_file():
+        names = sorted({str(name) for name in weight_map.values()})
+    weights = {}
+    for name in names:
+        file = folder / name
+        if Path(name).name != name:  # the file itself may be a link, as in the hub's cache
+            raise ValueError(f"{index} lists {name!r}, but only files in {folder} itself are read")
+        if not os.path.isfile(file):  # unlike Path's, False for a name that is too long
+            raise FileNotFoundError(
+                f"{file} is no file: convert the weights, or set load_format='dummy'"
+            )
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118
+                    weights[key] = tensors.get_slice(key)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is broken or cut short: {error}") from error
+    return weights
+
+
 def read_model_config(folder: Path) -> ModelConfig:
     """Read `folder`/config.json. Raises ValueError for a setting that this engine cannot run."""
     file = folder / "config.json"
@@ -101,31 +139,50 @@ def read_model_config(folder: Path) -> ModelConfig:
     raw = read_json(file)
     model_type = str(raw.get("model_type"))
     if model_type not in FAMILIES:
-        raise _unsupported(file, "model_type", raw.get("model_type"), " or ".join(FAMILIES))
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters")  # as transformers does
-    settings = raw | rope if isinstance(rope, dict) else raw
+        raise ValueError(
+            f"{file} has model_type {raw.get('model_type')!r}, but only"
+            f" {' or '.join(FAMILIES)} is supported"
+        )
+    num_layers = raw.get("num_hidden_layers")
+    if type(num_layers) is int and num_layers > 1000:  # many millions would take minutes
+        raise ValueError(f"{file} has num_hidden_layers {num_layers}, but must have at most 1000")
+    try:
+        hf: Any = AutoConfig.for_model(**raw)
+        hf.standardize_rope_params()  # transformers does so again when it makes a model
+    except Exception as error:  # the message of transformers says what is wrong, in several lines
+        raise ValueError(
+            f"{file} cannot be used: {one_line(error)} (rope_scaling {raw.get('rope_scaling')!r},"
+            f" rope_parameters {raw.get('rope_parameters')!r})"
+        ) from error
+    try:
+        weights = find_weights(folder)
+    except (OSError, ValueError):  # `load_model` raises it again, unless it draws random weights
+        weights = {}
+    dtypes = [WEIGHT_DTYPES.get(weight.get_dtype()) for weight in weights.values()]
+    first_dtype = next(filter(None, dtypes), "float32")  # what transformers takes
+    dtype = str(hf.dtype or first_dtype).removeprefix("torch.")
+    rope = hf.rope_parameters
+    settings = raw | rope | {"dtype": dtype}
     for name in ("rms_norm_eps", "rope_theta") + LLAMA3:  # transformers fails later
         value = settings.get(name, 1)
         if type(value) not in (int, float) or not 0 < value < 1e300:
-            raise _unsupported(file, name, value, "a finite number above 0")
-    try:
-        hf = AutoConfig.for_model(**copy.deepcopy(raw))  # it changes its arguments
-    except Exception as error:  # the message of transformers says what is wrong, in several lines
-        raise ValueError(f"{file} cannot be used: {one_line(error)}") from error
-    rope = hf.rope_parameters
-    dtype = str(hf.dtype or "float32").removeprefix("torch.")
-    settings = raw | rope | {"dtype": dtype}
+            raise ValueError(
+                f"{file} has {name} {value!r}, but only a finite number above 0 is supported"
+            )
     for name, choices in CHOICES.items():
         value = settings.get(name, choices[0])
         if value not in choices:
-            raise _unsupported(file, name, value, " or ".join(repr(choice) for choice in choices))
+            supported = " or ".join(repr(choice) for choice in choices)
+            raise ValueError(f"{file} has {name} {value!r}, but only {supported} is supported")
     layer_types = getattr(hf, "layer_types", None)
     window = getattr(hf, "sliding_window", None)
     if set(layer_types or ()) - {"full_attention"} or (window and not layer_types):
-        name = f"sliding_window {window} and layer_types"
-        raise _unsupported(file, name, layer_types, "full attention")
+        raise ValueError(
+            f"{file} has sliding_window {window!r} and layer_types {layer_types!r}, but only full"
+            " attention is supported"
+        )
     num_heads = hf.num_attention_heads
-    num_kv_heads = hf.num_key_value_heads or num_heads
+    num_kv_heads = hf.num_key_value_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // max(num_heads, 1)
     sizes = {
         "vocab_size": hf.vocab_size,
@@ -138,28 +195,29 @@ def read_model_config(folder: Path) -> ModelConfig:
         "head_dim": head_dim,
     }
     if min(sizes.values()) < 1 or num_heads % num_kv_heads or head_dim % 2:
-        limits = "sizes above 0, num_heads a multiple of num_kv_heads, head_dim even"
-        raise _unsupported(file, "sizes", sizes, limits)
-    bias = bool(getattr(hf, "attention_bias", False))
+        raise ValueError(
+            f"{file} has sizes {sizes}, but only sizes above 0, num_heads a multiple of"
+            " num_kv_heads, head_dim even is supported"
+        )
+    bias = settings.get("attention_bias", False)
     family = {"qkv_bias": bias, "o_bias": bias, "qk_norm": False} | FAMILIES[model_type]
     rope_scaling = None
     if rope["rope_type"] == "llama3":
         rope_scaling = {name: rope[name] for name in LLAMA3}
         if rope["low_freq_factor"] >= rope["high_freq_factor"]:
-            limit = f"a number below high_freq_factor, {rope['high_freq_factor']},"
-            raise _unsupported(file, "low_freq_factor", rope["low_freq_factor"], limit)
+            raise ValueError(
+                f"{file} has low_freq_factor {rope['low_freq_factor']}, but only a number below"
+                f" high_freq_factor, {rope['high_freq_factor']}, is supported"
+            )
     return ModelConfig(
         **sizes,
         **family,
-        mlp_bias=bool(getattr(hf, "mlp_bias", False)),
+        mlp_bias=settings.get("mlp_bias", False),
         attention_scale=head_dim**-0.5,
         rms_norm_eps=hf.rms_norm_eps,
-        rope_theta=float(rope["rope_theta"]),
+        rope_theta=rope["rope_theta"],
         rope_scaling=rope_scaling,
-        tie_word_embeddings=hf.tie_word_embeddings,
+        # As in transformers, an output projection in the checkpoint counts, whatever the file says.
+        tie_word_embeddings=hf.tie_word_embeddings and "lm_head.weight" not in weights,
         dtype=dtype,
     )
-
-
-def _unsupported(file: Path, name: str, value: Any, supported: str) -> ValueError:
-    return ValueError(f"{file} has {name} {value!r}, but only {supported} is supported")
