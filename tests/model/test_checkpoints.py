@@ -191,7 +191,7 @@ REFUSED = {
     "not tied, without head": (NO_HEAD, f"config.json; missing: {HEAD}"),
     "another theta": (entries(rope_parameters=ROPE), put(FREQUENCIES, frequencies(1e4)), f"{ODD}500"),
     "another scaling": (put(FREQUENCIES, frequencies(1e4)), f"{ODD}10000.* scaling .*'factor': 8"),
-    "one frequency": (put(FREQUENCIES, torch.tensor(1.0)), ODD),
+    "three frequencies": (put(FREQUENCIES, torch.ones(3)), ODD),
     "a length of -1": (entries(original_max_position_embeddings=-1), "_embeddings -1, but only a fin"),
     "NaN": (put(NORM, (-RAMP).log()), f"{NORM} is not finite in torch.float32"),
     "infinity": (put(NORM, RAMP / 0), f"{NORM} is not finite in torch.float32"),
