@@ -15,6 +15,7 @@ listens on 127.0.0.1 alone. Under torchrun the ports are open to the network, an
 pickle, which can run code (docs/reference/ranks.md).
 """
 
+import ctypes
 import multiprocessing
 import os
 import shutil
@@ -37,9 +38,10 @@ STEP_TIMEOUT = float(os.environ.get("NANOPAGED_STEP_TIMEOUT", 30))
 NUM_THREADS = torch.get_num_threads()  # before any engine has changed it
 UNDER_TORCHRUN = dist.is_torchelastic_launched()
 CPU = torch.device("cpu")
+ALL_RANKS: weakref.WeakSet[Any] = weakref.WeakSet()  # those that this process is or was
 
 
-@dataclass
+@dataclass(eq=False)
 class Ranks:
     """This process as one of the `size` ranks of a model, which find each other by the `store`.
 
@@ -58,6 +60,9 @@ class Ranks:
     ended: str = ""
     messages: Any = None
     group: Any = None
+
+    def __post_init__(self) -> None:
+        ALL_RANKS.add(self)
 
     def meet(self, device: torch.device) -> None:
         """Wait until all ranks are ready, and connect them for the tensors of `device`."""
@@ -160,6 +165,21 @@ def _end_workers(pid: int, processes: list[Any], folder: str) -> None:
             process.kill()
             process.join(5)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _leave_to_parent() -> None:
+    """In a fork, see that nothing ends the workers or the connections of the parent.
+
+    multiprocessing would kill the workers when the fork exits. A connection that is destroyed waits
+    for its threads, which a fork does not have, so it gets a reference that is never given back.
+    """
+    multiprocessing.process._children.clear()  # ty: ignore[missing-attribute]
+    for ranks in ALL_RANKS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(ranks))
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 # ── starting ──────────────────────────────────────────────────────────────────────────────────────

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from children import check_children
 from conftest import Oracle, make_checkpoint, random_prompts, tokens
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, SamplingParams, parallel
@@ -303,19 +304,9 @@ def test_engines_side_by_side(pair: Pair, qwen3: Oracle, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on Windows")
-def test_a_fork_does_not_end_its_parents_workers(pair: Pair, qwen3: Oracle) -> None:
-    """When it ends, and when the engine is deleted in it."""
-    llm, _ = pair
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)  # ends it if it hangs
-        llm.engine.runner.ranks.workers = None
-        gc.collect()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert all(process.is_alive() for process in processes_of(llm.engine))
-    (output,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-    assert output.outputs[0].token_ids == qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
+def test_a_fork_leaves_the_workers_to_its_parent(qwen3: Oracle, tmp_path: Path) -> None:
+    options = {"model": str(qwen3.folder), "tensor_parallel_size": 2, "num_blocks": 30}
+    check_children("nanopaged", options, qwen3.greedy([1, 2, 3], 8, ignore_eos=True), tmp_path)
 
 
 SCRIPT = """

@@ -12,6 +12,7 @@ A long prompt delays no decode (DistServe, arXiv 2401.09670). A request returns 
 
 import logging
 import multiprocessing
+import os
 import signal
 import traceback
 import weakref
@@ -117,7 +118,12 @@ def start_process(config: EngineConfig) -> Callable[..., Future]:
                 answer = error
             (future.set_exception if isinstance(answer, Exception) else future.set_result)(answer)
 
-    weakref.finalize(submit, lambda: (process.kill(), jobs.put(None)))  # with the engine, which has it
+    def end(pid: int) -> None:
+        if os.getpid() == pid:  # a fork leaves the process to its parent, see nanopaged/parallel.py
+            process.kill()
+            jobs.put(None)
+
+    weakref.finalize(submit, end, os.getpid())  # with the engine, which has it
     Thread(target=talk, daemon=True).start()
     submit("has_unfinished_requests").result()  # it has started, or it raises why it has not
     return submit

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import test_random_runs
+from children import check_children
 from conftest import Oracle, memory_that_was_never_written, qwen3, random_prompts, tokens  # noqa: F401
 from disaggregated import LLM, DecodeScheduler, DisaggregatedEngine, PromptEngine
 from fake_runner import GARBAGE, FakeRunner
@@ -227,6 +228,13 @@ def test_no_child_outlives_its_parent(is_killed: bool, tmp_path: Path) -> None:
     deadline = time.monotonic() + 30
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the prompt process lives"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on Windows")
+def test_a_fork_leaves_the_prompt_process_to_its_parent(qwen3: Oracle, tmp_path: Path) -> None:  # noqa: F811
+    options = {"model": str(qwen3.folder), "num_blocks": 30}
+    expected = qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
+    check_children("disaggregated", options, expected, tmp_path)
 
 
 REFUSED = {"num_host_blocks": 0, "preemption": "recompute", "tensor_parallel_size": 2, "trace": "x.html"}
