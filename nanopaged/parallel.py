@@ -207,13 +207,17 @@ def start(size: int, make_runner: Any) -> Any:
         torch.set_num_threads(max(1, NUM_THREADS // size))
         folder = tempfile.mkdtemp(prefix="nanopaged-")
         ranks = Ranks(0, size, local_rank=0, store=dist.FileStore(f"{folder}/store"))
-        ranks.workers = spawn(
-            _work,
-            args=(size, folder, make_runner),
-            nprocs=size - 1,
-            join=False,
-            daemon=True,
-        )
+        try:
+            ranks.workers = spawn(
+                _work,
+                args=(size, folder, make_runner),
+                nprocs=size - 1,
+                join=False,
+                daemon=True,
+            )
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
         # It is called when nothing refers to `workers` any more, or when the program ends.
         weakref.finalize(ranks.workers, _end_workers, os.getpid(), ranks.workers.processes, folder)
     try:
@@ -226,14 +230,15 @@ def start(size: int, make_runner: Any) -> Any:
 def _work(index: int, size: int, folder: str, make_runner: Any) -> None:
     """Serve as one of the workers that `start` has started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
-    threading.Thread(target=_end_with_rank_0, daemon=True).start()
+    threading.Thread(target=_end_with_rank_0, args=(folder,), daemon=True).start()
     torch.set_num_threads(max(1, NUM_THREADS // size))  # the ranks share the cores
     rank = index + 1
     ranks = Ranks(rank, size, local_rank=rank, store=dist.FileStore(f"{folder}/store"))
     make_runner(ranks=ranks).serve()
 
 
-def _end_with_rank_0() -> None:
-    """End this worker when rank 0's process has ended, however it did."""
+def _end_with_rank_0(folder: str) -> None:
+    """End this worker when rank 0's process has ended, which may not have removed the folder."""
     multiprocessing.parent_process().join()  # ty: ignore[missing-union-attribute]
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -249,6 +248,13 @@ def test_a_start_that_is_broken_off(error: type[BaseException]) -> None:
         parallel.start(3, partial(fail_on_rank_0, error))
 
 
+def test_a_start_whose_workers_cannot_be_started() -> None:
+    """Their arguments cannot be pickled, so there is no process to remove the folder but this one."""
+    with pytest.raises(AttributeError, match="pickle"):
+        parallel.start(2, lambda ranks: None)
+    assert not stores()
+
+
 Pair = tuple[LLM, set[tuple[str, int]]]
 
 
@@ -332,7 +338,7 @@ if __name__ == "__main__":
 def test_workers_end_when_their_engine_is_killed(
     qwen3: Oracle, tmp_path: Path, seconds: float | None
 ) -> None:
-    """When it waits for requests, or while it starts."""
+    """When it waits for requests, or while it starts. They remove its folder, see `nothing_is_left`."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     command = [sys.executable, script, qwen3.folder, "wait"]
@@ -348,8 +354,6 @@ def test_workers_end_when_their_engine_is_killed(
         process.kill()
     _, left = psutil.wait_procs(workers, timeout=30)
     assert not left
-    for folder in stores():  # no process is left to remove it
-        shutil.rmtree(folder)
 
 
 @pytest.mark.slow
