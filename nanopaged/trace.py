@@ -3,23 +3,25 @@
 The file begins with `page.html`. A line of JSON follows for the engine, then one for each step.
 The file is closed after every line, so the page is complete at any time.
 
-The line of a step holds two whole states, one from after scheduling and one from after the update.
-The page compares them.
+The line of a step has two states, one from after scheduling and one from after the update. Each is
+written as the changes to the state before it, so the length of a line depends on what has changed.
+The page makes the states from the changes, and compares them.
 """
 
 import json
 import logging
-import time
 from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import Request, ScheduledBatch, Sequence
+from nanopaged.sequence import Request, ScheduledBatch
 from nanopaged.snapshot import short_key
 
 PAGE = Path(__file__).with_name("page.html")
+
+State = dict[str, list[list[Any]]]
 
 logger = logging.getLogger("nanopaged")
 
@@ -30,26 +32,32 @@ class Recorder:
     These are the fields of a line. Requests are numbers, in order of arrival. Empty fields are left
     out.
 
-        step, time               steps so far; seconds since the engine was made
-        scheduled, updated       the states: {running, waiting, cached, seqs}
+        scheduled, updated       the changes of the state
         admitted, preempted      requests; [[request, "swap" or "recompute"], …]
         out, in, copies          moves of blocks: [[source, destination], …]
         batch                    [[request, sequence, tokens to compute], …]
-        generated                tokens, so far
-        failed                   the error's type; the line of a failed step has no scheduled state
+        failed                   the error's type. The line of a failed step has no scheduled state.
+                                 Its updated one is made from an empty one
 
-    `seqs` has a list for each sequence. A finished one stays in it until its request has finished:
+    A state has lists under names:
 
-        [request, index, number of computed tokens, block table, host table, finish reason or null,
-         number of its tokens that earlier lines hold, the other tokens]
+        queue                    [[requests, in order of service]]
+        running                  [[how many of them are running; the others wait]]
+        cached                   [[cached blocks, in order of eviction]]
+        keys                     [[[block, short key under which it is published], …]]
+        request.index            a sequence: [[finish reason or null, number of computed tokens],
+                                 [tokens], [block table], [host table]]
+
+    A change of a list is [[places of the items that go], [items that are added at the end]]. A name
+    without lists is forgotten. A finished sequence stays until its request has finished.
 
     What never changes is written once:
 
         requests                 [[number, id, prompt tokens, sequences, is it a beam search], …]
-        keys                     block → the short key under which it is now published, or null
         texts                    token → its text
 
-    `known_…` is what the lines so far tell the page. It changes only after a line was written.
+    `known` and `known_texts` are what the lines so far tell the page. They change only after a line
+    was written.
 
     Args:
         tokenizer: None leaves the texts out.
@@ -65,18 +73,11 @@ class Recorder:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.disk_is_full = False
-        self.start = time.monotonic()
-        self.num_steps = 0
         self.numbers: dict[Request, int] = {}  # of the unfinished requests
         self.num_requests = 0
-        self.known_requests = 0
-        self.known_tokens: dict[Sequence, int] = {}
-        self.known_keys: dict[int, bytes] = {}
+        self.known: State = {}
         self.known_texts: set[int] = set()
-        # What the next line will tell, if it is written.
-        self.num_tokens: dict[Sequence, int] = {}
-        self.tokens: set[int] = set()
-        self.scheduled = self._state()
+        self.scheduled: State = {}  # the next line will tell it, if it is written
         header = {
             "model": Path(model_name).name,
             "block_size": scheduler.block_size,
@@ -89,17 +90,15 @@ class Recorder:
 
     def batch_scheduled(self, batch: ScheduledBatch) -> None:
         """Keep the state. If the step then fails, it is never written."""
-        self.num_tokens = self.known_tokens
         self.scheduled = self._state()
 
     def step_ended(self, batch: ScheduledBatch) -> None:
         """Write the line of a step that has just ended."""
-        self.num_steps += 1
         updated = self._state(seq.request for seq in batch.sequences)
         numbers = self.numbers
         line = {
-            "scheduled": self.scheduled,
-            "updated": updated,
+            "scheduled": _changes(self.known, self.scheduled),
+            "updated": _changes(self.scheduled, updated),
             "admitted": [numbers[request] for request in batch.admitted],
             "preempted": [[numbers[request], mode] for request, mode in batch.preempted],
             "out": batch.moves.swap_out,
@@ -110,14 +109,14 @@ class Recorder:
                 for seq in batch.sequences
             ],
         }
-        self._write(line)
+        self._write(line, updated)
 
     def step_failed(self, error: BaseException) -> None:
         """Write a line that says that a step has failed. All requests wait again."""
-        self.num_tokens = self.known_tokens
-        self._write({"failed": type(error).__name__, "updated": self._state()})
+        state = self._state()
+        self._write({"failed": type(error).__name__, "updated": _changes({}, state)}, state)
 
-    def _state(self, ended: Iterable[Request] = ()) -> dict[str, Any]:
+    def _state(self, ended: Iterable[Request] = ()) -> State:
         """Return the state now, with the requests that have just `ended`. Number the new ones."""
         running = self.scheduler.running
         waiting = self.scheduler.waiting
@@ -125,35 +124,28 @@ class Recorder:
             if request not in self.numbers:
                 self.numbers[request] = self.num_requests
                 self.num_requests += 1
-        known_tokens = self.num_tokens
-        self.num_tokens = {}
-        seqs = []
+        index = self.scheduler.block_manager.index
+        state = {
+            "queue": [[self.numbers[request] for request in running + waiting]],
+            "running": [[len(running)]],
+            "cached": [list(self.scheduler.block_manager.cached)],
+            "keys": [[(block.block_id, key) for key, block in index.items()]],
+        }
         for request in dict.fromkeys([*running, *waiting, *ended]):
             for seq in request.sequences:
-                num_known = known_tokens.get(seq, 0)
-                new_tokens = seq.token_ids[num_known:]
-                fields = [
-                    self.numbers[request],
-                    seq.index,
-                    seq.num_computed_tokens,
+                state[f"{self.numbers[request]}.{seq.index}"] = [
+                    [seq.finish_reason, seq.num_computed_tokens],
+                    list(seq.token_ids),
                     list(seq.block_table),
                     list(seq.host_table),
-                    seq.finish_reason,
-                    num_known,
-                    new_tokens,
                 ]
-                seqs.append(fields)
-                self.num_tokens[seq] = seq.num_tokens
-                self.tokens.update(new_tokens)
-        return {
-            "running": [self.numbers[request] for request in running],
-            "waiting": [self.numbers[request] for request in waiting],
-            "cached": list(self.scheduler.block_manager.cached),
-            "seqs": seqs,
-        }
+        return state
 
-    def _write(self, line: dict[str, Any]) -> None:
-        """Add all that the page does not know yet to the line, and append it."""
+    def _write(self, line: dict[str, Any], state: State) -> None:
+        """Add all that the page does not know yet to the line that ends in `state`. Append it.
+
+        If that fails (the disk is full), the trace ends; the engine goes on.
+        """
         line["requests"] = [
             [
                 number,
@@ -163,39 +155,55 @@ class Recorder:
                 request.is_beam_search,
             ]
             for request, number in self.numbers.items()
-            if number >= self.known_requests
+            if f"{number}.0" not in self.known
         ]
-        index = self.scheduler.block_manager.index
-        keys = {block.block_id: key for key, block in index.items()}
-        changed = {block_id for block_id, _ in keys.items() ^ self.known_keys.items()}
-        line["keys"] = {i: short_key(keys[i]) if i in keys else None for i in sorted(changed)}
+        tokens = set()
+        for changes in (line.get("scheduled", {}), line["updated"]):
+            for lists in changes.values():
+                for _, added in lists[1:2]:  # the tokens of a sequence
+                    tokens.update(added)
         if self.tokenizer is not None:
-            new = sorted(self.tokens - self.known_texts)
+            new = sorted(tokens - self.known_texts)
             line["texts"] = {token_id: self.tokenizer.decode([token_id]) for token_id in new}
-        line["generated"] = self.scheduler.counters.num_generated_tokens
-        self._append(line)
-        self.known_requests = self.num_requests
-        self.known_tokens = self.num_tokens
-        self.known_keys = keys
-        self.known_texts |= self.tokens
-        self.tokens = set()
-        for request in self.numbers.keys() - {*self.scheduler.running, *self.scheduler.waiting}:
-            del self.numbers[request]
-
-    def _append(self, line: dict[str, Any]) -> None:
-        """Append a line. If that fails (the disk is full), the trace ends; the engine goes on."""
-        if self.disk_is_full:
-            return
-        now = {"step": self.num_steps, "time": round(time.monotonic() - self.start, 6)}
         fields = {name: value for name, value in line.items() if value}
         try:
-            with self.path.open("ab") as file:
-                file.write(_encode(now | fields))
+            if not self.disk_is_full:
+                with self.path.open("ab") as file:
+                    file.write(_encode(fields))
         except OSError as error:
             self.disk_is_full = True
             logger.warning("the trace %s ends here: %s", self.path, error)
+        self.known = state
+        self.known_texts |= tokens
+        for request in self.numbers.keys() - {*self.scheduler.running, *self.scheduler.waiting}:
+            del self.numbers[request]
+
+
+def _changes(old: State, new: State) -> State:
+    """Return what makes the state `new` from `old`."""
+    changes: State = {name: [] for name in old if name not in new}
+    for name, lists in new.items():
+        old_lists = old.get(name, [[]] * len(lists))
+        if lists != old_lists:
+            changes[name] = [_change(a, b) for a, b in zip(old_lists, lists, strict=True)]
+    return changes
+
+
+def _change(old: list[Any], new: list[Any]) -> list[list[Any]]:
+    """Return what makes the list `new` from `old`: 5 6 7 8 becomes 5 7 9 by [[1, 3], [9]]."""
+    if new[: len(old)] == old:
+        return [[], new[len(old) :]]
+    num_kept = 0
+    removed = []
+    for place, item in enumerate(old):
+        if new[num_kept : num_kept + 1] == [item]:
+            num_kept += 1
+        else:
+            removed.append(place)
+    return [removed, new[num_kept:]]
 
 
 def _encode(line: dict[str, Any]) -> bytes:
     """Return a line of the page. A "<" could end the script element that contains the lines."""
-    return json.dumps(line, separators=(",", ":")).replace("<", "\\u003c").encode() + b"\n"
+    text = json.dumps(line, separators=(",", ":"), default=short_key)  # the keys are bytes
+    return text.replace("<", "\\u003c").encode() + b"\n"

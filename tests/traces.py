@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 from programs import load_file
 
 PARTS = ("scheduled", "copied", "computed", "updated")
-find_events = load_file(Path(__file__).parents[1] / "docs" / "experiments" / "tour.py").find_events
+tour = load_file(Path(__file__).parents[1] / "docs" / "experiments" / "tour.py")
+find_events = tour.find_events
 
 
 def read_trace(page: Path | str) -> list[dict[str, Any]]:
-    """The line of the engine, and those of the steps, of a page or of its text."""
-    text = page.read_text(encoding="utf-8") if isinstance(page, Path) else page
-    return [json.loads(line) for line in text.split('id="steps">\n')[1].splitlines()]
+    """The line of the engine, and those of the steps with whole states, of a page or of its text."""
+    return tour.read_lines(page.read_text(encoding="utf-8") if isinstance(page, Path) else page)
 
 
 def parts_of(line: dict[str, Any]) -> list[str]:
@@ -46,21 +45,16 @@ class State:
 def states_of(lines: list[dict[str, Any]]) -> list[dict[str, State]]:
     """For each step, the states that its line has."""
     several: dict[int, bool] = {}
-    tokens: dict[tuple[int, int], list[int]] = {}
-    keys: dict[int, str] = {}
     steps = []
     for line in lines:
         several |= {number: width > 1 for number, _, _, width, _ in line.get("requests", [])}
-        keys = keys | {int(block_id): key for block_id, key in line.get("keys", {}).items()}
-        keys = {block_id: key for block_id, key in keys.items() if key is not None}
         steps.append({})
         for part, state in ((part, line[part]) for part in ("scheduled", "updated") if part in line):
             seqs = {}
-            for number, index, computed, table, host, reason, kept, new in state["seqs"]:
-                tokens[number, index] = tokens.get((number, index), [])[:kept] + new
+            for number, index, computed, table, host, reason, tokens in state["seqs"]:
                 if reason is None:
                     name = f"{name_of(number)}{index + 1 if several[number] else ''}"
-                    seqs[name] = (tokens[number, index], computed, table, host)
+                    seqs[name] = (tokens, computed, table, host)
             queues = [[name_of(number) for number in state[queue]] for queue in ("running", "waiting")]
-            steps[-1][part] = State(*queues, state["cached"], keys, seqs)
+            steps[-1][part] = State(*queues, state["cached"], state["keys"], seqs)
     return steps

@@ -189,41 +189,78 @@ def write_tour(page: Path, seed: int) -> None:
 
 
 Line = dict[str, Any]
-"""A step; `Recorder` in nanopaged/trace.py describes its fields."""
+"""A step; `Recorder` in nanopaged/trace.py describes its fields. The states are whole, see `read_lines`."""
 
 
-def read_page(page: Path) -> tuple[str, list[Line]]:
-    """The viewer, and the lines: the header, then the steps."""
-    viewer, data = page.read_text(encoding="utf-8").split('id="steps">\n')
-    return viewer, [json.loads(line) for line in data.splitlines()]
+def read_lines(text: str) -> list[Line]:
+    """The lines of a page: the header, then the steps, with whole states instead of the changes.
+
+    `seqs` of a state is a list of (request, index, number of computed tokens, block table, host table, finish
+    reason, tokens).
+    """
+    header, *lines = map(json.loads, text.split('id="steps">\n')[1].splitlines())
+    state: dict[str, Any] = {}
+    for line in lines:
+        if "failed" in line:
+            state = {}
+        for part in ("scheduled", "updated")["failed" in line :]:
+            state = change(state, line.get(part, {}))
+            line[part] = whole(state)
+    return [header, *lines]
+
+
+def change(old: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The state, name → lists, after these changes of a line."""
+    state = dict(old)
+    for name, lists in changes.items():
+        before = state.pop(name, [[]] * len(lists))
+        if lists:
+            state[name] = [change_list(*pair) for pair in zip(before, lists, strict=True)]
+    return state
+
+
+def change_list(old: list[Any], changes: list[list[Any]]) -> list[Any]:
+    removed, added = changes
+    gone = set(removed)
+    return [item for place, item in enumerate(old) if place not in gone] + added
+
+
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    """The state as the functions below read it."""
+    names = ("queue", "running", "cached", "keys")
+    queue, (num_running,), cached, keys = (state.get(name, [[]])[0] for name in names)
+    sequences = []
+    for name in (name for name in state if "." in name):
+        number, index = map(int, name.split("."))
+        (reason, computed), tokens, table, host = state[name]
+        sequences.append((number, index, computed, table, host, reason, tokens))
+    queues = {"running": queue[:num_running], "waiting": queue[num_running:], "cached": cached}
+    return queues | {"seqs": sequences, "keys": dict(keys)}
 
 
 def find_events(lines: list[Line]) -> list[dict[str, str]]:
     """For each step, kind of event → the part of the step in which it happens."""
     requests = {fields[0]: fields for line in lines for fields in line.get("requests", [])}
-    events, before, keys = [], {"running": [], "waiting": [], "cached": []}, {}
+    events, before = [], {"running": [], "waiting": [], "cached": [], "keys": {}}
     for line in lines:
-        events.append(events_of(line, before, keys, requests))
-        before, keys = line["updated"], keys | line.get("keys", {})
+        events.append(events_of(line, before, requests))
+        before = line["updated"]
     return events
 
 
-def events_of(
-    line: Line, before: dict[str, Any], keys: dict[str, str | None], requests: dict[int, list[Any]]
-) -> dict[str, str]:
+def events_of(line: Line, before: dict[str, Any], requests: dict[int, list[Any]]) -> dict[str, str]:
     """As the page finds them, where it says what has happened.
 
     Args:
         before: the state after the step before.
-        keys: of the blocks, then.
         requests: number → what the trace says of it.
     """
     if "failed" in line:
         return {"fail": "failed"}
     now, after = line["scheduled"], line["updated"]
     came_in = {block_id for _, block_id in line.get("in", [])}
-    in_use = {str(block_id) for row in now["seqs"] for block_id in row[3]}
-    lengths = {(row[0], row[1]): row[6] + len(row[7]) for row in now["seqs"]}
+    in_use = {block_id for row in now["seqs"] for block_id in row[3]}
+    lengths = {(row[0], row[1]): len(row[6]) for row in now["seqs"]}
     num_seqs = Counter(row[0] for row in now["seqs"])
     hits = decodes = chunks = forks = beams = False
     for number, index, computed, table, *_ in now["seqs"]:
@@ -233,14 +270,15 @@ def events_of(
             is_decode = num == 1 and lengths[number, index] > requests[number][2]
             decodes |= is_decode
             chunks |= not is_decode and computed + num < lengths[number, index]
-    for number, index, _, _, _, reason, kept, new in after["seqs"]:
+    for number, index, _, _, _, reason, tokens in after["seqs"]:
         forks |= num_seqs[number] == 1 and index > 0 and reason is None
-        longer = kept + len(new) > lengths.get((number, index), 0)
+        longer = len(tokens) > lengths.get((number, index), 0)
         beams |= requests[number][4] and num_seqs[number] > 1 and reason is None and longer
     ended = [{(row[0], row[1]) for row in state["seqs"] if row[5]} for state in (now, after)]
     left = {*before["running"], *before["waiting"]} - {*now["running"], *now["waiting"]}
-    lost = {block_id for block_id in in_use.intersection(line.get("keys", ())) if keys.get(block_id)}
-    was_reset = {*map(str, before["cached"])} - in_use - {*map(str, now["cached"])}  # by reset_prefix_cache
+    keys = after["keys"]
+    lost = {block_id for block_id, key in before["keys"].items() if keys.get(block_id) != key} & in_use
+    was_reset = {*before["cached"]} - in_use - {*now["cached"]}  # by reset_prefix_cache
     happened = {
         "scheduled": {
             "finish": bool(left),  # aborted
@@ -259,7 +297,7 @@ def events_of(
 
 def add_captions(page: Path) -> None:
     """Give the header of the page a title and the captions, each with its step and its terms."""
-    _, (header, *lines) = read_page(page)
+    header, *lines = read_lines(page.read_text(encoding="utf-8"))
     header["title"] = "A tour of paged attention"
     words, events = read_glossary(), find_events(lines)
     header["captions"] = [
@@ -294,7 +332,7 @@ def read_glossary() -> dict[str, tuple[str, str]]:
 
 def count_events(page: Path) -> Counter[str]:
     """Kind of event → steps that have it."""
-    _, (_, *lines) = read_page(page)
+    _, *lines = read_lines(page.read_text(encoding="utf-8"))
     return Counter(kind for events in find_events(lines) for kind in events)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from contextlib import suppress
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from programs import load_file
 from random_workloads import Workload, forked, mixed
 from traces import State, name_of, read_trace, states_of
 
-from nanopaged import EngineConfig, LLMEngine, SamplingParams
+from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.model.checkpoint import TINY_MODEL
 from nanopaged.sequence import ScheduledBatch
@@ -147,19 +149,76 @@ def test_random_runs(make: Any, tmp_path: Path) -> None:
 
 
 def test_what_never_changes_is_written_once(tmp_path: Path) -> None:
-    """A decode step has one new token a sequence; thousand steps of eight requests are less than 10 MB."""
+    """The ids of requests are in their first line; each token is there once for each sequence."""
     engine = make_engine(tmp_path / "run.html", num_blocks=400, block_size=16, num_host_blocks=0)
     for i in range(8):
-        engine.add_request(f"request {i}", tokens(i, 40), greedy(100))
+        engine.add_request(f"request {i}", [900 + i] * 40, greedy(5, n=1 + i % 3))
     run_to_end(engine)
-    _, first, second, *_ = read_trace(tmp_path / "run.html")
-    assert [fields[1] for fields in first["requests"]] == [f"request {i}" for i in range(8)]
-    assert "requests" not in second
-    for line, num_new in ((first, 40), (second, 0)):
-        assert [len(row[7]) for row in line["scheduled"]["seqs"]] == [num_new] * 8
-        assert [len(row[7]) for row in line["updated"]["seqs"]] == [1] * 8
-    data = (tmp_path / "run.html").read_bytes().partition(b'id="steps">')[2]
-    assert len(data) < 100 * 10_000
+    lines = lines_of(tmp_path / "run.html")
+    assert [lines[0].count(f"request {i}") for i in range(8)] == [1] * 8
+    num = [sum(len(re.findall(rf"[\[,]{900 + i}\b", line)) for line in lines) for i in range(8)]
+    assert num == [40 * (1 + i % 3) for i in range(8)]
+    assert not any("request" in line for line in lines[1:])
+
+
+def lines_of(page: Path) -> list[str]:
+    """The text of the lines of the steps."""
+    return page.read_text(encoding="utf-8").split('id="steps">\n')[1].splitlines()[1:]
+
+
+Asked = tuple[list[int], SamplingParams | BeamSearchParams]
+
+
+def lengths_of_lines(
+    page: Path, num_blocks: int, asked: list[Asked], earlier: list[Asked], beside: list[Asked]
+) -> list[int]:
+    """Characters of the lines of steps 2 to 30 of requests; others came earlier, or wait beside them."""
+    most = sum(params.width for _, params in asked)
+    options = {"num_blocks": num_blocks, "max_num_batched_tokens": 200_000, "max_num_seqs": most}
+    engine = make_engine(page, num_host_blocks=0, preemption="recompute", **options)
+    for i, (prompt, params) in enumerate(earlier):
+        engine.add_request(f"earlier {i}", prompt, params)
+    run_to_end(engine)
+    num_lines = len(lines_of(page))
+    for i, (prompt, params) in enumerate(asked + beside):
+        engine.add_request(f"{i}", prompt, params)
+    for _ in range(30):
+        engine.step()
+    return [len(line) for line in lines_of(page)[num_lines + 1 :]]
+
+
+BEAMS = BeamSearchParams(beam_width=3, max_tokens=40, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("params", "num", "num_blocks", "long", "earlier", "beside"),
+    [
+        pytest.param(greedy(40), 1, 4000, 20, 40, 0, id="a full prefix cache"),
+        pytest.param(greedy(40), 8, 95, 20, 0, 1000, id="a long queue"),
+        pytest.param(greedy(40), 64, 40_000, 2000, 0, 0, id="long texts"),
+        pytest.param(BEAMS, 1, 2000, 2000, 0, 0, id="long beams"),
+        pytest.param(greedy(40, n=3, seed=1), 1, 2000, 2000, 0, 0, id="long samples"),
+    ],
+)
+def test_a_line_is_as_long_as_what_has_changed(
+    params: Any, num: int, num_blocks: int, long: int, earlier: int, beside: int, tmp_path: Path
+) -> None:
+    """Requests beside much that stays as it is give lines like those beside little.
+
+    Args:
+        params, num: of the requests.
+        num_blocks: of the pool. In that of the long queue, requests are preempted.
+        long: tokens of a prompt, instead of 20.
+        earlier, beside: other requests, which have ended or wait, instead of none.
+    """
+    lengths = []
+    for size, *others in ((20, 0, 0), (long, earlier, beside)):
+        asked = [([i + 1] * size, params) for i in range(num)]
+        before = [([i + 100] * 400, greedy(2)) for i in range(others[0])]
+        waiting = [([i] * 8, greedy(2)) for i in range(others[1])]
+        lengths.append(lengths_of_lines(tmp_path / "run.html", num_blocks, asked, before, waiting))
+    for little, much in zip(*lengths, strict=True):
+        assert much < 2 * little + 100, lengths
 
 
 def test_requests_are_told_apart_not_ids(tmp_path: Path) -> None:
@@ -193,6 +252,29 @@ def test_a_line_that_was_not_written_has_told_nothing(
         *_, states = states_of(read_trace(page)[1:])
         check_state(states["updated"], engine.snapshot(), {"a": "A"})
     assert [len(output.token_ids) for output in outputs[0].outputs] == [3, 3], "no token is lost"
+
+
+def test_a_ctrl_c_just_after_a_line_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorder does not know that the page has it. The line of the failed step begins anew."""
+    page = tmp_path / "run.html"
+    engine = make_engine(page)
+    engine.add_request("a", tokens(5, 7), greedy(6, n=2, seed=1))
+    engine.step()
+
+    @contextmanager
+    def open_and_interrupt(mode: str) -> Iterator[Any]:
+        with page.open(mode) as file:
+            yield file
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.listeners[0], "path", Mock(open=open_and_interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    while engine.has_unfinished_requests():
+        *_, states = states_of(read_trace(page)[1:])
+        check_state(states["updated"], engine.snapshot(), {"a": "A"})
+        engine.step()
 
 
 def test_the_trace_changes_nothing(tmp_path: Path) -> None:
