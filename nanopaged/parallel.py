@@ -38,7 +38,7 @@ STEP_TIMEOUT = float(os.environ.get("NANOPAGED_STEP_TIMEOUT", 30))
 NUM_THREADS = torch.get_num_threads()  # before any engine has changed it
 UNDER_TORCHRUN = dist.is_torchelastic_launched()
 CPU = torch.device("cpu")
-ALL_RANKS: weakref.WeakSet[Any] = weakref.WeakSet()  # those that this process is or was
+CONNECTED = weakref.WeakSet[Any]()  # this process's ranks that have met others
 
 
 @dataclass(eq=False)
@@ -61,11 +61,9 @@ class Ranks:
     messages: Any = None
     group: Any = None
 
-    def __post_init__(self) -> None:
-        ALL_RANKS.add(self)
-
     def meet(self, device: torch.device) -> None:
         """Wait until all ranks are ready, and connect them for the tensors of `device`."""
+        CONNECTED.add(self)
         self.store.add("ready", 1)
         while int(self.store.get("ready")) < self.size:
             self.check()
@@ -171,11 +169,10 @@ def _leave_to_parent() -> None:
     """In a fork, see that nothing ends the workers or the connections of the parent.
 
     multiprocessing would kill the workers when the fork exits. A connection that is destroyed waits
-    for its threads, which a fork does not have, so it gets a reference that is never given back.
+    for its threads, which a fork does not have, so references to all are never given back.
     """
     multiprocessing.process._children.clear()  # ty: ignore[missing-attribute]
-    for ranks in ALL_RANKS:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(ranks))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(CONNECTED)))
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
