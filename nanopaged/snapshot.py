@@ -319,7 +319,7 @@ def check_host_blocks(swapper: Swapper, requests: Iterable[Request]) -> None:
     all_ids = list(swapper.free_ids)
     for request in requests:
         host_blocks = set()
-        for seq in request.live:
+        for seq in request.sequences:
             host_blocks.update(seq.host_table)
             if seq.host_table:
                 assert not seq.block_table, "a swapped sequence has device blocks"

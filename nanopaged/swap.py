@@ -77,7 +77,7 @@ class Swapper:
     def release(self, request: Request) -> None:
         """Free the request's host blocks, if it has any."""
         host_blocks = set()
-        for seq in request.live:
+        for seq in request.sequences:
             host_blocks.update(seq.host_table)
             seq.host_table = []
         self.free_ids += host_blocks

@@ -6,7 +6,7 @@ A workload prints as Python code that makes it again.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanopaged import BeamSearchParams, EngineConfig, SamplingParams
@@ -185,6 +185,40 @@ def mixed(seed: int, model: str = "fake") -> Workload:
 def tiny(seed: int) -> Workload:
     """The same with the tiny model: the real sampler, the real K/V and the real tokenizer."""
     return mixed(seed, "tiny")
+
+
+def siblings(seed: int) -> Workload:
+    """Requests whose outputs all end in one step, in a pool so small that they are swapped.
+
+    Every token of the fake model has an "a" or a "b". So each output ends with its first token that may end
+    it, the one that makes `min_tokens`, and no one knows that step before it.
+    """
+    rng = random.Random(seed)
+    stem = rng.choices(range(3), k=rng.randint(1, 8))
+    requests = []
+    for _ in range(rng.randint(6, 14)):
+        prompt = stem[: rng.randint(1, len(stem))] + rng.choices(range(3), k=rng.randint(0, 4))
+        params = SamplingParams(
+            n=rng.choice([1, 2, 2, 3]),
+            seed=rng.randint(0, 2),
+            stop=("a", "b"),
+            min_tokens=rng.randint(1, 12),
+            max_tokens=12,
+            ignore_eos=True,
+        )
+        aborted_after = rng.choice([None, None, rng.randint(0, 20)])
+        requests.append(Asked(prompt, params, rng.randint(0, 12), aborted_after))
+    block_size = rng.randint(1, 3)
+    return replace(
+        mixed(seed),
+        block_size=block_size,
+        num_blocks=max(asked.most_blocks(block_size) for asked in requests),
+        num_host_blocks=rng.choice([200, 40, 6]),
+        preemption="swap",
+        watermark=0.0,
+        max_num_seqs=20,
+        requests=requests,
+    )
 
 
 def forked(seed: int) -> Workload:

@@ -20,7 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from shutil import copy
 
@@ -28,7 +28,7 @@ import pytest
 from conftest import KERNELS, RANDOM_RUNS
 from fake_runner import VOCAB_SIZE, FakeRunner
 from faults import STAGES, FailAtLine
-from random_workloads import FAKE_TOKEN_TEXTS, LONGEST, Asked, Fault, Workload, forked, mixed, tiny
+from random_workloads import FAKE_TOKEN_TEXTS, LONGEST, Asked, Fault, Workload, forked, mixed, siblings, tiny
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -189,6 +189,7 @@ class Run:
             self.happened[f"fault: {self.faults.pop(0).stage}"] += 1
             self.happened[f"fault: {thrower.error.__name__}"] += 1
             self.next_fault()
+        self.engine.check_invariants()
         self.check()
         return result
 
@@ -210,7 +211,7 @@ class Run:
     # ── checks ────────────────────────────────────────────────────────────────────────────────────
 
     def check(self) -> None:
-        self.engine.check_invariants()
+        """What holds after each operation, beside the invariants."""
         if self.model == "fake":
             self.engine.runner.check_findable_blocks(self.engine.block_manager)
         running = self.engine.scheduler.running
@@ -317,7 +318,41 @@ EVENTS += ["recompute", "swap", "cache hit", "copy on write", "stop by string"]
 MIXED_EVENTS = ["abort while ended", "stop by token", "stop by end-of-sequence", "prompt scored"]
 
 
-@pytest.mark.parametrize("make_workload", [mixed, forked, tiny])
+def serve_random(
+    make_workload: Callable[[int], Workload],
+    num: int,
+    events: Iterable[str] = (),
+    make_run: Callable[[Workload], Run] = Run,
+    first: int = 0,
+) -> Counter[str]:
+    """Serve `num` random workloads, and as many more as it takes until all the events have happened.
+
+    The forks' tests use it, too: after each step, also one that fails, the engine's invariants hold.
+
+    Args:
+        first: the seed of the first one.
+
+    Returns:
+        counts of what has happened.
+    """
+    happened: Counter[str] = Counter()
+    for seed in range(first, first + 10 * num):
+        if seed >= first + num and all(happened[event] for event in events):
+            break
+        workload = make_workload(seed)
+        try:
+            run = make_run(workload)
+            run.serve()
+        except Exception as error:
+            raise AssertionError(f"{make_workload.__name__}({seed}): {error}\n{workload}") from error
+        happened += run.happened
+        happened["workload"] += 1
+    missing = [event for event in events if not happened[event]]
+    assert not missing, f"the workloads no longer cover everything: {missing}"
+    return happened
+
+
+@pytest.mark.parametrize("make_workload", [mixed, forked, siblings, tiny])
 def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
     make_workload: Callable[[int], Workload], pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,21 +364,9 @@ def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
         num = -(-num // 20)
     elif num >= RANDOM_RUNS:
         events = EVENTS + (MIXED_EVENTS if make_workload is mixed else [])
-    happened: Counter[str] = Counter()
-    for seed in range(first, first + 10 * num):
-        if seed >= first + num and all(happened[event] for event in events):
-            break
-        workload = make_workload(seed)
-        try:
-            run = Run(workload, backend)
-            run.serve()
-        except Exception as error:
-            again = f"-k {make_workload.__name__} --random-runs 1 --first-seed {seed}"
-            raise AssertionError(f"{error}\nAgain: pytest {__file__} {again}\n{workload}") from error
-        happened += run.happened
-    print(f"{make_workload.__name__}: {seed - first} runs, {dict(sorted(happened.items()))}")
-    missing = [event for event in events if not happened[event]]
-    assert not missing, f"the workloads no longer cover everything: {missing}"
+    make_run = partial(Run, backend=backend)
+    happened = serve_random(make_workload, num, events, make_run, first)
+    print(f"{make_workload.__name__}: {dict(sorted(happened.items()))}")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

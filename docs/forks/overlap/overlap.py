@@ -196,12 +196,11 @@ class OverlappedEngine(LLMEngine):
         for request in advanced:
             if request.finished and request in self.scheduler.waiting:  # preempted for the step ahead
                 self.scheduler.waiting.remove(request)
+            if not request.is_swapped:  # else the next swap-in frees what ended outputs have left, too
+                self.scheduler.swapper.release(request)
         for seq in sequences:
-            if seq.finished:
-                others = {block for sibling in seq.request.live for block in sibling.host_table}
-                self.scheduler.swapper.free_ids += set(seq.host_table) - others
-                seq.host_table = []
-            elif seq.num_computed_tokens == seq.num_tokens and ahead is not None and seq in ahead.twins:
+            is_known = not seq.finished and seq.num_computed_tokens == seq.num_tokens
+            if is_known and ahead is not None and seq in ahead.twins:
                 self.block_manager.publish_last(seq)
         return advanced
 

@@ -128,6 +128,11 @@ class SinkBlocks(BlockManager):
         return bool(sequences[0].block_table)
 
 
+def request_of(heads: list[Sequence]) -> Any:
+    """What a swapper, and the statistics, read of a request."""
+    return SimpleNamespace(live=heads, sequences=heads)
+
+
 class SinkSwapper(Swapper):
     """Host tables have no holes: the number of computed tokens says where they are."""
 
@@ -135,11 +140,11 @@ class SinkSwapper(Swapper):
 
     def swap_out(self, request: Request) -> list[Move] | None:
         move: Any = super().swap_out
-        return self.block_manager.on_heads(lambda heads: move(SimpleNamespace(live=heads)), request.live)
+        return self.block_manager.on_heads(lambda heads: move(request_of(heads)), request.live)
 
     def swap_in(self, request: Request, num_reserved: int = 0) -> list[Move] | None:
         move: Any = partial(super().swap_in, num_reserved=num_reserved)
-        return self.block_manager.on_heads(lambda heads: move(SimpleNamespace(live=heads)), request.live)
+        return self.block_manager.on_heads(lambda heads: move(request_of(heads)), request.live)
 
 
 class SinkScheduler(Scheduler):
@@ -208,10 +213,13 @@ class SinkEngine(nanopaged.LLMEngine):
 
     def stats(self) -> EngineStats:
         """As `LLMEngine`, of tables without holes."""
-        scheduler, head = copy(self.scheduler), self.block_manager.head
-        running: list[Any] = [SimpleNamespace(live=list(map(head, each.live))) for each in scheduler.running]
-        scheduler.running = running
+        scheduler = copy(self.scheduler)
+        scheduler.running = [self.heads_of(request) for request in scheduler.running]
         return engine_stats(self.num_steps, scheduler)
+
+    def heads_of(self, request: Request) -> Any:
+        """A request whose tables have no holes."""
+        return request_of([self.block_manager.head(seq) for seq in request.live])
 
     def check_invariants(self) -> None:
         """As `LLMEngine`, with a block for each hole. Holes are the rows that no later token sees."""
@@ -225,8 +233,7 @@ class SinkEngine(nanopaged.LLMEngine):
         extra = range(len(manager.blocks), manager.num_blocks)
         manager.blocks = manager.blocks + [Block(i, ref_count=1) for i in extra]
         check_blocks(manager, running)
-        live = [manager.head(seq) for request in self.requests.values() for seq in request.live]
-        requests: Any = [SimpleNamespace(live=live)]
+        requests = [self.heads_of(request) for request in self.requests.values()]
         check_host_blocks(self.scheduler.swapper, requests)
 
 
