@@ -42,6 +42,15 @@ def test_a_page_is_short_and_begins_with_the_command_of_its_test(fork: Path) -> 
     assert command in text.split("```")[1]
 
 
+@each_fork
+def test_a_fork_serves_random_workloads(fork: Path) -> None:
+    """After each of their steps the invariants are checked (`Run.attempt`). The server changes no engine."""
+    if fork.name != "server":
+        text = (fork / f"test_{fork.name}.py").read_text(encoding="utf-8")
+        assert "\ndef test_random_workloads(" in text
+        assert "test_random_runs" in text
+
+
 def test_the_forks_are_small_together() -> None:
     files = [file for file in FOLDER.rglob("*") if file.suffix in (".py", ".md")]
     assert sum(map(num_lines, files)) <= 8500

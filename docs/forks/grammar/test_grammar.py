@@ -3,7 +3,7 @@
 import json
 import random
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -11,11 +11,13 @@ import grammar
 import jsonschema
 import pytest
 import regex
+import test_random_runs
 import torch
 from conftest import Oracle, memory_that_was_never_written, qwen3
 from faults import FailAtLine
 from grammar import LLM, NO_SPACES, GrammarEngine, GrammarParams, GrammarRunner, GrammarSequence
 from llguidance import LLMatcher
+from random_workloads import Workload, tiny
 from serving import serve, tokens_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -192,6 +194,26 @@ def test_samples_that_are_preempted_say_what_they_say_alone(llm: LLM, preemption
         for got in output.outputs:
             check_text(its_params, got)
     assert getattr(small.engine.stats(), f"num_preemptions_{preemption}") > 1
+
+
+def with_grammars(seed: int) -> Workload:
+    """A random workload in which most samples follow a grammar."""
+    workload, rng = tiny(seed), random.Random(seed)
+    for asked in workload.requests:
+        if isinstance(asked.params, SamplingParams) and rng.random() < 0.8:
+            options = {field.name: getattr(asked.params, field.name) for field in fields(asked.params)}
+            text = rng.choice(["[a-z ]*", "([A-Z][a-z]+[, ])+", "[0-9]{1,9}", "(yes|no|perhaps)"])
+            asked.params = GrammarParams(**options | {"regex": text, "stop_token_ids": ()})
+    return workload
+
+
+def test_random_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With aborts, faults and preemption, each request says what it says alone."""
+    monkeypatch.setattr(test_random_runs, "LLMEngine", GrammarEngine)
+    test_random_runs.large_engine.cache_clear()
+    events = ["swap", "recompute", "cache hit", "copy on write", "abort while running", "fault: update"]
+    test_random_runs.serve_random(with_grammars, 5, events)
+    test_random_runs.large_engine.cache_clear()
 
 
 def test_a_step_that_fails_while_a_grammar_follows_a_token(llm: LLM) -> None:

@@ -5,7 +5,6 @@ backend) may round a number near a tie to two neighbours, which moves log-probab
 allows for it. The tests with transformers, and of single layers, do not depend on it.
 """
 
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -260,7 +259,7 @@ def test_what_is_refused() -> None:
 
 
 def test_random_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sharing, eviction, preemption, aborts and faults, with `check_invariants` after every step."""
+    """Sharing, eviction, preemption, aborts and faults: each request says what it says alone."""
 
     def make_engine(model: str, config: EngineConfig) -> LLMEngine:
         return Int8Engine(Int8Config(**vars(config) | {"dtype": "float32"}))
@@ -268,12 +267,5 @@ def test_random_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_random_runs, "make_engine", make_engine)
     monkeypatch.setattr(test_random_runs, "large_engine", cache(test_random_runs.large_engine.__wrapped__))
     monkeypatch.setitem(test_random_runs.TOLERANCE, "tiny", ONE_STEP)
-    happened: Counter[str] = Counter()
-    for seed in (0, 18, 19):
-        run = test_random_runs.Run(tiny(seed))
-        run.serve()
-        assert run.engine.runner.kv_cache.data.dtype == torch.int8
-        happened += run.happened
-    assert all(happened[event] for event in ("cache hit", "copy on write", "swap", "recompute", "abort")), (
-        happened
-    )
+    events = ["cache hit", "copy on write", "swap", "recompute", "abort", "fault: update"]
+    test_random_runs.serve_random(tiny, 3, events)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections import Counter
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ import test_random_runs
 import torch
 from conftest import FAMILIES, make_checkpoint, memory_that_was_never_written, random_prompts
 from int8w import LLM, Int8Engine, Int8Linear, quantize
-from random_workloads import tiny
+from random_workloads import Workload, tiny
 from serving import serve, tokens_of
-from test_random_runs import Run, large_engine
+from test_random_runs import Run, large_engine, serve_random
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -116,16 +115,15 @@ def test_random_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             LLMEngine(EngineConfig(**vars(config) | {"model": tmp_path})) if is_alone else Int8Engine(config)
         )
 
+    def make_run(workload: Workload) -> Run:
+        run = Run(workload)
+        assert [type(each) for each in (run.engine, large_engine("tiny"))] == [Int8Engine, LLMEngine]
+        return run
+
     monkeypatch.setattr(test_random_runs, "LLMEngine", make_engine)
     large_engine.cache_clear()
-    happened: Counter[str] = Counter()
-    for seed in range(5):
-        run = Run(tiny(seed))
-        assert [type(each) for each in (run.engine, large_engine("tiny"))] == [Int8Engine, LLMEngine]
-        run.serve()
-        happened += run.happened
+    serve_random(tiny, 5, ["swap", "recompute", "copy on write", "finished"], make_run)
     large_engine.cache_clear()
-    assert all(happened[event] for event in ("swap", "recompute", "copy on write", "finished")), happened
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -9,9 +9,11 @@ from typing import Any
 
 import invariant
 import pytest
+import test_random_runs
 import torch
 from conftest import Oracle, make_checkpoint, memory_that_was_never_written, oracle, random_prompts, tokens
 from invariant import LLM, InvariantAttention, InvariantConfig, InvariantEngine, in_tiles
+from random_workloads import LONGEST, Workload, tiny
 from serving import serve
 
 import nanopaged
@@ -99,6 +101,27 @@ def test_the_engine_itself_has_other_bits(folder: Path, name: str) -> None:
     prompts, params = draw(0)
     one_by_one = [bits(serve(plain, [p], [its])) for p, its in zip(prompts, params, strict=True)]
     assert [bits([output]) for output in serve(together, prompts, params)] != one_by_one
+
+
+def test_random_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With aborts, faults and preemption, log-probabilities are equal to the last bit, too."""
+
+    def make_engine(config: EngineConfig) -> InvariantEngine:
+        if config.block_size == LONGEST:  # alone, in blocks of the same size
+            config = replace(config, block_size=4, num_blocks=64 * LONGEST // 4)
+        return InvariantEngine(InvariantConfig(**vars(config)))
+
+    def in_blocks_of_4(seed: int) -> Workload:
+        workload = tiny(seed)
+        most = max(asked.most_blocks(4) for asked in workload.requests)
+        return replace(workload, block_size=4, num_blocks=most + seed % 3)
+
+    monkeypatch.setattr(test_random_runs, "LLMEngine", make_engine)
+    monkeypatch.setitem(test_random_runs.TOLERANCE, "tiny", 0.0)
+    test_random_runs.large_engine.cache_clear()
+    events = ["swap", "recompute", "cache hit", "copy on write", "abort while running", "fault: update"]
+    test_random_runs.serve_random(in_blocks_of_4, 5, events)
+    test_random_runs.large_engine.cache_clear()
 
 
 def test_it_says_what_transformers_says(oracle: Oracle) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,10 @@ from conftest import FAMILIES, Oracle, memory_that_was_never_written, random_pro
 from fake_runner import FakeRunner
 from lora import LLM, LoraConfig, LoraEngine
 from measure import make_adapter, merge
-from random_workloads import forked, mixed
+from random_workloads import Asked, forked, mixed, siblings
 from safetensors.torch import load_file, save_file
 from serving import serve, tokens_of
-from test_random_runs import Run, fake_model
+from test_random_runs import Run, fake_model, serve_random
 
 import nanopaged
 from nanopaged import BeamSearchParams, RequestOutput, SamplingParams, memory
@@ -132,14 +133,19 @@ def test_random_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_engine(config: Any, runner: Any) -> LoraEngine:
         return LoraEngine(LoraConfig(**vars(config) | {"lora_modules": dict.fromkeys(KINDS, ".")}), runner)
 
-    def add(name: str, prompt: dict, params: Any) -> None:
-        LoraEngine.add_request(run.engine, name, prompt | {"adapter": NAMES[int(name) % 4]}, params)
+    class LoraRun(Run):
+        def add(self, i: int, asked: Asked) -> None:
+            add_request = partial(LoraEngine.add_request, self.engine)
+
+            def add_with_adapter(name: str, prompt: dict, params: Any) -> None:
+                add_request(name, prompt | {"adapter": NAMES[i % 4]}, params)
+
+            self.engine.add_request = add_with_adapter
+            super().add(i, asked)
 
     monkeypatch.setattr(test_random_runs, "LLMEngine", make_engine)
-    for seed in range(50):
-        run = Run((mixed, forked)[seed % 2](seed))
-        run.engine.add_request = add
-        run.serve()
+    for make_workload in (mixed, forked, siblings):
+        serve_random(make_workload, 20, ["swap", "cache hit", "copy on write", "fault: schedule"], LoraRun)
 
 
 def test_a_batch_with_adapters_is_not_replayed_from_a_graph(forms: Forms) -> None:

@@ -14,8 +14,8 @@ import test_random_runs
 from conftest import memory_that_was_never_written, tokens  # noqa: F401
 from faults import STAGES
 from priority import LLM, BeamSearchParams, PriorityEngine, PriorityScheduler, SamplingParams
-from random_workloads import Workload, forked, mixed, tiny
-from test_random_runs import Run, large_engine, make_engine
+from random_workloads import Workload, forked, mixed, siblings, tiny
+from test_random_runs import Run, large_engine, make_engine, serve_random
 
 import nanopaged
 from nanopaged import LLMEngine, engine
@@ -181,16 +181,12 @@ class PriorityRun(Run):
         return self.execute(batch)
 
 
-@pytest.mark.parametrize(("kind", "num"), [(mixed, 150), (forked, 60), (tiny, 6)])
+@pytest.mark.parametrize(("kind", "num"), [(mixed, 120), (forked, 40), (siblings, 40), (tiny, 6)])
 def test_random_workloads(kind: Callable, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request says what it says alone: chunks, beams, n > 1, swaps, aborts, faults in the fork, too."""
     monkeypatch.setitem(STAGES, "schedule", (PriorityScheduler.schedule, PriorityScheduler._admit_urgent))
-    happened: Counter[str] = Counter()
-    for seed in range(num):
-        (ours := PriorityRun(kind(seed))).serve()
-        happened += ours.happened
-    events = "on arrival", "swap", "recompute", "fault: schedule", "abort while running"
-    assert kind is tiny or all(happened[event] for event in events), happened
+    events = ["on arrival", "swap", "recompute", "fault: schedule", "abort while running"]
+    serve_random(kind, num, [] if kind is tiny else events, PriorityRun)
 
 
 def test_an_llm_takes_priorities_and_refuses_wrong_ones() -> None:

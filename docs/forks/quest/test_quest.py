@@ -1,7 +1,6 @@
 """Sparse pages. The oracle is transformers with an attention in which the pages are chosen by plain loops."""
 
 import random
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,9 @@ import test_random_runs
 import torch
 from conftest import Oracle, memory_that_was_never_written, random_prompts, tokens  # noqa: F401
 from quest import LLM, QuestBlockManager, QuestConfig, QuestEngine
-from random_workloads import LONGEST, tiny
+from random_workloads import LONGEST, Workload, tiny
 from serving import serve, tokens_of
-from test_random_runs import Run, large_engine
+from test_random_runs import Run, large_engine, serve_random
 from transformers import AttentionInterface
 
 import nanopaged
@@ -121,30 +120,30 @@ def test_preemption_and_the_prefix_cache(llama: Oracle, preemption: str) -> None
 
 def test_random_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples, beams, aborts, faults: each request says what it says alone, with pages of that size."""
-    happened: Counter[str] = Counter()
 
-    def make_engine(config: EngineConfig) -> LLMEngine:
-        if config.block_size == LONGEST:  # alone
-            config = replace(
-                config, block_size=workload.block_size, num_blocks=64 * LONGEST // workload.block_size
-            )
-        return QuestEngine(QuestConfig(**vars(config) | {"num_pages_read": num_pages}))
+    def make_workload(seed: int) -> Workload:
+        workload = tiny(seed)
+        size = min(workload.block_size, 4)
+        most = max(asked.most_blocks(size) for asked in workload.requests)
+        pool = {"block_size": size, "num_blocks": most + 2, "num_host_blocks": most * (seed % 2)}
+        return replace(workload, **pool)
 
-    monkeypatch.setattr(test_random_runs, "LLMEngine", make_engine)
-    for seed in range(10):
-        workload, num_pages = tiny(seed), random.Random(seed).randint(1, 3)
-        workload = replace(workload, block_size=min(workload.block_size, 4))
-        most = max(asked.most_blocks(workload.block_size) for asked in workload.requests)
-        workload = replace(workload, num_blocks=most + 2, num_host_blocks=most * (seed % 2))
+    def make_run(workload: Workload) -> Run:
+        size, num_pages = workload.block_size, random.Random(workload.seed).randint(1, 3)
+
+        def make_engine(config: EngineConfig) -> LLMEngine:
+            if config.block_size == LONGEST:  # alone
+                config = replace(config, block_size=size, num_blocks=64 * LONGEST // size)
+            return QuestEngine(QuestConfig(**vars(config) | {"num_pages_read": num_pages}))
+
+        monkeypatch.setattr(test_random_runs, "LLMEngine", make_engine)
         large_engine.cache_clear()
         run = Run(workload)
         assert isinstance(large_engine("tiny"), QuestEngine)
-        run.serve()
-        happened += run.happened
+        return run
+
+    serve_random(make_workload, 10, ["swap", "recompute", "copy on write", "cache hit", "finished"], make_run)
     large_engine.cache_clear()
-    assert all(
-        happened[event] for event in ("swap", "recompute", "copy on write", "cache hit", "finished")
-    ), happened
 
 
 def test_keys_tell_where_the_prompt_ends() -> None:

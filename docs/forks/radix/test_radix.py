@@ -2,7 +2,6 @@
 
 import gc
 import random
-from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -14,10 +13,10 @@ import test_random_runs
 from conftest import Oracle, memory_that_was_never_written, qwen3  # noqa: F401  (fixtures)
 from faults import STAGES
 from radix import LLM, Key, RadixBlockManager, RadixConfig, RadixEngine, RadixScheduler
-from random_workloads import FAKE, Asked, Workload, draw_params, forked, mixed, tiny
+from random_workloads import FAKE, Asked, Workload, draw_params, forked, mixed, siblings, tiny
 from serving import serve, tokens_of
 from test_block_manager import family, schedule
-from test_random_runs import Run, large_engine
+from test_random_runs import Run, large_engine, serve_random
 from traces import read_trace, states_of
 
 import nanopaged
@@ -40,13 +39,13 @@ def num_nodes(manager: RadixBlockManager) -> int:
 class RadixRun(Run):
     """A run on an engine with a tree. What a request says alone is still computed by a plain engine."""
 
-    def __init__(self, workload: Workload, min_partial: int) -> None:
+    def __init__(self, workload: Workload) -> None:
         large_engine(workload.model)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(test_random_runs, "LLMEngine", RadixEngine)
             super().__init__(workload)
         self.manager: Any = self.engine.block_manager
-        self.manager.min_partial, self.parts = min_partial, list[tuple[int, int]]()
+        self.manager.min_partial, self.parts = (1, 1, 2, 0)[workload.seed % 4], list[tuple[int, int]]()
         plan, execute = self.manager.end_schedule, self.engine.runner.execute
         self.manager.end_schedule = lambda: setattr(self, "parts", plan()) or self.parts
         self.engine.runner.execute = lambda batch: self.count(batch) or execute(batch)
@@ -68,6 +67,7 @@ class RadixRun(Run):
             self.engine.runner.full_blocks.clear()  # else it keeps all keys, and no node is forgotten
         super().check()
         assert not self.manager.copies and not self.manager.being_computed  # noqa: PT018
+        assert self.manager.min_partial > 0 or not self.happened["part"]
 
 
 def similar(seed: int) -> Workload:
@@ -89,7 +89,10 @@ MINE = ["part", "one source of several", "beside copy on write", "source was swa
 MINE += ["target was swapped out", "beside swap in", "for a family", "swap"]
 
 
-@pytest.mark.parametrize(("make_workload", "num"), [(similar, 90), (mixed, 30), (forked, 20), (tiny, 4)])
+WORKLOADS = [(similar, 90), (mixed, 30), (forked, 20), (siblings, 20), (tiny, 4)]
+
+
+@pytest.mark.parametrize(("make_workload", "num"), WORKLOADS)
 def test_random_workloads(
     make_workload: Callable[[int], Workload], num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,14 +100,7 @@ def test_random_workloads(
     manager = RadixBlockManager
     mine = RadixScheduler.schedule, manager.allocate, manager.copy_part, manager.keys_of, manager.publish
     monkeypatch.setitem(STAGES, "schedule", STAGES["schedule"] + mine)
-    happened = Counter[str]()
-    for seed in range(num):
-        print("seed", seed)  # shown if it fails
-        (run := RadixRun(make_workload(seed), min_partial=(1, 1, 2, 0)[seed % 4])).serve()
-        assert run.manager.min_partial > 0 or not run.happened["part"]
-        happened += run.happened
-    missing = [event for event in MINE if not happened[event]]
-    assert make_workload is not similar or not missing, f"the workloads no longer cover everything: {missing}"
+    serve_random(make_workload, num, MINE if make_workload is similar else [], RadixRun)
 
 
 def equal_tokens(some: list[int], other: list[int], block_size: int) -> int:

@@ -1,7 +1,6 @@
 """Sinks and a window beside transformers with the mask written out, and over slots that know their tokens."""
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,10 +11,10 @@ import torch
 from conftest import Oracle, memory_that_was_never_written, oracle, qwen3, random_prompts, tokens
 from fake_runner import FakeRunner
 from faults import STAGES
-from random_workloads import LONGEST, Workload, forked, mixed, tiny
+from random_workloads import LONGEST, Workload, forked, mixed, siblings, tiny
 from serving import serve
 from sinks import HOLE, LLM, SinkBlocks, SinkConfig, SinkEngine, SinkScheduler, SinkSwapper
-from test_random_runs import Run, fake_model, fake_tokenizer, large_engine
+from test_random_runs import Run, fake_model, fake_tokenizer, large_engine, serve_random
 
 import nanopaged
 from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
@@ -174,30 +173,24 @@ def engine_maker(sinks: int, window: int) -> Callable[[str, EngineConfig], LLMEn
     return make
 
 
-@pytest.mark.parametrize(
-    ("make_workload", "seeds"), [(mixed, range(60)), (forked, range(60)), (tiny, (0, 1, 2, 4, 24, 34))]
-)
-def test_random_workloads(make_workload: Any, seeds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("make_workload", "num"), [(mixed, 60), (forked, 40), (siblings, 40), (tiny, 6)])
+def test_random_workloads(make_workload: Any, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With aborts, faults in every stage and tiny pools, each request says what it says alone."""
     mine = SinkBlocks.append_slots, SinkBlocks.allocate, SinkBlocks.on_heads, SinkSwapper.swap_in
     mine += SinkSwapper.swap_out, SinkBlocks.head, SinkBlocks.share, SinkBlocks.release, SinkBlocks.slide
     for stage in "schedule", "update":
         monkeypatch.setitem(STAGES, stage, (*STAGES[stage], *mine, SinkScheduler.update))
-    happened: Counter[str] = Counter()
-    for seed in seeds:
-        rng, workload = random.Random(seed), make_workload(seed)
+
+    def make_run(workload: Workload) -> Run:
+        rng = random.Random(workload.seed)
         sinks, window = rng.choice([0, 1, 3, 6]), rng.choice([2, 3, 5, 8, 13])
         monkeypatch.setattr(test_random_runs, "make_engine", engine_maker(sinks, window))
         large_engine.cache_clear()
-        try:
-            run = Run(with_window(workload, sinks, window))
-            run.serve()
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {sinks} sinks, window {window}: {error}") from error
-        happened += run.happened
+        return Run(with_window(workload, sinks, window))
+
+    events = ["swap", "recompute", "copy on write", "cache hit", "finished"]
+    serve_random(make_workload, num, events, make_run)
     large_engine.cache_clear()
-    events = ("swap", "recompute", "copy on write", "cache hit", "finished")
-    assert all(happened[event] for event in events), happened
 
 
 def test_statistics(qwen3: Oracle) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,9 @@ import torch
 from conftest import Oracle, make_checkpoint, memory_that_was_never_written, qwen3, tokens  # noqa: F401
 from fake_runner import GARBAGE, FakeRunner
 from faults import STAGES
-from random_workloads import LONGEST, Workload, forked, mixed, tiny
+from random_workloads import LONGEST, Workload, forked, mixed, siblings, tiny
 from serving import serve, tokens_of
-from test_random_runs import Run, fake_model, fake_tokenizer
+from test_random_runs import fake_model, fake_tokenizer, serve_random
 from tier import LLM, PAGE, Tier, TierBlockManager, TierConfig, TierEngine
 
 from nanopaged import EngineConfig, LLMEngine, SamplingParams
@@ -128,7 +129,8 @@ def crowded(seed: int) -> Workload:
     return replace(workload, **pool, preemption="swap", watermark=0.0, order="random")
 
 
-WORKLOADS = [(mixed, 20, "file"), (forked, 10, None), (crowded, 30, None), (tiny, 3, "file")]
+WORKLOADS = [(mixed, 20, "file"), (forked, 10, None), (siblings, 20, None), (crowded, 30, None)]
+WORKLOADS.append((tiny, 3, "file"))
 
 
 @pytest.mark.parametrize(("make_workload", "num", "where"), WORKLOADS)
@@ -137,13 +139,14 @@ def test_random_workloads(
 ) -> None:
     """Each request says what it says alone in a plain engine, also when steps fail."""
     happened: Counter[str] = Counter()
-    plain = test_random_runs.make_engine
+    plain, number = test_random_runs.make_engine, count()
 
     def make_engine(model: str, config: EngineConfig) -> LLMEngine:
         gc.collect()
         if config.block_size == LONGEST or not config.enable_prefix_caching:
             return plain(model, config)
-        options = vars(config) | {"tier_bytes": 4 * MIB, "tier_file": where and tmp_path / str(seed)}
+        file = where and tmp_path / str(next(number))
+        options = vars(config) | {"tier_bytes": 4 * MIB, "tier_file": file}
         if model == "tiny":
             engine = TierEngine(TierConfig(**options | {"dtype": "float32"}))
         else:
@@ -165,10 +168,7 @@ def test_random_workloads(
     mine = TierBlockManager.take, TierBlockManager.allocate, TierBlockManager.reset
     monkeypatch.setitem(STAGES, "schedule", STAGES["schedule"] + mine + (Tier.store, Tier.load))
     monkeypatch.setattr(test_random_runs, "make_engine", make_engine)
-    for seed in range(num):
-        print("seed", seed)  # shown if it fails
-        (run := Run(make_workload(seed))).serve()
-        happened += run.happened
+    serve_random(make_workload, num, [] if make_workload is tiny else ["swap"])
     assert happened["loaded"] > 0 or make_workload is tiny
     assert happened["swapped out and loaded"] > 0 or make_workload is not crowded
 
