@@ -101,6 +101,20 @@ def test_equal_blocks_after_different_beginnings_are_not_shared() -> None:
     assert not set(first.block_table) & set(third.block_table)
 
 
+def test_a_long_prefix_is_found_up_to_its_first_difference() -> None:
+    """Two texts of 100 blocks differ in block 70 alone, but the K/V of all blocks behind it differs, too."""
+    manager = BlockManager(num_blocks=400, block_size=2)
+    text = list(range(200))
+    other = [*text[:140], 1000, *text[141:]]
+    first = admit(manager, *text)
+    assert (found(manager, *text, 7), found(manager, *other, 7)) == (100, 70)
+    second = admit(manager, *other)
+    assert second.block_table[:70] == first.block_table[:70]
+    third = admit(manager, *other, 7)
+    assert third.block_table[:100] == second.block_table
+    check_blocks(manager, [first, second, third])
+
+
 def test_the_last_token_is_always_computed() -> None:
     """A prompt that is cached to the end still needs logits, so its last block is computed again.
 

@@ -173,6 +173,32 @@ def test_several_victims_resume_in_order_of_arrival(make: MakeEngine) -> None:
     assert engine.stats().num_preemptions_recompute >= 2
 
 
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_a_request_preempts_as_many_as_it_needs(make: MakeEngine, preemption: str) -> None:
+    """In the step after their fork, four outputs need a block each, and each of four victims has one."""
+    engine = make(num_blocks=5, watermark=0, preemption=preemption, num_host_blocks=9)
+    engine.add_request("early", tokens(1, 4), SamplingParams(n=4, max_tokens=2, ignore_eos=True))
+    for i in range(4):
+        engine.add_request(str(i), tokens(10 + i, 3), params(2))
+    engine.step()
+    assert engine.runner.steps[-1].keys() == {"early", "0", "1", "2", "3"}
+    (output,) = engine.step()
+    assert (output.request_id, output.finished) == ("early", True)
+    assert getattr(engine.stats(), f"num_preemptions_{preemption}") == 4
+    assert list(run(engine)) == ["0", "1", "2", "3"]
+
+
+def test_max_num_seqs_is_the_only_limit_of_running_sequences(make: MakeEngine) -> None:
+    """With memory and budget enough, 130 requests run in one step, and the next one waits."""
+    engine = make(num_blocks=400, max_num_seqs=130, max_num_batched_tokens=2048)
+    for i in range(131):
+        engine.add_request(str(i), tokens(i % 90, 3), params(3))
+    for _ in range(2):
+        assert len(engine.step()) == 130
+        assert (engine.stats().num_running, engine.stats().num_waiting) == (130, 1)
+    assert list(run(engine)) == [str(i) for i in range(131)]
+
+
 @pytest.mark.parametrize(("budget", "num_prompt"), [(2048, 7), (4, 9), (3, 8)])
 def test_a_block_that_a_step_fills_exactly_is_found(make: MakeEngine, budget: int, num_prompt: int) -> None:
     """By a decode (7 + 1 tokens), or by a chunk of a prompt that ends with a block or within one."""
