@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import openai
 import pytest
 import torch
 import uvicorn
-from server import MAX_BODY_BYTES, MAX_PROMPTS, EngineThread, make_app
+from server import MAX_BODY_BYTES, MAX_CHARACTERS, MAX_ENTRIES, MAX_PROMPTS, EngineThread, make_app
 
 from nanopaged import LLM, RequestOutput, SamplingParams
 from nanopaged.sequence import Sample, ScheduledBatch, StepResult
@@ -36,6 +37,8 @@ GREEDY = {"temperature": 0, "max_tokens": 24}
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "max_tokens": 24}
 PENALTIES = {"temperature": 0, "max_tokens": 24, "presence_penalty": 0.5, "frequency_penalty": 1.0}
 QUESTION = [{"role": "user", "content": "What is virtual memory?"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 PROMPTS = ["ROMEO:", "To be, or not to be", "JULIET:\nO", "First Citizen:"]
 
 
@@ -325,7 +328,6 @@ def test_streams_go_on_while_a_prompt_becomes_tokens(
         ({"temperature": -1}, "temperature is -1, but must lie in"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": "many"}, "max_tokens must be an int"),
-        ({"n": 1000}, "the request is for 1000 sequences"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": []}, "the prompt is empty"),
         ({"prompt": None}, "the prompt is empty"),
@@ -333,11 +335,9 @@ def test_streams_go_on_while_a_prompt_becomes_tokens(
         ({"prompt": [1, -2]}, "token id -2 is outside the vocabulary"),
         ({"prompt": 5}, "a prompt is a str or a list of token ids, got int"),
         ({"prompt": {"text": "a"}}, "a prompt is a str or a list of token ids, got dict"),
-        ({"prompt": "a " * 5000}, "shorten the prompt"),
         ({"prompt": "\ud800"}, "surrogates not allowed"),
-        ({"echo": True}, "unexpected keyword argument 'echo'"),
+        ({"echo": True}, "echo is true, but this server takes only false: leave it out"),
         ({"best_of": 2}, "unexpected keyword argument 'best_of'"),
-        ({"logit_bias": {"5": 100}}, "unexpected keyword argument 'logit_bias'"),
         ({"logprobs": 0}, "no log-probabilities"),
         ({"suffix": "b"}, "unexpected keyword argument 'suffix'"),
         ({"prompt_logprobs": 1}, "no log-probabilities"),
@@ -361,8 +361,26 @@ def test_refused_completions(http: httpx.Client, options: dict[str, Any], messag
         ({"messages": 5}, "not iterable"),
         ({"messages": [{"role": "user"}]}, "needs a 'role' and a 'content'"),
         ({"logprobs": True}, "no log-probabilities"),
-        ({"tools": [{"type": "function"}]}, "unexpected keyword argument 'tools'"),
-        ({"response_format": {"type": "json_object"}}, "unexpected keyword argument 'response_format'"),
+        (
+            {"response_format": {"type": "json_object"}},
+            'this server takes only {"type": "text"}: leave it out',
+        ),
+        ({"modalities": ["text", "audio"]}, 'but this server takes only ["text"]: leave it out'),
+        ({"tools": [TOOL]}, "but this server takes only []: leave it out"),
+        ({"functions": [{"name": "f"}]}, "but this server takes only []: leave it out"),
+        (
+            {"tool_choice": "required"},
+            'tool_choice is "required", but this server takes only "none" or "auto"',
+        ),
+        ({"tool_choice": TOOL}, 'but this server takes only "none" or "auto": leave it out'),
+        ({"function_call": {"name": "f"}}, 'but this server takes only "none" or "auto": leave it out'),
+        ({"messages": [*QUESTION, {"role": "assistant", "tool_calls": [CALL]}]}, 'calls [{"id": "1", '),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": "", "function_call": CALL}]}, "no tools"),
+        (
+            {"messages": [*QUESTION, {"role": "tool", "content": "5"}]},
+            "the role 'tool', but this server has no",
+        ),
+        ({"messages": [*QUESTION, {"role": "function", "content": "5"}]}, "the role 'function', but this"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template is refused"),
         ({"chat_template_kwargs": 5}, "not iterable"),
     ],
@@ -372,6 +390,41 @@ def test_refused_chats(http: httpx.Client, options: dict[str, Any], message: str
     answer = http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
+
+
+TOO_MUCH = [  # each list or text of a call that would cost other clients time in each step
+    ("stop", ["x"] * 5, "stop has 5 entries, but the limit is 4: send fewer"),
+    ("stop", [f"{i}" * 80 for i in range(2000)], "stop has 2000 entries, but the limit is 4"),
+    ("stop", dict.fromkeys("abcde"), "stop has 5 entries, but the limit is 4"),
+    ("stop", "x" * 257, "a stop string has 257 characters, but the limit is 256: shorten it"),
+    ("stop", ["a", "x" * 5000], "a stop string has 5000 characters, but the limit is 256"),
+    ("stop", {"x" * 5000: 1}, "a stop string has 5000 characters, but the limit is 256"),
+    ("stop_token_ids", [5] * 65, "stop_token_ids has 65 entries, but the limit is 64: send fewer"),
+    ("cache_salt", "x" * 257, "cache_salt has 257 characters, but the limit is 256: shorten it"),
+    ("logit_bias", {"5": 100}, 'logit_bias is {"5": 100}, but this server takes only {}: leave it out'),
+    ("top_logprobs", 20, "no log-probabilities"),
+    ("n", 1000, "the request is for 1000 sequences, but max_num_seqs is 256"),
+    ("prompt", "a " * 5000, "shorten the prompt"),
+    ("prompt", [5] * 5000, "shorten the prompt"),
+    ("messages", QUESTION * 1025, "messages has 1025 entries, but the limit is 1024: send fewer"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), TOO_MUCH)
+def test_too_much(http: httpx.Client, field: str, value: Any, message: str) -> None:
+    is_chat = field == "messages"
+    prompt = {} if is_chat else {"prompt": "a"}
+    answer = http.post("/v1/chat/completions" if is_chat else "/v1/completions", json=prompt | {field: value})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_every_list_has_a_limit_and_may_reach_it(client: openai.OpenAI) -> None:
+    lists = {field.name for field in fields(SamplingParams) if isinstance(field.default, tuple)}
+    assert lists == MAX_ENTRIES.keys() - {"messages"}
+    most = {"stop": ["x" * MAX_CHARACTERS] * MAX_ENTRIES["stop"], "cache_salt": "s" * MAX_CHARACTERS}
+    most["stop_token_ids"] = [5] * MAX_ENTRIES["stop_token_ids"]
+    client.completions.create(model="tiny", prompt="a", extra_body=most, **GREEDY)
 
 
 def test_errors_of_the_client(http: httpx.Client, client: openai.OpenAI) -> None:
@@ -460,13 +513,26 @@ def test_harmless_fields(client: openai.OpenAI) -> None:
         "metadata": {"a": "b"},
         "seed": None,
         "stop": None,
-        "logit_bias": None,
+        "logit_bias": {},
+        "echo": False,
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": True,
+        "functions": [],
+        "function_call": "auto",
     }
     assert (
         client.completions.create(model="tiny", prompt="a", extra_body=more, **GREEDY).choices[0].text
         == expected
     )
-    client.chat.completions.create(model="tiny", messages=QUESTION, logprobs=False, **GREEDY)
+    answers = []
+    for unused in ({}, {"tool_calls": None, "function_call": None, "refusal": None}, {"tool_calls": []}):
+        messages = [QUESTION[0], {"role": "assistant", "content": "A", **unused}, *QUESTION]
+        answer = client.chat.completions.create(model="tiny", messages=messages, extra_body=more, **GREEDY)
+        answers.append((answer.choices[0].message.content, answer.usage.prompt_tokens))
+    assert answers == [answers[0]] * 3
 
 
 def test_a_cache_salt_is_a_part_of_the_prompt(
