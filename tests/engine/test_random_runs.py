@@ -400,3 +400,18 @@ def test_the_fake_model_notices_a_wrong_block() -> None:
     seq.block_table = list(table)
     with pytest.raises(AssertionError, match="reads a wrong slot"):
         run.engine.step()
+
+
+def test_the_invariants_are_checked_after_each_step_whatever_a_fork_checks() -> None:
+    """A host block is lost, and the step after it is the last one."""
+
+    class NoChecks(Run):
+        def check(self) -> None:
+            pass
+
+    run = NoChecks(siblings(1))
+    run.add(0, run.workload.requests[0])
+    run.step()
+    run.engine.scheduler.swapper.free_ids.pop()
+    with pytest.raises(AssertionError, match="a host block is lost or doubled"):
+        run.step()
