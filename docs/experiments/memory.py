@@ -59,6 +59,7 @@ class Usage:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.steps = self.requests = 0
+        self.total_steps = 0  # until all requests have ended, also those in which none waits
         self.slots = dict.fromkeys(KINDS, 0)
 
     def add(
@@ -178,6 +179,7 @@ def run_contiguous(lengths: Lengths, num_slots: int, reserve: Callable[[int, int
         tokens += num_input
         filled_in_the_end += final
         held += size
+    usage.total_steps = max(end for end, *_ in running)
     return usage
 
 
@@ -217,6 +219,7 @@ def run_paged(lengths: Lengths, num_slots: int, block_size: int, seed: int = 0) 
                 params = SamplingParams(max_tokens=num_output)
                 scheduler.add(make_request(str(i), [0] * num_input, params))
             batch = scheduler.schedule()
+            usage.total_steps += 1
             if scheduler.waiting:
                 count_blocks(usage, scheduler)
             finished = sum(request.finished for request in scheduler.update(batch, runner.execute(batch)))

@@ -33,7 +33,7 @@ from common import (
     save_lines,
 )
 from memory import Lengths, draw_lengths
-from no_model import TRACES, NoModel, make_request, make_scheduler
+from no_model import TRACES, NoModel, Run, make_request, make_scheduler, serve_all
 
 from nanopaged import SamplingParams
 from nanopaged.terminal import run_program
@@ -211,34 +211,25 @@ def run_watermarks(args: argparse.Namespace) -> None:
     print(f"\n{'trace':15} {'watermark':>9} {'computed':>9} {'preempted':>10} {'at once':>8} {'steps':>7}")
     for trace, means in TRACES.items():
         lengths = draw_lengths(means, args.requests, args.seed)
+        num_needed = sum(map(sum, lengths)) - len(lengths)  # an output's last token needs no K/V
         for watermark in (0.0, 0.01, 0.02, 0.03, 0.05, 0.1):
-            computed, preempted, at_once, steps = replay(lengths, watermark, args.seed)
+            run = replay(lengths, watermark, args.seed)
+            computed = run.num_computed / num_needed
             print(
-                f"{trace:15} {watermark:9.0%} {computed:9.3f} {preempted:10} {at_once:8.1f} {steps:7}",
+                f"{trace:15} {watermark:9.0%} {computed:9.3f} {run.num_preempted:10} {run.at_once:8.1f} "
+                f"{run.num_steps:7}",
                 flush=True,
             )
     print("computed: tokens computed per token of a prompt or an output; at once: while requests wait")
 
 
-def replay(lengths: Lengths, watermark: float, seed: int) -> tuple[float, int, float, int]:
-    """(tokens computed per useful one, times a request was preempted, requests running, steps)."""
+def replay(lengths: Lengths, watermark: float, seed: int) -> Run:
     scheduler = make_scheduler(
         15700 // 16, 16, max_num_batched_tokens=2048, enable_prefix_caching=False, watermark=watermark
     )
     for i, (num_input, num_output) in enumerate(lengths):
         scheduler.add(make_request(str(i), [0] * num_input, SamplingParams(max_tokens=num_output)))
-    runner, computed, preempted, steps, busy_steps, running = NoModel(seed), 0, 0, 0, 0, 0
-    while scheduler.running or scheduler.waiting:
-        batch = scheduler.schedule()
-        steps += 1
-        computed += sum(seq.num_scheduled_tokens for seq in batch.sequences)
-        preempted += len(batch.preempted)
-        if scheduler.waiting:
-            busy_steps += 1
-            running += len(scheduler.running)
-        scheduler.update(batch, runner.execute(batch))
-    useful = sum(num_input + num_output - 1 for num_input, num_output in lengths)  # the last needs no K/V
-    return computed / useful, preempted, running / max(1, busy_steps), steps
+    return serve_all(scheduler, NoModel(seed))
 
 
 if __name__ == "__main__":

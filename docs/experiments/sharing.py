@@ -14,8 +14,7 @@ import argparse
 import random
 
 from common import add_plot_argument, at_least, make_parser, save_lines
-from no_model import TRACES, NoModel, make_request, make_scheduler, num_used_blocks
-from tqdm import tqdm
+from no_model import TRACES, NoModel, make_request, make_scheduler, serve_all
 
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.terminal import run_program
@@ -67,14 +66,8 @@ def replay(kind: str, width: int, means: tuple[int, int], args: argparse.Namespa
             params = SamplingParams(n=width if kind == "parallel" else 1, max_tokens=num_output)
         for copy in range(width if kind == "cache alone" else 1):
             scheduler.add(make_request(f"{i}-{copy}", prompt, params))
-    runner, blocks, entries = NoModel(args.seed), 0, 0
-    with tqdm(total=len(scheduler.waiting), desc=f"{kind} {width}", leave=False) as bar:
-        while scheduler.running or scheduler.waiting:
-            batch = scheduler.schedule()
-            bar.update(sum(request.finished for request in scheduler.update(batch, runner.execute(batch))))
-            blocks += num_used_blocks(scheduler)
-            entries += sum(len(seq.block_table) for seq in scheduler.running_sequences)
-    return 1 - blocks / entries if entries else 0.0
+    run = serve_all(scheduler, NoModel(args.seed))
+    return 1 - run.num_used / run.num_entries if run.num_entries else 0.0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
+import importlib
+import json
+import operator
 import os
 import re
 import shlex
@@ -10,6 +14,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import unquote
 
@@ -119,9 +124,8 @@ def test_example_with_another_model_and_a_trace(tmp_path: Path) -> None:
         ("docs/experiments/overhead.py --nano-vllm /nowhere", "/nowhere is no checkout of nano-vllm"),
         ("docs/experiments/chunked.py --budget 8", "--budget 8 leaves no room for a prompt after 8 decodes"),
         ("docs/experiments/kernel.py --context 9-1", "9-1 is not a length, or a range from low to high"),
-        ("docs/experiments/equal_memory.py --slots 99", "a request may have 1024 tokens, but --slots is 99"),
     ],
-    ids=range(23),
+    ids=range(22),
 )
 def test_a_mistake_is_told_in_one_line(command: str, complaint: str) -> None:
     """(The engine, which has said more before, finds a prompt that is empty or too long.)"""
@@ -405,8 +409,8 @@ RUNS: dict[str, tuple[str, str, int]] = {
 }
 SLOW = {"busy", "preemption", "sharing"}
 # The others' outputs stand on a page, or they have tests of their own; vllm_cpu.py needs vLLM.
-ELSEWHERE = {"arrivals", "interpreted", "two_ranks", "equal_memory", "tour"}
-ELSEWHERE |= {"first_light", "peers", "ray_batch", "vllm_cpu", "real_model", "quality"}
+ELSEWHERE = {"arrivals", "interpreted", "two_ranks", "questions", "tour"}
+ELSEWHERE |= {"first_light", "peers", "quality", "ray_batch", "real_model", "vllm_cpu"}
 
 
 def test_every_experiment_is_run() -> None:
@@ -480,27 +484,67 @@ def test_the_tutorials_right_results() -> None:
     assert experiment("tutorials", "3", "1").startswith("3. Sequences of 23")
 
 
-def test_throughput_at_equal_memory() -> None:
-    """The less a rule reserves, the more requests run at once and the fewer steps all of them take.
+@pytest.fixture
+def questions(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "docs" / "experiments")
+    return importlib.import_module("questions")
 
-    Ranges for a long prompt leave room for one request at a time.
+
+def test_what_paging_does_for_the_questions(questions: ModuleType) -> None:
+    """The less a rule reserves, the fuller the pool and the fewer the steps; ranges of 2,048 are checked.
+
+    Without the prefix cache every token is computed once, unless it is recomputed after a preemption.
     """
+    printed = experiment("questions")
+    rows = {}  # the words that begin a line → the numbers that end it
+    for name, numbers in re.findall(r"^([a-z].*?) ([\d,.% ]+)$", printed, flags=re.MULTILINE):
+        rows[name.strip()] = [float(number.strip("%").replace(",", "")) for number in numbers.split()]
+    rules = [rows[name] for name in ("max", "limit", "pow2", "oracle", "paging")]
+    lengths = questions.lengths_of(questions.QUESTIONS, with_system=False)
+    for pool, num_ranges in enumerate((1, 3, 7)):  # of 2,048 slots
+        steps = [row[pool] for row in rules]
+        assert steps == sorted(steps, reverse=True)
+        ends = [0] * num_ranges
+        for _, num_answer in lengths:
+            heapq.heapreplace(ends, ends[0] + num_answer)  # the range that is free first
+        assert steps[0] == max(ends)
+    assert all(sum(row[3:8]) == pytest.approx(100, abs=0.3) for row in rules)
+    real = [row[3] for row in rules]
+    assert real == sorted(real)
 
-    def measure(sizes: str) -> dict[str, tuple[int, float]]:
-        options = f"--shape test --rounds 1 --input 10 --output 12 {sizes}"
-        printed = experiment("equal_memory", *options.split())
-        rows = [line.split() for line in printed.splitlines()[2:]]
-        return {name: (int(steps), float(at_once)) for name, steps, at_once, *_ in rows}
+    long_ones = questions.lengths_of(questions.QUESTIONS, with_system=True)
+    assert rows["without prefix cache"][0] == sum(map(sum, long_ones)) - len(long_ones)
+    assert all(map(operator.lt, rows["with prefix cache"], rows["without prefix cache"]))
+    swapped, recomputed = (rows[f"{mode}, without prefix cache"] for mode in ("swap", "recompute"))
+    assert swapped[1] == sum(map(sum, lengths)) - len(lengths) < recomputed[1]
+    assert swapped[0] == recomputed[0]
 
-    rows = measure("--slots 256 --longest 128 --requests 12")
-    assert list(rows) == ["one", "max", "pow2", "oracle", "paging"]
-    steps, at_once = map(list, zip(*rows.values(), strict=True))
-    assert steps == sorted(steps, reverse=True)
-    assert steps[0] > steps[1] > steps[2] > steps[-1]
-    assert at_once == sorted(at_once)
-    rows = measure("--slots 512 --longest 400 --long 380 --requests 6")
-    assert rows["max"] == rows["one"]
-    assert rows["paging"] < rows["max"]
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_system", [False, True])
+def test_the_record_of_the_questions(questions: ModuleType, with_system: bool) -> None:
+    """Every prompt and every tenth answer has its length, and the engine takes the steps of the replay."""
+    real_model = importlib.import_module("real_model")
+    try:
+        folder = real_model.find_real_model()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    llm = LLM(folder, dtype="float32", num_blocks=40, preemption="swap")
+    prompts = questions.chat_prompts(llm, questions.QUESTIONS, with_system)
+    prompts = [prompt["prompt_token_ids"] for prompt in prompts]
+    lengths = questions.lengths_of(questions.QUESTIONS, with_system)
+    assert [len(prompt) for prompt in prompts] == [num_prompt for num_prompt, _ in lengths]
+    num_common = questions.NUM_COMMON_WITH_SYSTEM if with_system else questions.NUM_COMMON
+    assert len({tuple(prompt[:num_common]) for prompt in prompts}) == 1
+    next_block = (num_common // questions.BLOCK_SIZE + 1) * questions.BLOCK_SIZE
+    assert len({tuple(prompt[:next_block]) for prompt in prompts}) == len(prompts), "no other block is shared"
+
+    some = questions.QUESTIONS[::10]
+    assert questions.check_record(llm, some, with_system) == []
+    run = questions.replay(some, num_blocks=40, with_system=with_system, preemption="swap")
+    stats = llm.engine.stats()
+    assert (stats.num_steps, stats.num_preemptions_swap) == (run.num_steps, run.num_preempted)
+    assert run.num_preempted > 0
 
 
 def test_memory_keeps_the_papers_order(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
 from nanopaged.scheduler import Scheduler
-from nanopaged.swap import Swapper
 
 NUM_BLOCKS, SIZE, STEP, PANEL = 4, 36, 42, 206
 Places = dict[int, tuple[str, int]]  # block → the request whose K/V it holds, and how many slots of it
@@ -43,8 +42,7 @@ def draw_row(drawing: Drawing, x: float, y: float, held: Places) -> None:
 
 
 def main() -> None:
-    scheduler = make_scheduler(NUM_BLOCKS, block_size=4, enable_prefix_caching=False)
-    scheduler.preemption, scheduler.swapper = "swap", Swapper(scheduler.block_manager, NUM_BLOCKS)
+    scheduler = make_scheduler(NUM_BLOCKS, block_size=4, enable_prefix_caching=False, preemption="swap")
     for name in "AB":
         scheduler.add(make_request(name, list(range(6)), SamplingParams(max_tokens=6)))
     drawing = Drawing(
