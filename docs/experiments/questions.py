@@ -163,7 +163,8 @@ def compare_pools() -> None:
     num_answer = sum(num_answer for _, num_answer in lengths)
     print(f"{len(lengths)} questions, {num_prompt:,} tokens in prompts, {num_answer:,} in answers")
     kinds = "".join(f"{kind:>10}" for kind in KINDS)
-    print(f"slots     3,200   6,400  16,000{kinds}   at once   (3,200 slots)")
+    print("          steps in pools of           slots of the first pool while a request waits")
+    print(f"          3,200   6,400  16,000{kinds}   at once")
     for rule in (*RULES, "paging"):
         usages = []
         for num_slots in (3200, 6400, 16000):
