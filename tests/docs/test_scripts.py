@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import importlib
-import json
 import operator
 import os
 import re
