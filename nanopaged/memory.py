@@ -55,7 +55,7 @@ def pick_dtype(config: EngineConfig, checkpoint: str, device: torch.device) -> t
         if config.dtype == "auto":
             dtype = faster
             advice = f"the checkpoint is read as {faster}"
-        logger.warning(f"bfloat16 is slow on this {device}: {advice}")
+        logger.warning(f"{device} has no instructions for bfloat16: {advice}")
     return getattr(torch, dtype)
 
 

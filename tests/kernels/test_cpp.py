@@ -237,6 +237,19 @@ def test_a_token_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -
         assert torch.equal(linear(x[:num_tokens]), together[:num_tokens])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_all_linear_layers_of_a_model_are_packed(oracle: Oracle, dtype: str) -> None:
+    """No test of outputs would notice that they are slower, or that the weights are there twice."""
+    skip_without(getattr(torch, dtype))
+    model = LLM(oracle.folder, num_blocks=8, dtype=dtype, attention_backend="cpp").engine.runner.model
+    linears = [module for module in model.modules() if isinstance(module, decoder.Linear)]
+    assert len(linears) == 2 * 4 + 1
+    is_packed = cpp.has_linear(getattr(torch, dtype))
+    for linear in linears:
+        assert (linear.packed is not None) == is_packed
+        assert (linear.weight is None) == is_packed
+
+
 # ── the engine ────────────────────────────────────────────────────────────────────────────────────
 
 

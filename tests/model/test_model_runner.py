@@ -137,10 +137,10 @@ def test_compiled_operations_give_the_same_tokens(oracle: Oracle, monkeypatch: p
     torch.compiler.reset()  # what other tests have compiled, or kept from being compiled
     compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
     monkeypatch.setattr(torch, "compile", compiled)
-    operations = choose_operations("torch", torch.device("cuda"), enforce_eager=False)
-    assert choose_operations("torch", torch.device("cuda"), enforce_eager=True) == PLAIN
-    assert choose_operations("torch", torch.device("cpu"), enforce_eager=False) == PLAIN
-    monkeypatch.setattr("nanopaged.model_runner.choose_operations", lambda *_: operations)
+    operations = choose_operations("torch", torch.device("cuda"), torch.float32, enforce_eager=False)
+    assert choose_operations("torch", torch.device("cuda"), torch.float32, enforce_eager=True) == PLAIN
+    assert choose_operations("torch", torch.device("cpu"), torch.float32, enforce_eager=False) == PLAIN
+    monkeypatch.setattr("nanopaged.model_runner.choose_operations", lambda *_, **options: operations)
     llm = LLM(oracle.folder, dtype="float32", num_blocks=64, attention_backend="torch")
     prompts = random_prompts(4, seed=3)
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)

@@ -42,7 +42,6 @@ def apple(request: pytest.FixtureRequest) -> None:
         (lambda x, host: x.double(), "float64"),
         (lambda x, host: host.double().to(MPS), "float64"),
         (lambda x, host: torch.linalg.eig(x), "no kernel for MPS"),
-        (lambda x, host: torch.ops.mkldnn._linear_pointwise(x, x, None, "none", [], ""), "no kernel for MPS"),
         (lambda x, host: x + host, "mixes"),
         (lambda x, host: x[host.long()], "an index of the host"),
         (lambda x, host: x.__setitem__(0, host), "a value of the host"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import json
-import logging
 import math
 import os
 import re
@@ -17,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,8 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import nanopaged
 from nanopaged import LLM, EngineConfig, SamplingParams
+from nanopaged.kernels import build
+from nanopaged.memory import pick_dtype
 from nanopaged.model.checkpoint import TINY_MODEL, load_model
-from nanopaged.model.decoder import Linear
 from nanopaged.model.model_config import read_model_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -102,39 +101,30 @@ def test_dtypes(oracle: Oracle, dtype: str) -> None:
     compare_logprobs(llm, oracle.model, 0.7 if dtype != "float32" else 1e-4)
 
 
-WITHOUT_PACKING = "linear layers run without oneDNN's packed weights, and slower"
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_weights_are_packed_where_the_cpu_can(
-    oracle: Oracle, dtype: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("capability", "has_compiler", "asked", "expected", "warning"),
+    [
+        ("AVX2", False, "auto", torch.float32, "the checkpoint is read as float32"),
+        ("AVX2", False, "bfloat16", torch.bfloat16, "dtype='float32' is faster"),
+        ("AVX2", True, "auto", torch.bfloat16, None),
+        ("AVX512", False, "auto", torch.bfloat16, None),
+    ],
+)
+def test_bfloat16_where_the_cpu_is_slow(
+    capability: str,
+    has_compiler: bool,
+    asked: str,
+    expected: torch.dtype,
+    warning: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """All of them, or none and a line in the log: no test of outputs would notice that they are slower."""
-    asked = {"bfloat16": "_is_mkldnn_bf16_supported", "float16": "_is_mkldnn_fp16_supported"}.get(dtype)
-    works = torch.backends.mkldnn.is_available() and (not asked or getattr(torch.ops.mkldnn, asked)())
-    with caplog.at_level(logging.INFO, "nanopaged"):
-        model = LLM(oracle.folder, num_blocks=8, dtype=dtype, device="cpu").engine.runner.model
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
-    assert len(linears) == 2 * 4 + 1
-    assert {linear._reordered is not None for linear in linears} == {works}
-    assert caplog.text.count(WITHOUT_PACKING) == (0 if works else 1)
-
-
-@pytest.mark.parametrize("missing", [True, False])
-def test_weights_that_cannot_be_packed(
-    qwen3: Oracle, missing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """This CPU lacks an instruction; or PyTorch is built without oneDNN, as for Apple's chips."""
-
-    if missing:
-        monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
-    else:
-        error = RuntimeError("no such instruction\nand much more")
-        monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", Mock(side_effect=error))
-    with caplog.at_level(logging.INFO, "nanopaged"):
-        assert greedy(qwen3.folder, [1, 2, 3]) == qwen3.greedy([1, 2, 3], 10)
-    reason = "" if missing else "no such instruction\n"
-    assert caplog.text.count(f"{WITHOUT_PACKING}: {reason}") == 1
+    """PyTorch has no fast bfloat16 without AVX-512; the C++ kernels have."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(build, "can_build_or_load", lambda: has_compiler)
+    dtype = pick_dtype(EngineConfig(dtype=asked), "bfloat16", torch.device("cpu"))
+    assert dtype == expected
+    assert caplog.messages == ([f"cpu has no instructions for bfloat16: {warning}"] if warning else [])
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -147,12 +147,12 @@ def test_no_number_changes_by_more_than_half_a_scale(
 
 
 def tensors(model: nn.Module) -> dict[int, Tensor]:
-    """All that the model holds, at their addresses; tensors packed for oneDNN at the ids of their objects."""
+    """All that the model holds, at their addresses."""
     found: dict[int, Tensor] = {}
     for part in model.modules():
         for x in (*part._parameters.values(), *(x for x in vars(part).values() if isinstance(x, Tensor))):
             if x is not None:
-                found[id(x) if x.is_mkldnn else x.data_ptr()] = x
+                found[x.data_ptr()] = x
     return found
 
 
