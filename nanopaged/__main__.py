@@ -11,8 +11,8 @@ with it.
 /reset     forget the conversation
 /help      this text
 /quit      or Ctrl-D
-Ctrl-C     stops an answer after the next token, a second one right then; or clears the line that
-           you type, a second one quits
+Ctrl-C     ends an answer after its current step, and a second one does not wait for the step;
+           at the prompt the first clears the line, and a second one quits
 """
 
 from __future__ import annotations

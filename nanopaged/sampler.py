@@ -247,8 +247,8 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
             rising = logits.sort(-1).values
         # A token is dropped if it and all less likely ones sum up to at most 1 - top_p. The most
         # likely one is always kept. top_p = 0.8: rising 0.1 0.4 0.5, sums 0.1 0.5 1.0, one is
-        # dropped, threshold 0.4. Sums of 100,000 tokens are off by more than some tokens have in
-        # float32, so they are in float64.
+        # dropped, threshold 0.4. In float32, a sum of 100,000 probabilities is off by more than
+        # some of them are, so the sums are in float64.
         weights = (rising - rising[:, -1:]).exp()  # the probabilities, but for a factor
         # All ties with the k-th token are in `logits`, but not all are in `best`.
         num_missing = (logits >= rising[:, :1]).sum(-1, keepdim=True) - rising.shape[-1]

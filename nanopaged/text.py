@@ -231,7 +231,8 @@ def _takes(
 ) -> bool:
     """Whether the template writes messages with parts or without a content.
 
-    Instead of looping over the parts of a content, a template may fail, drop it, or print the list.
+    Instead of looping over the parts, a template may fail, drop them, or print the list. So their
+    texts are marks in a trial run, and all marks must come out.
     """
     num_parts = 0
     marked: list[Any] = []
