@@ -12,7 +12,7 @@ import torch
 from conftest import MAX_MODEL_LEN, Oracle
 from faults import FailAtLine
 from serving import tokens_of
-from tokenizers import Tokenizer, models, normalizers
+from tokenizers import Tokenizer, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, SamplingParams
@@ -267,6 +267,19 @@ def test_a_template_that_takes_texts_gets_them(
     texts = [m | {"content": text} for m, text in zip(CONVERSATION, contents, strict=True)]
     expected = tokenizer.apply_chat_template(texts, tokenize=False)
     assert llm.chat_prompt(CONVERSATION)["prompt"] == expected
+
+
+def test_a_chat_has_only_the_special_tokens_of_its_template(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer that begins each text with a token adds none to a chat."""
+    begin = llm.get_tokenizer().all_special_tokens[0]
+    (begin_id,) = llm.get_tokenizer().encode(begin)
+    processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, begin_id)])
+    monkeypatch.setattr(llm.get_tokenizer().backend_tokenizer, "post_processor", processor)
+    assert llm.engine.prompts.encode("Hi")[0] == begin_id
+    prompt = llm.chat_prompt([{"role": "user", "content": "Hi"}])
+    assert llm.get_tokenizer().decode(prompt["prompt_token_ids"]) == prompt["prompt"]
 
 
 def test_an_answer_that_was_begun(llm: LLM) -> None:
