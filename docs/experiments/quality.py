@@ -50,7 +50,7 @@ QUICK = Namespace(windows=1, window=192, generated=64, prompts=2, answer=8)
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SUBJECTS, help="one subject")
-    parser.add_argument("--quick", action="store_true", help="a test with a part of the text and the prompts")
+    parser.add_argument("--quick", action="store_true", help="on a part of the text and the prompts")
     args = parser.parse_args()
     find_real_model()  # or it says how to install it
     print(f"{ORIGIN}\n{machine()}")
@@ -85,8 +85,8 @@ def measure_text(sizes: Namespace) -> None:
     text = Path(email.__file__).with_name("architecture.rst").read_text(encoding="utf-8")
     token_ids = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)(text).input_ids
     windows = [token_ids[i * sizes.window : (i + 1) * sizes.window] for i in range(sizes.windows)]
-    print(f"\n{sizes.windows} windows of {sizes.window} tokens; against float32: change of the perplexity,")
-    print("mean and largest change of a token's log-probability, share of the same most likely tokens")
+    print(f"\n{sizes.windows} windows of {sizes.window} tokens of email/architecture.rst; against float32:")
+    print("perplexity, mean and largest change of a token's log-probability, same most likely token")
     print_row("as prompts", "perplexity", "change", "mean", "largest", "same token")
     compare(windows, AS_PROMPTS, num_generated=1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", trust_remote_code=False)
