@@ -211,7 +211,8 @@ def run_watermarks(args: argparse.Namespace) -> None:
     print(f"\n{'trace':15} {'watermark':>9} {'computed':>9} {'preempted':>10} {'at once':>8} {'steps':>7}")
     for trace, means in TRACES.items():
         lengths = draw_lengths(means, args.requests, args.seed)
-        num_needed = sum(map(sum, lengths)) - len(lengths)  # an output's last token needs no K/V
+        # An output's last token needs no K/V.
+        num_needed = sum(num_input + num_output - 1 for num_input, num_output in lengths)
         for watermark in (0.0, 0.01, 0.02, 0.03, 0.05, 0.1):
             run = replay(lengths, watermark, args.seed)
             computed = run.num_computed / num_needed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import importlib
-import operator
 import os
 import re
 import shlex
@@ -512,10 +511,14 @@ def test_what_paging_does_for_the_questions(questions: ModuleType) -> None:
     assert real == sorted(real)
 
     long_ones = questions.lengths_of(questions.QUESTIONS, with_system=True)
-    assert rows["without prefix cache"][0] == sum(map(sum, long_ones)) - len(long_ones)
-    assert all(map(operator.lt, rows["with prefix cache"], rows["without prefix cache"]))
-    swapped, recomputed = (rows[f"{mode}, without prefix cache"] for mode in ("swap", "recompute"))
-    assert swapped[1] == sum(map(sum, lengths)) - len(lengths) < recomputed[1]
+    num_tokens = sum(num_prompt + num_answer - 1 for num_prompt, num_answer in long_ones)
+    assert rows["without prefix cache"][0] == num_tokens
+    for less, more in zip(rows["with prefix cache"], rows["without prefix cache"], strict=True):
+        assert less < more
+    swapped = rows["swap, without prefix cache"]
+    recomputed = rows["recompute, without prefix cache"]
+    num_tokens = sum(num_prompt + num_answer - 1 for num_prompt, num_answer in lengths)
+    assert swapped[1] == num_tokens < recomputed[1]
     assert swapped[0] == recomputed[0]
 
 
@@ -542,8 +545,9 @@ def test_the_record_of_the_questions(questions: ModuleType, with_system: bool) -
     assert questions.check_record(llm, some, with_system) == []
     run = questions.replay(some, num_blocks=40, with_system=with_system, preemption="swap")
     stats = llm.engine.stats()
-    assert (stats.num_steps, stats.num_preemptions_swap) == (run.num_steps, run.num_preempted)
-    assert run.num_preempted > 0
+    num_preempted = stats.num_preemptions_swap + stats.num_preemptions_recompute  # where the host has no room
+    assert (stats.num_steps, num_preempted) == (run.num_steps, run.num_preempted)
+    assert stats.num_preemptions_swap > 0
 
 
 def test_memory_keeps_the_papers_order(tmp_path: Path) -> None:
