@@ -243,7 +243,8 @@ def find_real_model(home: Path | None = None) -> Path:
 def main() -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("question", nargs="?", default="What is the capital of France?")
+    question = "What is the capital of France?"
+    parser.add_argument("question", nargs="?", default=question, help=f"default: {question}")
     args = parser.parse_args()
     print(ORIGIN)
     folder = find_real_model()
