@@ -47,9 +47,9 @@ TESTS = {  # file of the package → NAMEs of its tests, tests/*/test_NAME.py
     "kernels/build.py": "cpp",
     "kernels/cpp.py": "cpp",
     "kernels/paged_attention.py": "kernels attention cuda_path",
-    "model/checkpoint.py": "weights parallel api",
+    "model/checkpoint.py": "weights checkpoints parallel api",
     "model/decoder.py": "weights cpp oracle parallel",
-    "model/model_config.py": "weights parallel",
+    "model/model_config.py": "weights checkpoints parallel",
 }
 
 
