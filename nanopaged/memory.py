@@ -4,6 +4,7 @@ import logging
 import timeit
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -22,6 +23,12 @@ from nanopaged.sequence import Moves
 # Unless configured, the KV cache on a CPU takes at most this much host memory for all ranks, and so
 # do swapped requests on any device.
 HOST_BYTES = 4 << 30
+
+# The memory limit of a container, by control groups of version 2 and of version 1.
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 logger = logging.getLogger("nanopaged")
 
@@ -141,7 +148,7 @@ def measure_num_blocks(
         free, total = torch.cuda.mem_get_info(device)
         num_bytes = int(total * (config.memory_utilization or 0.9)) - (total - free) - peak
     else:
-        usable = psutil.virtual_memory().available * (config.memory_utilization or 0.5)
+        usable = available_memory() * (config.memory_utilization or 0.5)
         num_bytes = int(usable / config.tensor_parallel_size)
     block_bytes = shape.block_bytes(config.block_size)
     num_fitting = max(0, num_bytes) // block_bytes
@@ -157,6 +164,16 @@ def measure_num_blocks(
         maximum = HOST_BYTES // config.tensor_parallel_size // block_bytes
         num_useful = min(num_useful, max(num_needed, maximum))
     return min(num_fitting, num_useful)
+
+
+def available_memory() -> int:
+    """Bytes that are free on this machine, or that this process may still take in its container."""
+    available = psutil.virtual_memory().available
+    for file in CGROUP_LIMITS:
+        limit = file.read_text().strip() if file.is_file() else "max"
+        if limit != "max":
+            available = min(available, int(limit) - psutil.Process().memory_info().rss)
+    return available
 
 
 def peak_memory(work: Callable[[], None], device: torch.device) -> int:

@@ -77,7 +77,7 @@ class Detokenizer:
         """Decode the next tokens. Returns the text with all whole characters, final or not."""
         self._read(token_ids)
         rest = self._decode(self._window)[self._num_shown :]
-        return self.text if REPLACEMENT in rest else self.text + rest
+        return self.text if rest.endswith(REPLACEMENT) else self.text + rest
 
     def visible(self, token_ids: list[int], finished: bool) -> str:
         """The text of the output `token_ids`, as far as it is final.

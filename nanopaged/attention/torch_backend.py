@@ -116,8 +116,10 @@ class TorchAttention:
             keys, values = [
                 gather_context(cache, table, context_len) for cache in self.layers[layer]
             ]
-            for first in range(context_len - query_len, context_len, QUERY_TILE):
-                end = min(first + QUERY_TILE, context_len)
+            # Keys after a query have weight 0, and 0 · NaN = NaN. A tile of one query has none.
+            tile_len = QUERY_TILE if values.isfinite().all() else 1
+            for first in range(context_len - query_len, context_len, tile_len):
+                end = min(first + tile_len, context_len)
                 rows = slice(row, row + end - first)
                 tile = q[rows].transpose(0, 1)  # [num_kv_heads, num_queries, group, head_dim]
                 positions = torch.arange(first, end, device=self.device)

@@ -300,6 +300,32 @@ def test_scores_that_are_not_finite_are_an_error(llm: LLM) -> None:
     assert engine.stats().num_used_blocks == 0
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpp", "reference"])
+def test_nan_does_not_reach_the_tokens_before_it(qwen3: Oracle, backend: str) -> None:
+    """Past bug: queries of a prefill read the values after them with weight 0, and 0 · NaN is NaN.
+
+    So NaN in a prompt's last token spoiled the blocks before it, which another request shares. That one was
+    blamed and aborted.
+    """
+    llm = LLM(qwen3.folder, dtype="float32", block_size=4, num_blocks=40, attention_backend=backend)
+    engine = llm.engine
+    prompt = list(range(1, 14))
+    (alone,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    engine.reset_prefix_cache()
+    sick = next(token for token in range(50, 60) if token not in alone.outputs[0].token_ids)
+    engine.runner.model.embed_tokens.register_forward_hook(
+        lambda _, inputs, embedded: embedded.masked_fill((inputs[0] == sick)[:, None], math.nan)
+    )
+    engine.add_request("sick", [*prompt, sick], GREEDY)
+    engine.add_request("well", prompt, GREEDY)  # shares three blocks in the same step
+    with pytest.raises(NonFiniteLogits, match="request 'sick'"):
+        engine.step()
+    engine.abort_request("sick")
+    while engine.has_unfinished_requests():
+        (output,) = engine.step()
+    assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
 def test_logits_that_are_not_finite_fail_their_own_call_only(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

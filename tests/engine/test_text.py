@@ -144,6 +144,18 @@ def test_a_stop_string_cuts_the_decode_of_the_tokens_so_far() -> None:
     assert num_stopped > 500
 
 
+def test_a_stop_string_in_byte_tokens_after_a_replacement_character() -> None:
+    """Past bug: the character is a token of the vocabulary, but was taken for half of another one."""
+    names = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "\ufffd"]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    token_ids = [257, *(1 + byte for byte in "😀END".encode())]
+    detokenizer = Detokenizer(tokenizer, ["END"])
+    found = [detokenizer.find_stop(token_ids[:n]) for n in range(1, len(token_ids) + 1)]
+    assert found == [None] * (len(token_ids) - 1) + ["END"]
+    assert detokenizer.visible(token_ids, finished=True) == "\ufffd😀"
+
+
 def test_no_token_is_decoded_again_and_again(tokenizer: PreTrainedTokenizerBase) -> None:
     """Past bug: in a run of tokens without text, each was decoded together with all before it."""
 

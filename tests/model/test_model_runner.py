@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,6 +69,24 @@ def test_the_share_of_a_computers_memory(
     num_blocks = memory.measure_num_blocks(
         config_of(max_model_len, **options), model, SHAPE, max_model_len, 8192
     )
+    assert num_blocks * SHAPE.block_bytes(16) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_bytes"), [("max", 3 * GB), (f"{4 * GB}\n", 2 * GB), ("9" * 19, 3 * GB)]
+)
+def test_a_containers_limit_counts(
+    limit: str, num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past bug: the cache was sized by the machine's memory, so the container was killed when it was full."""
+    file = tmp_path / "memory.max"
+    file.write_text(limit)
+    monkeypatch.setattr(memory, "CGROUP_LIMITS", (file, tmp_path / "missing"))
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=6 * GB))
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0))
+    monkeypatch.setattr(memory.psutil, "Process", lambda: process)
+    model = SimpleNamespace(embed_tokens=torch.nn.Embedding(1, 1))
+    num_blocks = memory.measure_num_blocks(config_of(8192), model, SHAPE, 8192, 8192)
     assert num_blocks * SHAPE.block_bytes(16) == num_bytes
 
 

@@ -316,7 +316,8 @@ def make_app(
 
     @app.exception_handler(HTTPException)
     async def refuse(_: Call, error: HTTPException) -> Response:
-        return JSONResponse(error_of(error), error.status_code)
+        # In ASCII: a message may quote half of a surrogate pair, which JSONResponse cannot encode.
+        return Response(json.dumps(error_of(error)), error.status_code, media_type="application/json")
 
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
@@ -329,7 +330,11 @@ def make_app(
                 raise TypeError("the body must be a JSON object, in which stream is true or false")
             if (name := body.pop("model", model)) != model:
                 raise HTTPException(404, f"there is no model {name!r}: this server has {model!r}")
-            stream, stream_options = body.pop("stream", None), dict(body.pop("stream_options", None) or {})
+            stream, stream_options = body.pop("stream", None), body.pop("stream_options", None) or {}
+            if stream_options not in ({}, {"include_usage": True}, {"include_usage": False}):
+                raise ValueError(
+                    f"stream_options is {stream_options!r}, but may have include_usage, true or false, only"
+                )
             make = partial(make_requests, engine.llm, call_id, is_chat, body, max_prompts)
             requests = await asyncio.get_running_loop().run_in_executor(engine.prompt_pool, make)
         except (TypeError, ValueError, RecursionError, TemplateError, ClientDisconnect) as error:

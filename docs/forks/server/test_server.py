@@ -336,13 +336,16 @@ def test_streams_go_on_while_a_prompt_becomes_tokens(
         ({"prompt": 5}, "a prompt is a str or a list of token ids, got int"),
         ({"prompt": {"text": "a"}}, "a prompt is a str or a list of token ids, got dict"),
         ({"prompt": "\ud800"}, "surrogates not allowed"),
+        ({"\ud800": 1}, "unexpected keyword argument '\ud800'"),
         ({"echo": True}, "echo is true, but this server takes only false: leave it out"),
         ({"best_of": 2}, "unexpected keyword argument 'best_of'"),
         ({"logprobs": 0}, "no log-probabilities"),
         ({"suffix": "b"}, "unexpected keyword argument 'suffix'"),
         ({"prompt_logprobs": 1}, "no log-probabilities"),
         ({"stream": "yes"}, "stream is true or false"),
-        ({"stream_options": 5}, "not iterable"),
+        ({"stream_options": 5}, "stream_options is 5"),
+        ({"stream_options": {"include_usage": "false"}}, "stream_options is {'include_usage': 'false'}"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "may have include_usage, true or false, only"),
     ],
 )
 def test_refused_completions(http: httpx.Client, options: dict[str, Any], message: str) -> None:
