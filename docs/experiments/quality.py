@@ -49,7 +49,7 @@ QUICK = Namespace(windows=1, window=192, generated=64, prompts=2, answer=8)
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SUBJECTS, help="one subject")
+    parser.add_argument("--only", choices=SUBJECTS, help="one subject; default: all")
     parser.add_argument("--quick", action="store_true", help="on a part of the text and the prompts")
     args = parser.parse_args()
     find_real_model()  # or it says how to install it

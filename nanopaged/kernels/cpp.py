@@ -76,11 +76,11 @@ def why_no_cpp(device: torch.device, head_dim: int, dtype: torch.dtype) -> str |
         return f"its kernels run on a CPU, not on {device}"
     if head_dim > 256:
         return f"its kernels take a head_dim of up to 256, not {head_dim}"
-    try:  # a call with nothing to compute returns 0 if the compiler lacked this dtype
+    try:  # a call with nothing to compute returns 0 if the processor lacks this dtype
         has_dtype = load().silu_mul(None, None, 0, 0, DTYPES[dtype])
     except (ValueError, AttributeError) as error:  # AttributeError: the library lacks a function
         return str(error)
-    return None if has_dtype else "its kernels need GCC 12 or Clang 15 for float16"
+    return None if has_dtype else "this processor cannot convert float16"
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: ctypes.Array) -> None:
@@ -208,7 +208,7 @@ class PackedLinear:
         self.num_outputs = weight.shape[0]
         self.bias = bias
         lanes = load().num_lanes()
-        columns = 2 if weight.dtype == torch.bfloat16 else 1
+        columns = load().num_columns(DTYPES[weight.dtype])
         # Panels are filled up with outputs, and pairs with a column, whose weights are 0.
         padding = (0, -weight.shape[1] % columns, 0, -weight.shape[0] % lanes)
         panels = F.pad(weight, padding).unflatten(1, (-1, columns)).unflatten(0, (-1, lanes))

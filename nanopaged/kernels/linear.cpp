@@ -10,46 +10,42 @@
 //     …
 //     f0 f1 f2
 //
-// A column times one number of x adds to LANES outputs together. In bfloat16 two columns form a pair, a0 a1 b0 b1 …,
-// because the processor multiplies pairs of bfloat16.
+// A column times one number of x adds to LANES outputs together. Some processors multiply pairs of bfloat16: there two
+// columns lie interleaved, a0 a1 b0 b1 …, and x stays in bfloat16. Elsewhere x becomes float32 first.
 
 #include <type_traits>
+#include <vector>
 
 #include "vectors.h"
 
 #ifdef __AVX512BF16__
-#include <immintrin.h>
+template <class T> constexpr bool HAS_PAIRS = std::is_same<T, BFloat16>::value;
+#else
+template <class T> constexpr bool HAS_PAIRS = false;
 #endif
+template <class T> constexpr int COLUMNS = HAS_PAIRS<T> ? 2 : 1;  // that lie interleaved
+template <class T> using Factor = std::conditional_t<HAS_PAIRS<T>, T, float>;  // the type of x in a product
 
-template <class T> constexpr int COLUMNS = std::is_same<T, BFloat16>::value ? 2 : 1;  // that lie interleaved
-
-// sum += column · x, for the LANES outputs of a column (a pair of columns, and of numbers in x).
-inline void multiply(Vec& sum, const float* column, const float* x) { sum += load(column) * *x; }
-#ifdef HAS_FLOAT16
-inline void multiply(Vec& sum, const Float16* column, const Float16* x) { sum += load(column) * (float)*x; }
-#endif
+// sum += column · x, for the LANES outputs of a column.
+template <class T> inline void multiply(Vec& sum, const T* column, const float* x) { sum += load(column) * *x; }
+#ifdef __AVX512BF16__
 inline void multiply(Vec& sum, const BFloat16* columns, const BFloat16* x) {
-    uint32_t pair;
-    std::memcpy(&pair, x, sizeof pair);
     Bits bits;
     std::memcpy(&bits, columns, sizeof bits);
-#ifdef __AVX512BF16__
+    int32_t pair;
+    std::memcpy(&pair, x, sizeof pair);
     sum = (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)bits, (__m512bh)_mm512_set1_epi32(pair));
-#else  // as float32: the first column is in the lower halves, the second in the upper halves
-    const Bits first = Bits{} + (pair << 16), second = Bits{} + (pair & 0xffff0000u);
-    sum += (Vec)(bits << 16) * (Vec)first;
-    sum += (Vec)(bits & 0xffff0000u) * (Vec)second;
-#endif
 }
+#endif
 
 // A tile: TILE_TOKENS tokens by TILE_PANELS panels, or fewer. Its sums stay in registers, of which four or more are left
 // for columns and numbers of x.
 constexpr int TILE_PANELS = 4;
 constexpr int TILE_TOKENS = REGISTERS == 32 ? 6 : 3;
-constexpr int PREFETCH = 16 * CACHE_LINE;  // so far ahead of its use a column is fetched
 
 template <class T> struct Layer {
-    const T *x, *packed, *bias;
+    const Factor<T>* x;
+    const T *packed, *bias;
     T* y;
     int64_t num_tokens, inputs, outputs;
 
@@ -58,18 +54,16 @@ template <class T> struct Layer {
 
 template <int TOKENS, int PANELS, class T> void tile_kernel(const Layer<T>& layer, int64_t first_token, int64_t first_panel) {
     const int64_t inputs = layer.inputs, outputs = layer.outputs, panel_size = layer.panel_size();
-    const T* x = layer.x + first_token * inputs;
+    const Factor<T>* x = layer.x + first_token * inputs;
     const T* column = layer.packed + first_panel * panel_size;
     Vec sums[TOKENS][PANELS] = {};
     int64_t i = 0;
     for (; i + COLUMNS<T> <= inputs; i += COLUMNS<T>, column += COLUMNS<T> * LANES)
-        for (int p = 0; p < PANELS; p++) {
-            __builtin_prefetch((const char*)(column + p * panel_size) + PREFETCH);
+        for (int p = 0; p < PANELS; p++)
             for (int t = 0; t < TOKENS; t++) multiply(sums[t][p], column + p * panel_size, x + t * inputs + i);
-        }
     if (i < inputs)  // an odd number of columns: the second one of the last pair is 0
         for (int t = 0; t < TOKENS; t++) {
-            const T last[COLUMNS<T>] = {x[t * inputs + i]};
+            const Factor<T> last[COLUMNS<T>] = {x[t * inputs + i]};
             for (int p = 0; p < PANELS; p++) multiply(sums[t][p], column + p * panel_size, last);
         }
     for (int p = 0; p < PANELS; p++) {
@@ -85,18 +79,32 @@ template <int TOKENS, int PANELS, class T> void panels_kernel(const Layer<T>& la
     if constexpr (TOKENS > 1) panels_kernel<TOKENS - 1, PANELS>(layer, token, panel);
 }
 
-template <class T> void launch_linear(const Layer<T>& layer) {
+template <class T> void launch_linear(const T* x, Layer<T> layer) {
+    std::vector<float> floats;
+    if constexpr (std::is_same<Factor<T>, T>::value) layer.x = x;
+    else {
+        const int64_t size = layer.num_tokens * layer.inputs;
+        floats.resize(size);
+        for (int64_t i = 0; i < size; i += LANES) store(floats.data() + i, load(x + i, size - i), size - i);
+        layer.x = floats.data();
+    }
     const int64_t num_panels = (layer.outputs + LANES - 1) / LANES;
+    // With one token, memory is the limit: it is read at twice as many places together.
+    const int64_t num = layer.num_tokens == 1 ? 2 * TILE_PANELS : TILE_PANELS;
 #pragma omp parallel for if (layer.inputs * layer.outputs > MIN_WORK)
-    for (int64_t panel = 0; panel < num_panels; panel += TILE_PANELS) {
-        if (panel + TILE_PANELS <= num_panels) panels_kernel<TILE_TOKENS, TILE_PANELS>(layer, 0, panel);
-        else for (int64_t last = panel; last < num_panels; last++) panels_kernel<TILE_TOKENS, 1>(layer, 0, last);
+    for (int64_t panel = 0; panel < num_panels; panel += num) {
+        if (panel + num > num_panels)
+            for (int64_t last = panel; last < num_panels; last++) panels_kernel<TILE_TOKENS, 1>(layer, 0, last);
+        else if (layer.num_tokens == 1) panels_kernel<1, 2 * TILE_PANELS>(layer, 0, panel);
+        else panels_kernel<TILE_TOKENS, TILE_PANELS>(layer, 0, panel);
     }
 }
 
 // ── launching the kernel ───────────────────────────────────────────────────────────────────────────
 
 extern "C" int num_lanes() { return LANES; }
+
+extern "C" int num_columns(int dtype) { return dtype == 1 ? COLUMNS<BFloat16> : 1; }
 
 extern "C" int linear(
     const void* x, const void* packed, const void* bias, void* y, int64_t num_tokens, int64_t inputs, int64_t outputs,
@@ -107,6 +115,7 @@ extern "C" int linear(
 #endif
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
-        launch_linear(Layer<T>{(const T*)x, (const T*)packed, (const T*)bias, (T*)y, num_tokens, inputs, outputs});
+        const Layer<T> layer = {nullptr, (const T*)packed, (const T*)bias, (T*)y, num_tokens, inputs, outputs};
+        launch_linear((const T*)x, layer);
     });
 }

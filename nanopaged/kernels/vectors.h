@@ -10,6 +10,11 @@
 #include <cstring>
 #include <utility>
 
+#ifdef __x86_64__
+#include <immintrin.h>
+constexpr int ROUND_TO_NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+#endif
+
 #if defined(__AVX512F__)
 constexpr int LANES = 16, REGISTERS = 32;
 #elif defined(__AVX__)
@@ -28,15 +33,11 @@ typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
 typedef uint16_t HalfBits __attribute__((vector_size(LANES * 2)));
 
 struct BFloat16 { uint16_t bits; };  // the upper half of a float32
-#if defined(__aarch64__)
-#define HAS_FLOAT16
+#ifdef __aarch64__
 typedef __fp16 Float16;
-#elif defined(__FLT16_MANT_DIG__)
-#define HAS_FLOAT16
-typedef _Float16 Float16;
-#endif
-#ifdef HAS_FLOAT16
 typedef Float16 Halves __attribute__((vector_size(LANES * 2)));
+#else
+struct Float16 { uint16_t bits; };
 #endif
 
 inline Vec all(float x) { return x - Vec{}; }
@@ -49,10 +50,17 @@ inline Vec load(const float* x) {
 }
 inline void store(float* x, Vec v) { std::memcpy(x, &v, sizeof v); }
 
+// GCC 12 widens a vector of 16-bit numbers one by one, so the x86 processors' own instructions are written out.
 inline Vec load(const BFloat16* x) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)), 16);
+#elif defined(__AVX2__)
+    return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)x)), 16);
+#else
     HalfBits half;
     std::memcpy(&half, x, sizeof half);
     return (Vec)(__builtin_convertvector(half, Bits) << 16);
+#endif
 }
 inline void store(BFloat16* x, Vec v) {
     Bits bits = (Bits)v;
@@ -61,7 +69,16 @@ inline void store(BFloat16* x, Vec v) {
     std::memcpy(x, &half, sizeof half);
 }
 
-#ifdef HAS_FLOAT16
+#if defined(__AVX512F__)
+#define HAS_FLOAT16
+inline Vec load(const Float16* x) { return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x)); }
+inline void store(Float16* x, Vec v) { _mm256_storeu_si256((__m256i*)x, _mm512_cvtps_ph((__m512)v, ROUND_TO_NEAREST)); }
+#elif defined(__F16C__)
+#define HAS_FLOAT16
+inline Vec load(const Float16* x) { return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x)); }
+inline void store(Float16* x, Vec v) { _mm_storeu_si128((__m128i*)x, _mm256_cvtps_ph((__m256)v, ROUND_TO_NEAREST)); }
+#elif defined(__aarch64__)
+#define HAS_FLOAT16
 inline Vec load(const Float16* x) {
     Halves half;
     std::memcpy(&half, x, sizeof half);
@@ -144,11 +161,11 @@ inline Vec exp2(Vec x) {
     return (Vec)((Ints)y + (whole << 23));
 }
 
-// Call f with a zero of the dtype: 0 is float32, 1 bfloat16, 2 float16. Returns whether the compiler had this type.
+// Call f with a zero of the dtype: 0 is float32, 1 bfloat16, 2 float16. Returns whether there is this type.
 template <class F> int with_dtype(int dtype, F f) {
     if (dtype == 0) return f(0.0f), 1;
     if (dtype == 1) return f(BFloat16{}), 1;
-#ifdef HAS_FLOAT16
+#ifdef HAS_FLOAT16  // some x86 processors before 2013 cannot convert it
     if (dtype == 2) return f(Float16{}), 1;
 #endif
     return 0;

@@ -408,7 +408,7 @@ RUNS: dict[str, tuple[str, str, int]] = {
 SLOW = {"busy", "preemption", "sharing"}
 # The others' outputs stand on a page, or they have tests of their own; vllm_cpu.py needs vLLM.
 ELSEWHERE = {"arrivals", "interpreted", "two_ranks", "questions", "tour"}
-ELSEWHERE |= {"first_light", "peers", "quality", "ray_batch", "real_model", "vllm_cpu"}
+ELSEWHERE |= {"first_light", "linear", "peers", "quality", "ray_batch", "real_model", "vllm_cpu"}
 
 
 def test_every_experiment_is_run() -> None:

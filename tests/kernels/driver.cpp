@@ -16,33 +16,15 @@ static float next_number() {
     return (state >> 8) / 8388608.0f - 1.0f;
 }
 
-static void put(float* x, float value) { *x = value; }
-static void put(BFloat16* x, float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    x->bits = bits >> 16;
-}
-static float get(const float* x) { return *x; }
-static float get(const BFloat16* x) {
-    const uint32_t bits = (uint32_t)x->bits << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-#ifdef HAS_FLOAT16
-static void put(Float16* x, float value) { *x = (Float16)value; }
-static float get(const Float16* x) { return (float)*x; }
-#endif
-
 template <class T> std::vector<T> numbers(int64_t n) {
     std::vector<T> x(n);
-    for (T& item : x) put(&item, next_number());
+    for (T& item : x) store(&item, all(next_number()), 1);
     return x;
 }
 
 template <class T> void print(const char* name, const std::vector<T>& x) {
     std::printf("%s", name);
-    for (const T& item : x) std::printf(" %.7g", get(&item));
+    for (const T& item : x) std::printf(" %.7g", load(&item, 1)[0]);
     std::printf("\n");
 }
 

@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import KERNELS, Oracle, random_prompts
+from doc_pages import ROOT
+from programs import environment, run_program
 from serving import KINDS, serve, tokens_of
 from test_attention import CASES, CPU, LAYER, Case
 from torch import Tensor
@@ -43,7 +46,7 @@ def built_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def skip_without(dtype: torch.dtype) -> None:
     if cpp.why_no_cpp(CPU, 8, dtype) is not None:
-        pytest.skip("the compiler has no float16 (GCC 12 and Clang 15 have)")
+        pytest.skip("this processor cannot convert float16")
 
 
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -235,6 +238,14 @@ def test_a_token_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -
     together = linear(x)
     for num_tokens in (1, 2, 3, 5, 8, 33):
         assert torch.equal(linear(x[:num_tokens]), together[:num_tokens])
+
+
+def test_the_experiment_shows_a_row_for_each_number_of_tokens() -> None:
+    command = [str(ROOT / "docs" / "experiments" / "linear.py"), "--tokens", "1", "3"]
+    done = run_program(command, ROOT, environment(NANOPAGED_CACHE=str(KERNELS)))
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^ +(\d+) +\d+ us +\d+ us +[\d.]+ .*%$", done.stdout, flags=re.MULTILINE)
+    assert rows == ["1", "3"], done.stdout
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -526,12 +537,13 @@ def test_what_goes_wrong_is_said_once(
 def test_a_compiler_may_have_options(
     nothing_built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They come after ours, so that they count, and before the sources."""
     compiler = tmp_path / "c++"
     compiler.write_text('#!/bin/sh\necho "options: $@" >&2; exit 1\n', encoding="utf-8")
     compiler.chmod(0o755)
-    for command, options in ((f"{compiler}", "-std"), (f" {compiler} -v  -m64", "-v -m64 -std")):
+    for command, options in ((f"{compiler}", "-fopenmp"), (f" {compiler} -v  -m64", "-fopenmp -v -m64")):
         monkeypatch.setenv("CXX", command)
-        with pytest.raises(ValueError, match=f"options: {options}"):
+        with pytest.raises(ValueError, match=f"options: -std=.* {options} {build.FOLDER}"):
             backend_of("cpp")
     for nonsense in ('"', "' '", "c++'", "-v", " no-such -v"):
         monkeypatch.setenv("CXX", nonsense)
