@@ -170,7 +170,7 @@ def available_memory() -> int:
     """Bytes that are free on this machine, or that this process may still take in its container."""
     available = psutil.virtual_memory().available
     for file in CGROUP_LIMITS:
-        limit = file.read_text().strip() if file.is_file() else "max"
+        limit = file.read_text(encoding="utf-8").strip() if file.is_file() else "max"
         if limit != "max":
             available = min(available, int(limit) - psutil.Process().memory_info().rss)
     return available

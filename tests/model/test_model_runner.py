@@ -80,7 +80,7 @@ def test_a_containers_limit_counts(
 ) -> None:
     """Past bug: the cache was sized by the machine's memory, so the container was killed when it was full."""
     file = tmp_path / "memory.max"
-    file.write_text(limit)
+    file.write_text(limit, encoding="utf-8")
     monkeypatch.setattr(memory, "CGROUP_LIMITS", (file, tmp_path / "missing"))
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=6 * GB))
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0))
