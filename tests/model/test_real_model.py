@@ -121,8 +121,9 @@ def check_logprobs(rows: list, token_ids: list[int], expected: torch.Tensor, num
     for row, token_id, reference in zip(rows, token_ids, expected, strict=True):
         assert token_id in row
         assert row == {other: pytest.approx(reference[other].item(), abs=TOLERANCE) for other in row}
-        smallest_of_top = reference.topk(num_top).values[-1].item()
-        assert len([logprob for logprob in row.values() if logprob > smallest_of_top - TOLERANCE]) >= num_top
+        if num_top > 0:
+            smallest = reference.topk(num_top).values[-1].item()
+            assert len([logprob for logprob in row.values() if logprob > smallest - TOLERANCE]) >= num_top
 
 
 # ── tokens and log-probabilities ──────────────────────────────────────────────────────────────────
@@ -174,8 +175,8 @@ def test_bfloat16_differs_only_where_two_tokens_are_almost_equally_likely(real: 
         {"max_num_batched_tokens": 19},
         {"enable_chunked_prefill": False},
         {"max_num_seqs": 2},
-        {"num_blocks": 110, "preemption": "swap"},
-        {"num_blocks": 110, "preemption": "recompute"},
+        {"num_blocks": 14, "preemption": "swap"},
+        {"num_blocks": 14, "preemption": "recompute"},
         {"tensor_parallel_size": 3},
     ],
     ids=str,
@@ -187,8 +188,9 @@ def test_options_change_no_token(
     monkeypatch.delenv("NANOPAGED_BUILD")
     other = make_llm(**options)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    found = serve(other, TEXTS, params)
-    for output, expected in zip(found, outputs, strict=True):
+    texts = TEXTS[:-1] if "preemption" in options else TEXTS  # the last one needs 90 blocks
+    found = serve(other, texts, params)
+    for output, expected in zip(found, outputs, strict=False):
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
         assert output.outputs[0].text == expected.outputs[0].text
     stats = other.engine.stats()
