@@ -240,6 +240,7 @@ def test_a_token_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -
         assert torch.equal(linear(x[:num_tokens]), together[:num_tokens])
 
 
+@pytest.mark.slow
 def test_the_experiment_shows_a_row_for_each_number_of_tokens() -> None:
     command = [str(ROOT / "docs" / "experiments" / "linear.py"), "--tokens", "1", "3"]
     done = run_program(command, ROOT, environment(NANOPAGED_CACHE=str(KERNELS)))

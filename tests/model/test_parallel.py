@@ -309,6 +309,7 @@ def test_engines_side_by_side(pair: Pair, qwen3: Oracle, monkeypatch: pytest.Mon
         assert output.outputs[0].token_ids == qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on Windows")
 def test_a_fork_leaves_the_workers_to_its_parent(qwen3: Oracle, tmp_path: Path) -> None:
     options = {"model": str(qwen3.folder), "tensor_parallel_size": 2, "num_blocks": 30}
