@@ -211,9 +211,10 @@ class PackedLinear:
         columns = load().num_columns(DTYPES[weight.dtype])
         # Panels are filled up with outputs, and pairs with a column, whose weights are 0.
         padding = (0, -weight.shape[1] % columns, 0, -weight.shape[0] % lanes)
-        panels = F.pad(weight, padding).unflatten(1, (-1, columns)).unflatten(0, (-1, lanes))
-        # [num_panels, lanes, inputs / columns, columns] → [num_panels, inputs / columns, lanes,
-        # columns]
+        if any(padding):  # else `F.pad` would copy the weights for nothing
+            weight = F.pad(weight, padding)
+        panels = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, lanes))
+        # [panels, lanes, inputs / columns, columns] → [panels, inputs / columns, lanes, columns]
         self.packed = panels.transpose(1, 2).contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
