@@ -25,18 +25,19 @@ from dataclasses import asdict
 from typing import Any
 
 import nanopaged  # `nanopaged.LLM` imports PyTorch, which takes seconds, when it is first used
-from nanopaged import SamplingParams
+from nanopaged import RequestOutput, SamplingParams
 from nanopaged.terminal import one_line, run_program
 
 
 def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
     """Answer the lines of the input. The prefix cache keeps the K/V of the turns before."""
+    is_terminal = sys.stdin.isatty()
     turns = []
     blocks: object = "there is no answer yet"
     num_interrupts = 0  # at the prompt, in succession
     while num_interrupts < 2:
         try:
-            line = input("> " if sys.stdin.isatty() else "")
+            line = input("> " if is_terminal else "")
         except EOFError:
             return
         except KeyboardInterrupt:
@@ -65,6 +66,7 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
                 print(f"{one_line(error)}; /reset forgets the conversation")
                 continue
             text = ""
+            output = None
             signal.signal(signal.SIGINT, first_interrupt)
             with suppress(KeyboardInterrupt), closing(stream):
                 for output in stream:
@@ -77,7 +79,18 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
                         break
             signal.signal(signal.SIGINT, signal.default_int_handler)
             print()
+            if is_terminal and output is not None:
+                print(describe(output, number=len(turns) // 2 + 1, llm=llm))
             turns += [question, {"role": "assistant", "content": text}]
+
+
+def describe(output: RequestOutput, number: int, llm: nanopaged.LLM) -> str:
+    """Return what a turn took: "turn 3: 148 tokens, 112 from the cache, 10 blocks"."""
+    num_tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
+    # The K/V of the last token is not computed, so it has no slot.
+    num_blocks = -(-(num_tokens - 1) // llm.engine.config.block_size)
+    cached = output.metrics.num_cached_tokens
+    return f"turn {number}: {num_tokens} tokens, {cached} from the cache, {num_blocks} blocks"
 
 
 def first_interrupt(number: int, frame: object) -> None:
@@ -124,7 +137,7 @@ def main() -> None:
     if sys.stdin.isatty():
         with suppress(ImportError):  # on Windows
             import readline  # noqa: F401 (gives `input` arrow keys and a history)
-        print("/help lists the commands")
+        print(f"{args.model or 'the tiny model, which writes plays'}; /help lists the commands")
     chat(llm, params)
 
 

@@ -77,12 +77,12 @@ class LLM:
                 then.
             RuntimeError: a call of another thread is unfinished.
         """
-        options = {} if use_tqdm else {"disable": True}  # without the option, TQDM_DISABLE=1 counts
+        disable = None if use_tqdm else True  # None: no bar if the error stream is not a terminal
         requests = self._make_requests(pair_up(prompts, sampling_params))
         own = set(requests)  # a step also serves the streams of this thread
         with (
             self._call(requests),
-            tqdm(total=len(requests), desc="Generating", unit="prompt", **options) as bar,
+            tqdm(total=len(requests), desc="Generating", unit="prompt", disable=disable) as bar,
         ):
             for request in requests:
                 while not request.finished:

@@ -118,12 +118,11 @@ class Snapshot:
         return lines
 
     def _draw_pool(self) -> list[str]:
-        """A line for each block that is not free, with a mark for each slot, or for a run of free
-        ones.
+        """A line for each block with a mark for each slot, or for a run of blocks that look alike.
 
-          0  ████  A.1 A.2
-          1  ██··  A.2
-        2-7  free
+        0-4  ████  A.1 A.2
+          5  ██··  A.2
+        6-7  free
         """
         notes = {}  # block id → what is said of it
         for turn, block_id in enumerate(self.cached, start=1):
@@ -132,17 +131,15 @@ class Snapshot:
             for seq in request.sequences:
                 for block_id in seq.block_table:
                     notes[block_id] = f"{notes.get(block_id, '')} {seq.name}"
+        drawings = []
+        for block in self.blocks:
+            slots = "█" * block.num_filled + "·" * (self.block_size - block.num_filled)
+            is_free = block.state == "free"
+            drawings.append("free" if is_free else f"{slots} {notes.get(block.block_id, '')}")
         rows = {}  # block ids → what is drawn of them
-        for is_free, run in groupby(self.blocks, key=lambda block: block.state == "free"):
-            blocks = list(run)
-            if is_free and len(blocks) > 1:
-                rows[f"{blocks[0].block_id}-{blocks[-1].block_id}"] = "free"
-            elif is_free:
-                rows[str(blocks[0].block_id)] = "free"
-            else:
-                for block in blocks:
-                    slots = "█" * block.num_filled + "·" * (self.block_size - block.num_filled)
-                    rows[str(block.block_id)] = f"{slots} {notes.get(block.block_id, '')}"
+        for drawing, run in groupby(range(len(drawings)), key=drawings.__getitem__):
+            ids = list(run)
+            rows[f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else str(ids[0])] = drawing
         width = max(len(ids) for ids in rows)
         return [f"  {ids:>{width}}  {drawing}" for ids, drawing in rows.items()]
 

@@ -23,13 +23,21 @@ def run_program(main: Callable[[], object]) -> None:
 
 
 def load_fork(file: str) -> Any:
-    """Return the class `LLM` of a fork's file. Raises ValueError if the file has none."""
-    path = Path(file).resolve()
+    """Return the class `LLM` of a fork's file, and say which fork runs.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file has no class `LLM`.
+    """
+    path = Path(file).resolve(strict=True)
     sys.path.insert(0, str(path.parent))
     try:
-        return import_module(path.stem).LLM
+        fork = import_module(path.stem)
+        make_llm = fork.LLM
     except (ImportError, AttributeError, SyntaxError) as error:
         raise ValueError(f"{file} is not a fork: its file has no class LLM: {error}") from error
+    print(f"the fork {path.stem}: {fork.__doc__ or file}".splitlines()[0], file=sys.stderr)
+    return make_llm
 
 
 def one_line(error: object) -> str:
