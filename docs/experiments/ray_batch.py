@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from common import at_least, make_parser
+from lib.common import at_least, make_parser
 
 from nanopaged.terminal import run_program
 
@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=at_least(1), default=1024, help="prompts sent to an engine")
     parser.add_argument("--max-tokens", type=at_least(1), default=64, help="of an output")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--seed", type=int, default=0, help="of rows without one")
     run(parser.parse_args())
 
 
