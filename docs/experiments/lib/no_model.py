@@ -6,8 +6,9 @@ Only this file of the experiments uses the inner parts of the bookkeeping.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.block_manager import BlockManager, blocks_needed
@@ -124,8 +125,6 @@ class Run:
     num_preempted: int = 0  # requests, each as often as it was preempted
     num_busy_steps: int = 0  # in which a request waits
     num_running: int = 0  # requests in the busy steps
-    num_entries: int = 0  # of all block tables
-    num_used: int = 0  # blocks
     peak: int = 0  # the most blocks in use, not a sum
 
     @property
@@ -147,16 +146,15 @@ def serve_all(scheduler: Scheduler, runner: NoModel) -> Run:
             run.num_running += len(scheduler.running)
         run.peak = max(run.peak, num_used_blocks(scheduler))
         scheduler.update(batch, runner.execute(batch))
-        run.num_used += num_used_blocks(scheduler)
-        run.num_entries += sum(len(seq.block_table) for seq in scheduler.running_sequences)
     return run
 
 
 # ── the slots of a pool, with paging and with contiguous allocation ───────────────────────────────
 
 
+@dataclass
 class Usage:
-    """What the slots of a pool are, on average over the steps in which a request waits.
+    """What the slots of a pool are, summed over the steps in which a request waits.
 
     real       it holds the K/V of a token
     reserved   empty; its request will fill it later
@@ -165,34 +163,26 @@ class Usage:
     too few    free; all free slots together are too few for the next request
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self.total_steps = 0  # until all requests have ended, also those in which none waits
-        self.busy_steps = 0
-        self.requests = 0
-        self.slots = dict.fromkeys(KINDS, 0)
+    num_slots: int
+    total_steps: int = 0  # until all requests have ended, also those in which none waits
+    busy_steps: int = 0
+    requests: int = 0
+    slots: Counter[str] = field(default_factory=Counter)
 
-    def add(self, requests: int, real: int, filled_in_the_end: int, held: int, next_size: int) -> None:
-        """Count a step in which a request waits.
-
-        Args:
-            real: slots with a token.
-            filled_in_the_end: slots in which a token is, or will be before the request ends.
-            held: slots that running requests hold.
-            next_size: slots that the next request needs.
-        """
+    def add(self, requests: int, real: int, final: int, held: int, next_size: int) -> None:
+        """Count a step: slots with a token now, and in the end, and those that running requests hold."""
         free = self.num_slots - held
         self.busy_steps += 1
         self.requests += requests
         self.slots["real"] += real
-        self.slots["reserved"] += filled_in_the_end - real
-        self.slots["internal"] += held - filled_in_the_end
+        self.slots["reserved"] += final - real
+        self.slots["internal"] += held - final
         self.slots["external" if free >= next_size else "too few"] += free
 
     @property
     def shares(self) -> dict[str, float]:
         """Kind of slot → its average share of the pool. They add up to 1."""
-        return {kind: slots / max(1, self.busy_steps * self.num_slots) for kind, slots in self.slots.items()}
+        return {kind: self.slots[kind] / max(1, self.busy_steps * self.num_slots) for kind in KINDS}
 
     @property
     def at_once(self) -> float:
@@ -261,9 +251,9 @@ def run_contiguous(lengths: Lengths, num_slots: int, reserve: Reserve) -> Usage:
             request.tokens += 1
         if waiting:
             real = sum(request.tokens for request in running)
-            filled_in_the_end = sum(request.final for request in running)
+            final = sum(request.final for request in running)
             held = sum(request.size for request in running)
-            usage.add(len(running), real, filled_in_the_end, held, size)
+            usage.add(len(running), real, final, held, size)
     return usage
 
 
@@ -298,22 +288,16 @@ def run_paged(lengths: Lengths, num_slots: int, block_size: int) -> Usage:
         batch = scheduler.schedule()
         usage.total_steps += 1
         if scheduler.waiting:
-            count_blocks(usage, scheduler)
+            real = held = final = 0
+            for seq in scheduler.running_sequences:
+                params = seq.request.params
+                room = len(seq.block_table) * block_size
+                held += room
+                real += seq.num_computed_tokens + seq.num_scheduled_tokens
+                final += min(
+                    room, seq.request.num_prompt_tokens + params.max_tokens - 1
+                )  # the last has no K/V
+            next_size = blocks_needed(scheduler.waiting[0].live[0].num_tokens, block_size) * block_size
+            usage.add(len(scheduler.running), real, final, held, next_size)
         scheduler.update(batch, runner.execute(batch))
     return usage
-
-
-def count_blocks(usage: Usage, scheduler: Scheduler) -> None:
-    """Count one step. Only the slots at the end of each sequence's last block are held without a token."""
-    size = scheduler.block_size
-    real = 0
-    held = 0
-    filled_in_the_end = 0
-    for seq in scheduler.running_sequences:
-        room = len(seq.block_table) * size
-        final = seq.request.num_prompt_tokens + seq.request.params.max_tokens - 1  # the last needs no K/V
-        real += seq.num_computed_tokens + seq.num_scheduled_tokens
-        held += room
-        filled_in_the_end += min(room, final)
-    next_size = blocks_needed(scheduler.waiting[0].live[0].num_tokens, size) * size
-    usage.add(len(scheduler.running), real, filled_in_the_end, held, next_size)
