@@ -104,17 +104,25 @@ def seconds_of(call: Callable[[], object], clock: Callable[[], float] = time.per
     return clock() - began
 
 
-def time_call(call: Callable[[], object], device: torch.device, best: bool = False) -> float:
-    """Seconds, the median or the best of nine. On a GPU: of a CUDA graph, with an empty L2 cache."""
+def time_call(
+    call: Callable[[], object], device: torch.device, best: bool = False, in_graph: bool = True
+) -> float:
+    """Seconds, the median or the best of nine. On a GPU: of a CUDA graph, with an empty L2 cache.
+
+    Args:
+        in_graph: if False, a GPU launches the kernels one by one, for a call that cannot be captured.
+    """
     if device.type == "cuda":
         import torch
         from triton.testing import do_bench
 
         call()  # compiles the kernels
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        return do_bench(graph.replay, return_mode="min" if best else "median") / 1e3
+        if in_graph:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call()
+            call = graph.replay
+        return do_bench(call, return_mode="min" if best else "median") / 1e3
     seconds = [seconds_of(call) for _ in range(ROUNDS)]
     return min(seconds) if best else statistics.median(seconds)
 
