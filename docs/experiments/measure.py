@@ -216,9 +216,12 @@ def roofline(
     ).engine
     time_steps(engine, min(3, *batch), min(context), steps)  # a warm-up
     for num_keys, num_seqs in product(context, batch):
-        prefill, *decodes = time_steps(engine, num_seqs, num_keys, steps)
-        rows = {"prefill": prefill, "decode": [median(column) for column in zip(*decodes[1:-1], strict=True)]}
-        for name, (host, in_model, num_bytes, operations) in rows.items():
+        rows = time_steps(engine, num_seqs, num_keys, steps)
+        decodes = [row for row in rows if row[-1] == num_seqs][1:-1]
+        if not decodes:
+            raise ValueError(f"{num_seqs} x {num_keys} never decode together: the KV cache is too small")
+        shown = {"prefill": rows[0], "decode": medians(decodes)}
+        for name, (host, in_model, num_bytes, operations, _) in shown.items():
             limit = max(num_bytes / bandwidth, operations / speed)
             times = f"{1e3 * (host + in_model):9.2f} {1e3 * host:7.2f} {1e3 * in_model:9.2f}"
             work = f"{num_bytes / 1e9:7.3f} {operations / 1e9:8.1f}"
@@ -226,10 +229,8 @@ def roofline(
             print(f"{f'{name} {num_seqs} x {num_keys}':22} {times} {work} {share}", flush=True)
 
 
-def time_steps(
-    engine: LLMEngine, batch: int, context: int, num_steps: int
-) -> list[tuple[float, float, float, float]]:
-    """Of the prefill and of each decode step: seconds of the host, of the model runner, bytes, operations."""
+def time_steps(engine: LLMEngine, batch: int, context: int, num_steps: int) -> list[tuple[float, ...]]:
+    """Of each step, a prefill first: seconds of the host and of the model, bytes, operations, tokens."""
     runner = engine.runner
     config = runner.model.config
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim  # q and o, k and v
@@ -252,7 +253,7 @@ def time_steps(
             operations = 2 * num_tokens * (in_layers + output) + pair * num_keys
         began = time.perf_counter()
         result = execute(scheduled)
-        steps.append((time.perf_counter() - began, num_bytes, operations))
+        steps.append((time.perf_counter() - began, num_bytes, operations, num_tokens))
         return result
 
     rng = random.Random(0)
@@ -262,8 +263,8 @@ def time_steps(
     rows = []
     while engine.has_unfinished_requests():
         whole = seconds_of(engine.step)
-        in_model, num_bytes, operations = steps[-1]
-        rows.append((whole - in_model, in_model, num_bytes, operations))
+        in_model, *work = steps[-1]
+        rows.append((whole - in_model, in_model, *work))
     runner.execute = execute
     return rows
 
