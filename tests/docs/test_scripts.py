@@ -42,14 +42,16 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     monkeypatch.setenv("TQDM_DISABLE", "1")
     monkeypatch.setenv("NANOPAGED_CACHE", str(KERNELS))
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(importlib.import_module("lib.common"), "ROUNDS", 1)
 
     def run_command(command: str) -> str:
-        script, *arguments = shlex.split(command)
-        monkeypatch.setattr(sys, "argv", [script, *arguments])
-        if script == "-m":
-            runpy.run_module(arguments.pop(0), run_name="__main__", alter_sys=True)
+        words = shlex.split(command)
+        if words[0] == "-m":
+            monkeypatch.setattr(sys, "argv", words[1:])
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(script, run_name="__main__")
+            monkeypatch.setattr(sys, "argv", words)
+            runpy.run_path(words[0], run_name="__main__")
         return capsys.readouterr().out
 
     return run_command
@@ -102,11 +104,11 @@ def test_example_answers_prompts_of_the_user_and_writes_a_trace(run: Run, tmp_pa
         ("-m nanopaged --model ./typo", "typo is not a folder: name the one that holds config.json"),
         ("bench.py --requests 0", "must be at least 1"),
         ("bench.py --min-input 300", "must not exceed --max-input"),
-        ("bench.py --options '{\"block_size\": 0}'", "block_size is 0, but must be at least 1"),
+        ("bench.py --shape test --options '{\"block_size\": 0}'", "block_size is 0, but must be at least 1"),
         ("bench.py --options {", "argument --options: invalid loads value: '{'"),
         ("bench.py --model ./typo", "typo is not a folder: name the one that holds config.json, or a hub id"),
-        ("bench.py --baseline typo", "typo is neither hf nor a checkout of nanopaged"),
-        ("bench.py --fork gone.py", "gone.py is not a fork: its file has no class LLM"),
+        ("bench.py --shape test --baseline typo", "typo is neither hf nor a checkout of nanopaged"),
+        ("bench.py --shape test --fork gone.py", "gone.py is not a fork: its file has no class LLM"),
         ("docs/experiments/peers.py vllm --peer-python typo", "typo is not a program that can be run"),
         ("docs/experiments/measure.py chunked budget=8", "a budget of 8 leaves no room for a prompt"),
         (
