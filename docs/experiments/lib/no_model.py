@@ -290,13 +290,11 @@ def run_paged(lengths: Lengths, num_slots: int, block_size: int) -> Usage:
         if scheduler.waiting:
             real = held = final = 0
             for seq in scheduler.running_sequences:
-                params = seq.request.params
                 room = len(seq.block_table) * block_size
                 held += room
                 real += seq.num_computed_tokens + seq.num_scheduled_tokens
-                final += min(
-                    room, seq.request.num_prompt_tokens + params.max_tokens - 1
-                )  # the last has no K/V
+                # The last token needs no K/V.
+                final += min(room, seq.request.num_prompt_tokens + seq.request.params.max_tokens - 1)
             next_size = blocks_needed(scheduler.waiting[0].live[0].num_tokens, block_size) * block_size
             usage.add(len(scheduler.running), real, final, held, next_size)
         scheduler.update(batch, runner.execute(batch))
