@@ -125,17 +125,17 @@ def simulate(rate: float, lengths: Lengths, args: argparse.Namespace) -> list[Ti
 def summary(lengths: Lengths, times: list[Times], args: argparse.Namespace) -> dict[str, float]:
     """The columns of a row."""
     waits = [first - arrival for arrival, first, _ in times]
-    each = [(last - first) / (n - 1) for (_, first, last), (_, n) in zip(times, lengths, strict=True)]
-    seconds = max(last for _, _, last in times) - times[0][0]
-    pairs = zip(waits, each, strict=True)
-    good = [wait for wait, further in pairs if wait <= args.first and 1e3 * further <= args.each]
+    further = [(last - first) / (n - 1) for (_, first, last), (_, n) in zip(times, lengths, strict=True)]
+    duration = max(last for _, _, last in times) - times[0][0]
+    pairs = zip(waits, further, strict=True)
+    good = [wait for wait, seconds in pairs if wait <= args.first and 1e3 * seconds <= args.each]
     return {
-        "served": len(times) / seconds,
-        "tokens": sum(n for _, n in lengths) / seconds,
+        "served": len(times) / duration,
+        "tokens": sum(n for _, n in lengths) / duration,
         "p50": sorted(waits)[len(waits) // 2],
         "p99": sorted(waits)[len(waits) * 99 // 100],
-        "each": 1e3 * sorted(each)[len(each) // 2],
-        "good": len(good) / seconds,
+        "each": 1e3 * sorted(further)[len(further) // 2],
+        "good": len(good) / duration,
     }
 
 

@@ -46,11 +46,11 @@ def main() -> None:
     for num_tokens in args.tokens:
         x = torch.randn(num_tokens, args.inputs).to(dtype)
         plain = time_call(lambda x=x: [F.linear(x, weight) for weight in weights], device) / len(weights)
-        ours = time_call(lambda x=x: [layer(x) for layer in packed], device) / len(packed)
-        read = layer_bytes / ours
-        flops = 2 * num_tokens * args.inputs * args.outputs / ours
+        in_panels = time_call(lambda x=x: [layer(x) for layer in packed], device) / len(packed)
+        read = layer_bytes / in_panels
+        flops = 2 * num_tokens * args.inputs * args.outputs / in_panels
         print(
-            f"{num_tokens:6} {1e6 * plain:7.0f} us {1e6 * ours:7.0f} us {plain / ours:6.2f}"
+            f"{num_tokens:6} {1e6 * plain:7.0f} us {1e6 * in_panels:7.0f} us {plain / in_panels:6.2f}"
             f" {read / 1e9:7.1f} {read / bandwidth:6.0%} {flops / 1e9:8.0f} {flops / speed:6.0%}",
             flush=True,
         )

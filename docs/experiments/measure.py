@@ -26,6 +26,7 @@ from lib.common import (
     machine,
     make_llm,
     make_parser,
+    medians,
     pick_device,
     product_speed,
     seconds_of,
@@ -49,11 +50,6 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 def draw_prompt(engine: LLMEngine, rng: random.Random, num_tokens: int) -> list[int]:
     return rng.choices(range(engine.vocab_size), k=num_tokens)
-
-
-def medians(rounds: list[tuple[float, ...]]) -> list[float]:
-    """The median of each column."""
-    return [median(column) for column in zip(*rounds, strict=True)]
 
 
 def chunked(

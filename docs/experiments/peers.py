@@ -20,7 +20,6 @@ import os
 import random
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
 
-from lib.common import DTYPES, ROOT, SHAPES, at_least, machine, make_parser
+from lib.common import DTYPES, ROOT, SHAPES, at_least, machine, make_parser, medians
 
 from nanopaged.terminal import run_program
 
@@ -100,15 +99,13 @@ def compare(kind: str, sides: dict[str, Side], args: argparse.Namespace) -> str:
             times = side.run(requests)
             if i > 0:
                 rates[name].append((num_tokens / times["seconds"], num_tokens / times["cpu_seconds"]))
-    peer, *ours = rates.values()
-    cells = ""
-    for rounds in rates.values():
-        wall, cpu = (statistics.median(column) for column in zip(*rounds, strict=True))
-        cells += f"{wall:11.1f} {cpu:10.1f}"
-    for rounds in ours:
-        for column in (0, 1):
-            ratios = [mine[column] / other[column] for mine, other in zip(rounds, peer, strict=True)]
-            cells += f"{statistics.median(ratios):8.2f}"
+    cells = "".join(f"{median:11.1f}" for rounds in rates.values() for median in medians(rounds))
+    peer, *engines = rates.values()
+    for rounds in engines:
+        ratios = []
+        for (wall, cpu), (peer_wall, peer_cpu) in zip(rounds, peer, strict=True):
+            ratios.append((wall / peer_wall, cpu / peer_cpu))
+        cells += "".join(f"{median:8.2f}" for median in medians(ratios))
     return cells
 
 

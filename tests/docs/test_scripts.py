@@ -245,11 +245,11 @@ def test_peers(tmp_path: Path) -> None:
     (tmp_path / "vllm.py").write_text(FAKE_VLLM, encoding="utf-8")
     command = ["vllm", "--threads", "1", "--kinds", "mixed-8"]
     row = peers(*command, path=tmp_path).splitlines()[-1].split()
-    wall, cpu, *ours = map(float, row[1:])
+    wall, cpu, *engine = map(float, row[1:])
     assert wall <= 8 * 256 / 0.5
     assert cpu > 100 * wall, "sleeping takes no CPU time"
-    assert len(ours) == 4
-    assert ours[2] == pytest.approx(ours[0] / wall, abs=0.01)
+    assert len(engine) == 4
+    assert engine[2] == pytest.approx(engine[0] / wall, abs=0.01)
     (tmp_path / "vllm.py").write_text("raise ImportError", encoding="utf-8")
     assert "vllm failed in" in peers(*command, path=tmp_path, status=1)
 
@@ -318,7 +318,7 @@ def test_the_tour_shows_everything(run: Run, tmp_path: Path) -> None:
         assert 50 <= len(steps) <= 70
         kinds = {kind for events in find_events(steps) for kind in events}
         assert {"copy", "fork", "beams", "chunk", "hit", "evict", "preempt", "swap", "finish"} <= kinds
-        assert {way for step in steps for _, way in step.get("preempted", [])} == {"swap", "recompute"}
+        assert {mode for step in steps for _, mode in step.get("preempted", [])} == {"swap", "recompute"}
     captions = read_trace(in_docs)[0]["captions"]
     assert captions == read_trace(page)[0]["captions"], "run docs/experiments/tour.py again"
     assert in_docs.stat().st_size < 400_000

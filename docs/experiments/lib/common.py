@@ -104,6 +104,11 @@ def seconds_of(call: Callable[[], object], clock: Callable[[], float] = time.per
     return clock() - began
 
 
+def medians(rounds: list[tuple[float, ...]]) -> list[float]:
+    """The median of each column."""
+    return [statistics.median(column) for column in zip(*rounds, strict=True)]
+
+
 def time_call(
     call: Callable[[], object], device: torch.device, best: bool = False, in_graph: bool = True
 ) -> float:

@@ -30,22 +30,6 @@ class KVSizes:
     head_dim: int
     dtype: torch.dtype
 
-    def make_cache(self, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
-        """A cache with something in it."""
-        shape = KVShape(
-            num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-        )
-        cache = KVCache(shape, num_blocks=num_blocks, block_size=block_size, device=device)
-        cache.data.normal_()
-        return cache
-
-    def bytes_per_token(self) -> int:
-        """Of K and V, in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
 
 class DecodeCase:
     """One layer's decode of sequences of `lens` tokens, the new one included."""
@@ -59,13 +43,20 @@ class DecodeCase:
         needed = [math.ceil(n / block_size) for n in lens]
         ids = random.Random(seed).sample(range(sum(needed) + 8), sum(needed))
         self.tables = [[ids.pop() for _ in range(n)] for n in needed]
-        self.cache = sizes.make_cache(sum(needed) + 8, block_size, device)
+        shape = KVShape(
+            num_layers=sizes.num_layers,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            dtype=sizes.dtype,
+        )
+        self.cache = KVCache(shape, num_blocks=sum(needed) + 8, block_size=block_size, device=device)
+        self.cache.data.normal_()
         self.k, self.v = self.cache.layer(self.layer)  # [num_blocks, num_kv_heads, block_size, head_dim]
         num_heads = sizes.num_kv_heads * sizes.group
         self.q = torch.randn(len(lens), num_heads, sizes.head_dim).to(device, sizes.dtype)
         # The query heads of a KV head as so many queries: [num_seqs, num_kv_heads, group, head_dim]
         self.grouped_q = self.q.view(len(lens), sizes.num_kv_heads, sizes.group, sizes.head_dim)
-        self.num_bytes = sum(lens) * sizes.bytes_per_token()
+        self.num_bytes = 2 * self.k[0, :, 0].nbytes * sum(lens)  # of K and V, in one layer
 
     def paged(self, max_splits: int | None = None, backend: str = "auto") -> Callable[[], Tensor]:
         """Our own decode, without storing the new K/V."""
