@@ -29,11 +29,11 @@ from lib.no_model import (
     make_request,
     make_scheduler,
     run_contiguous,
-    run_paged,
     serve_all,
 )
 
 from nanopaged import SamplingParams
+from nanopaged.scheduler import Scheduler
 from nanopaged.terminal import run_program
 
 if TYPE_CHECKING:
@@ -168,27 +168,33 @@ def compare_pools() -> None:
     print("          steps in pools of           slots of the first pool while a request waits")
     print(f"          3,200   6,400  16,000{kinds}   at once")
     for rule in (*RULES, "paging"):
-        usages = []
+        runs = []
         for num_slots in (3200, 6400, 16000):
             if rule == "paging":
-                usages.append(run_paged(lengths, num_slots, BLOCK_SIZE))
+                scheduler = make_scheduler(num_slots // BLOCK_SIZE, BLOCK_SIZE, enable_prefix_caching=False)
+                runs.append(serve(scheduler, lengths))
             else:
-                usages.append(run_contiguous(lengths, num_slots, RULES[rule]))
-        steps = "".join(f"{usage.total_steps:8,}" for usage in usages)
-        shares = "".join(f"{share:10.1%}" for share in usages[0].shares.values())
-        print(f"{rule:7}{steps}{shares}{usages[0].at_once:10.1f}")
+                runs.append(run_contiguous(lengths, num_slots, RULES[rule]))
+        steps = "".join(f"{run.num_steps:8,}" for run in runs)
+        shares = "".join(f"{share:10.1%}" for share in runs[0].shares.values())
+        print(f"{rule:7}{steps}{shares}{runs[0].at_once:10.1f}")
+
+
+def serve(scheduler: Scheduler, lengths: Lengths, num_common: int = 0) -> Run:
+    """Serve requests. Tokens do not matter, except where prompts are equal: the first ones."""
+    rng = random.Random(0)
+    for i, (num_prompt, num_answer) in enumerate(lengths):
+        prompt = [0] * num_common + rng.choices(range(1, 32000), k=num_prompt - num_common)
+        scheduler.add(make_request(str(i), prompt, SamplingParams(max_tokens=num_answer)))
+    return serve_all(scheduler, NoModel())
 
 
 def replay(questions: list[Question], num_blocks: int, with_system: bool = False, **options: Any) -> Run:
-    """Serve the questions with an engine's defaults. Tokens do not matter, except where prompts are equal."""
+    """Serve the questions with an engine's defaults."""
     limits = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "watermark": 0.05}
     scheduler = make_scheduler(num_blocks, BLOCK_SIZE, **limits, **options)
-    rng = random.Random(0)
-    common = [0] * (NUM_COMMON_WITH_SYSTEM if with_system else NUM_COMMON)
-    for i, (num_prompt, num_answer) in enumerate(lengths_of(questions, with_system)):
-        own = rng.choices(range(1, 32000), k=num_prompt - len(common))
-        scheduler.add(make_request(str(i), common + own, SamplingParams(max_tokens=num_answer)))
-    return serve_all(scheduler, NoModel())
+    num_common = NUM_COMMON_WITH_SYSTEM if with_system else NUM_COMMON
+    return serve(scheduler, lengths_of(questions, with_system), num_common)
 
 
 def compare_prefix_caching() -> None:

@@ -22,7 +22,7 @@ Reserve = Callable[[int, int], int]  # (input, output) tokens → slots to reser
 
 # The paper's traces (its Fig. 11): mean tokens of input and output.
 TRACES = {"Alpaca-like": (19, 58), "ShareGPT-like": (161, 338)}
-KINDS = {  # of slots, see `Usage` → their colours in a figure
+KINDS = {  # of slots, see `Run` → their colours in a figure
     "real": "#0b5cad",
     "reserved": "#8ec1f0",
     "internal": "#e8a33d",
@@ -118,43 +118,9 @@ def num_used_blocks(scheduler: Scheduler) -> int:
 
 @dataclass
 class Run:
-    """What a scheduler did until all its requests had ended; sums over its steps."""
+    """What happened until all requests had ended; sums over the steps.
 
-    num_steps: int = 0
-    num_computed: int = 0  # tokens
-    num_preempted: int = 0  # requests, each as often as it was preempted
-    num_busy_steps: int = 0  # in which a request waits
-    num_running: int = 0  # requests in the busy steps
-    peak: int = 0  # the most blocks in use, not a sum
-
-    @property
-    def at_once(self) -> float:
-        """Average number of running requests while another one waits."""
-        return self.num_running / max(1, self.num_busy_steps)
-
-
-def serve_all(scheduler: Scheduler, runner: NoModel) -> Run:
-    """Serve the requests that wait in the scheduler."""
-    run = Run()
-    while scheduler.running or scheduler.waiting:
-        batch = scheduler.schedule()
-        run.num_steps += 1
-        run.num_computed += sum(seq.num_scheduled_tokens for seq in batch.sequences)
-        run.num_preempted += len(batch.preempted)
-        if scheduler.waiting:
-            run.num_busy_steps += 1
-            run.num_running += len(scheduler.running)
-        run.peak = max(run.peak, num_used_blocks(scheduler))
-        scheduler.update(batch, runner.execute(batch))
-    return run
-
-
-# ── the slots of a pool, with paging and with contiguous allocation ───────────────────────────────
-
-
-@dataclass
-class Usage:
-    """What the slots of a pool are, summed over the steps in which a request waits.
+    In steps in which a request waits, each slot of the pool is counted as one of these:
 
     real       it holds the K/V of a token
     reserved   empty; its request will fill it later
@@ -164,16 +130,19 @@ class Usage:
     """
 
     num_slots: int
-    total_steps: int = 0  # until all requests have ended, also those in which none waits
-    busy_steps: int = 0
-    requests: int = 0
+    num_steps: int = 0
+    num_computed: int = 0  # tokens
+    num_preempted: int = 0  # requests, each as often as it was preempted
+    peak: int = 0  # the most blocks in use, not a sum
+    num_busy_steps: int = 0  # in which a request waits
+    num_running: int = 0  # requests in the busy steps
     slots: Counter[str] = field(default_factory=Counter)
 
-    def add(self, requests: int, real: int, final: int, held: int, next_size: int) -> None:
-        """Count a step: slots with a token now, and in the end, and those that running requests hold."""
+    def count(self, num_running: int, real: int, final: int, held: int, next_size: int) -> None:
+        """Count a busy step: slots with a token now, and in the end, and those that requests hold."""
         free = self.num_slots - held
-        self.busy_steps += 1
-        self.requests += requests
+        self.num_busy_steps += 1
+        self.num_running += num_running
         self.slots["real"] += real
         self.slots["reserved"] += final - real
         self.slots["internal"] += held - final
@@ -182,12 +151,39 @@ class Usage:
     @property
     def shares(self) -> dict[str, float]:
         """Kind of slot → its average share of the pool. They add up to 1."""
-        return {kind: self.slots[kind] / max(1, self.busy_steps * self.num_slots) for kind in KINDS}
+        return {kind: self.slots[kind] / max(1, self.num_busy_steps * self.num_slots) for kind in KINDS}
 
     @property
     def at_once(self) -> float:
-        """Average number of running requests."""
-        return self.requests / max(1, self.busy_steps)
+        """Average number of running requests while another one waits."""
+        return self.num_running / max(1, self.num_busy_steps)
+
+
+def serve_all(scheduler: Scheduler, runner: NoModel) -> Run:
+    """Serve the requests that wait in the scheduler."""
+    size = scheduler.block_size
+    run = Run(num_slots=scheduler.block_manager.num_blocks * size)
+    while scheduler.running or scheduler.waiting:
+        batch = scheduler.schedule()
+        run.num_steps += 1
+        run.num_computed += sum(seq.num_scheduled_tokens for seq in batch.sequences)
+        run.num_preempted += len(batch.preempted)
+        run.peak = max(run.peak, num_used_blocks(scheduler))
+        if scheduler.waiting:
+            real = held = final = 0
+            for seq in scheduler.running_sequences:
+                room = len(seq.block_table) * size
+                held += room
+                real += seq.num_computed_tokens + seq.num_scheduled_tokens
+                # The last token needs no K/V.
+                final += min(room, seq.request.num_prompt_tokens + seq.request.params.max_tokens - 1)
+            next_size = blocks_needed(scheduler.waiting[0].live[0].num_tokens, size) * size
+            run.count(len(scheduler.running), real, final, held, next_size)
+        scheduler.update(batch, runner.execute(batch))
+    return run
+
+
+# ── contiguous allocation ─────────────────────────────────────────────────────────────────────────
 
 
 def draw_lengths(means: tuple[int, int], num: int, seed: int, longest: int = 2048) -> Lengths:
@@ -224,9 +220,9 @@ class Range:
     final: int  # tokens in the end
 
 
-def run_contiguous(lengths: Lengths, num_slots: int, reserve: Reserve) -> Usage:
+def run_contiguous(lengths: Lengths, num_slots: int, reserve: Reserve) -> Run:
     """Serve requests that reserve one range each, first come, first served, first fit."""
-    usage = Usage(num_slots)
+    run = Run(num_slots)
     holes = [(0, num_slots)]  # (start, length) of the free ranges, in order
     waiting = lengths[::-1]  # the last one is the next
     running: list[Range] = []
@@ -246,15 +242,15 @@ def run_contiguous(lengths: Lengths, num_slots: int, reserve: Reserve) -> Usage:
             else:
                 break
         if running:
-            usage.total_steps += 1
+            run.num_steps += 1
         for request in running:
             request.tokens += 1
         if waiting:
             real = sum(request.tokens for request in running)
             final = sum(request.final for request in running)
             held = sum(request.size for request in running)
-            usage.add(len(running), real, final, held, size)
-    return usage
+            run.count(len(running), real, final, held, size)
+    return run
 
 
 def take(holes: list[tuple[int, int]], size: int) -> int | None:
@@ -275,27 +271,3 @@ def give_back(holes: list[tuple[int, int]], start: int, length: int) -> None:
         else:
             merged.append(hole)
     holes[:] = merged
-
-
-def run_paged(lengths: Lengths, num_slots: int, block_size: int) -> Usage:
-    """The same count for the real scheduler and block manager."""
-    usage = Usage(num_slots)
-    scheduler = make_scheduler(num_slots // block_size, block_size, enable_prefix_caching=False)
-    runner = NoModel()
-    for i, (num_input, num_output) in enumerate(lengths):
-        scheduler.add(make_request(str(i), [0] * num_input, SamplingParams(max_tokens=num_output)))
-    while scheduler.running or scheduler.waiting:
-        batch = scheduler.schedule()
-        usage.total_steps += 1
-        if scheduler.waiting:
-            real = held = final = 0
-            for seq in scheduler.running_sequences:
-                room = len(seq.block_table) * block_size
-                held += room
-                real += seq.num_computed_tokens + seq.num_scheduled_tokens
-                # The last token needs no K/V.
-                final += min(room, seq.request.num_prompt_tokens + seq.request.params.max_tokens - 1)
-            next_size = blocks_needed(scheduler.waiting[0].live[0].num_tokens, block_size) * block_size
-            usage.add(len(scheduler.running), real, final, held, next_size)
-        scheduler.update(batch, runner.execute(batch))
-    return usage
