@@ -195,7 +195,14 @@ def known_names() -> frozenset[str]:
 
 LIBRARIES = ("torch", "numpy", "transformers", "triton", "ray")
 # Names of other programs that the docs set or mention, which no Python file of ours has.
-FOREIGN = {"MASTER_PORT", "NCCL_SOCKET_IFNAME", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "THP_MEM_ALLOC_ENABLE"}
+FOREIGN = {
+    "GOMP_SPINCOUNT",
+    "OMP_WAIT_POLICY",
+    "MASTER_PORT",
+    "NCCL_SOCKET_IFNAME",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+    "THP_MEM_ALLOC_ENABLE",
+}
 
 
 def unknown_names(code: str) -> list[str]:
