@@ -3,6 +3,7 @@
     python docs/build/rebuild.py                      the stages, and how far you are
     python docs/build/rebuild.py start 3 FOLDER       a copy of the package without the functions of stage 3
     python docs/build/rebuild.py check 3 FOLDER       run the stage's tests on it; exits with 0 when done
+    python docs/build/rebuild.py check 3 FOLDER --all       all that is wrong, not the first of each function
     python docs/build/rebuild.py hint 3 FOLDER        the next hint
     python docs/build/rebuild.py diff 3 FOLDER        your functions and the source's
     python docs/build/rebuild.py peek NAME            the source's own body, e.g. of BlockManager.take
@@ -36,23 +37,23 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "docs" / "build"
 sys.path.insert(0, str(HERE))
-from stages import load  # noqa: E402
+from stages import STAGES  # noqa: E402
 
 from nanopaged.terminal import run_program  # noqa: E402
 
-STAGES = load()
 LAST = Path(".rebuild.json")  # the folder of the last `start`, noted where the command was given
 NOTES = "rebuild.json"  # in a folder: what is known of each stage
+Wrong = tuple[str, str]  # (function or "", a sentence)
 RACE = ["--shape", "28m", "--requests", "8", "--max-input", "64", "--max-output", "64", "--repeat", "3"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("command", nargs="?", default="list", choices=COMMANDS)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("command", nargs="?", default="list", choices=["list", "peek", "race", *COMMANDS])
     parser.add_argument("stage", nargs="?", help="1 to 9; for `peek` the name of a function")
     parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--all", action="store_true", help="for `check`: all that is wrong")
     args = parser.parse_args()
     try:
         if args.command == "list":
@@ -61,20 +62,18 @@ def main() -> None:
             peek(args.stage or "")
         elif args.command == "race":
             sys.exit(race(Path(args.stage) if args.stage else last_folder()))
+        elif args.stage is None or args.stage not in map(str, STAGES):
+            raise ValueError(f"which stage? One of {', '.join(map(str, STAGES))}, got {args.stage}")
         else:
-            number = stage_number(args.stage)
             folder = args.folder or (None if args.command == "start" else last_folder())
             if folder is None:
-                raise ValueError(f"which folder? python docs/build/rebuild.py {args.command} {number} FOLDER")
-            sys.exit(COMMANDS[args.command](number, folder))
+                raise ValueError(
+                    f"which folder? python docs/build/rebuild.py {args.command} {args.stage} FOLDER"
+                )
+            options = {"show_all": True} if args.command == "check" and args.all else {}
+            sys.exit(COMMANDS[args.command](int(args.stage), folder, **options))
     except ValueError as error:
         parser.error(str(error))
-
-
-def stage_number(text: str | None) -> int:
-    if text is None or not text.isdigit() or int(text) not in STAGES:
-        raise ValueError(f"which stage? One of {', '.join(map(str, STAGES))}, got {text}")
-    return int(text)
 
 
 def last_folder() -> Path | None:
@@ -136,13 +135,8 @@ def read(folder: Path, file: str) -> str:
     return (folder / file).read_text(encoding="utf-8")
 
 
-def write_body(folder: Path, file: str, name: str, body: str) -> None:
-    """Replace the body of a function in a file of the folder; it is indented as in the source."""
-    write_bodies(folder, file, {name: body})
-
-
 def write_bodies(folder: Path, file: str, bodies: dict[str, str]) -> None:
-    """The same for several functions of a file."""
+    """Replace the bodies of functions in a file of the folder; they are indented as in the source."""
     source = read(folder, file)
     lines = source.splitlines(keepends=True)
     places = {body_lines(find_function(source, name)): body for name, body in bodies.items()}
@@ -208,7 +202,7 @@ def start(number: int, folder: Path) -> int:
             more = "kept" if str(number) in notes else "kept: this stage asks more of it"
             print(f"  {folder / file}: {name} (yours, {more})")
             continue
-        write_body(folder, file, name, blank_body(source, name, number))
+        write_bodies(folder, file, {name: blank_body(source, name, number)})
         print(f"  {folder / file}:{find_function(source, name).lineno}: {name}")
     LAST.write_text(json.dumps(str(folder.resolve())), encoding="utf-8")
     if str(number) not in notes:
@@ -217,36 +211,74 @@ def start(number: int, folder: Path) -> int:
     return 0
 
 
-def check(number: int, folder: Path) -> int:
+def check(number: int, folder: Path, show_all: bool = False) -> int:
     """Run the stage's tests on the package in the folder. Returns 0 if all pass."""
     check_folder(folder, f"start {number} {folder}")
     if str(number) not in notes_of(folder):
         raise ValueError(f"stage {number} is not begun: python docs/build/rebuild.py start {number} {folder}")
-    stage = STAGES[number]
-    blank = [name for file, name in stage.functions if is_blank(read(folder, file), name)]
+    functions = STAGES[number].functions
+    blank = [name for file, name in functions if is_blank(read(folder, file), name)]
     if blank:
         print(f"not written yet: {', '.join(blank)}")
+    if len(blank) == len(functions):
         return 1
     with tempfile.TemporaryDirectory() as name:
-        began, copy, whole = time.monotonic(), Path(name, "stage"), Path(name, "whole")
+        began = time.monotonic()
+        copy = Path(name, "stage")
         complete_copy(folder, copy, {number})
-        wrong, note_on_others = [own_lines(each, copy, folder) for each in judge(number, copy)], ""
-        if not wrong:
-            complete_copy(folder, whole, set(STAGES))
-            ours, yours, all_of_yours = texts_of(ROOT, copy, whole)
-            print(f"yours:\n{textwrap.indent(yours, '    ')}\nthe engine's:\n{textwrap.indent(ours, '    ')}")
-            if yours != ours:
-                wrong = [f"The tests pass, but the texts above differ. {changes_elsewhere(folder)}"]
-            elif all_of_yours != ours:
-                note_on_others = others_at_fault(folder, number, ours, Path(name))
+        wrong = judge(number, copy, blank)
+        wrong = [(function, with_own_lines(text, copy, folder)) for function, text in wrong]
+        note_on_others = ""
+        if not wrong and not blank:
+            wrong, note_on_others = compare_texts(number, folder, copy, Path(name))
         took = time.monotonic() - began
-    note(folder, number, state="failing" if wrong else "done")
-    for sentence in wrong:
-        print(f"- {sentence}")
-    if not wrong:
-        print(f"stage {number} is done, after {took:.0f} s of tests.{note_on_others}")
-        print(f"see it at work: python docs/build/rebuild.py look {number} {folder}")
-    return 1 if wrong else 0
+    print_wrong(wrong, show_all)
+    if wrong or blank:
+        note(folder, number, state="failing" if wrong else "begun")
+        if not wrong:
+            print("What you have written is right, as far as it can be judged alone.")
+        return 1
+    note(folder, number, state="done")
+    print(f"stage {number} is done, after {took:.0f} s of tests.{note_on_others}")
+    print(f"see it at work: python docs/build/rebuild.py look {number} {folder}")
+    return 0
+
+
+def print_wrong(wrong: list[Wrong], show_all: bool) -> None:
+    """Print the first sentence of each function, and how many more there are; or all of them."""
+    sentences: dict[str, list[str]] = {}
+    for function, text in wrong:
+        sentences.setdefault(function, []).append(f"`{function}`: {text}" if function else text)
+    for first, *others in sentences.values():
+        more = f" (+{len(others)} more: --all)" if others and not show_all else ""
+        print(f"- {first}{more}")
+        for text in others if show_all else ():
+            print(f"- {text}")
+
+
+def compare_texts(number: int, folder: Path, copy: Path, scratch: Path) -> tuple[list[Wrong], str]:
+    """Print what the reader's engine says, and what the source's does.
+
+    Returns what is wrong with the stage; and if nothing is, a remark on other stages that are.
+    """
+    whole = scratch / "whole"
+    complete_copy(folder, whole, set(STAGES))
+    engines, readers, all_of_readers = texts_of(ROOT, copy, whole)
+    print(f"yours:\n{textwrap.indent(readers, '    ')}\nthe engine's:\n{textwrap.indent(engines, '    ')}")
+    if readers != engines:
+        return [("", f"The tests pass, but the texts above differ. {changes_elsewhere(folder)}")], ""
+    if all_of_readers == engines:
+        return [], ""
+    others = [stage for stage in STAGES if stage != number]
+    for stage in others:
+        complete_copy(folder, scratch / str(stage), {stage})
+    texts = texts_of(*(scratch / str(stage) for stage in others))
+    at_fault = [str(stage) for stage, text in zip(others, texts, strict=True) if text != engines]
+    stages = " and ".join(at_fault) or "several that do not fit together"
+    return [], (
+        f" With all that you have written the engine says something else. The fault is not in stage {number} "
+        f"but in stage {stages}: `check` says more about it."
+    )
 
 
 def check_folder(folder: Path, way_out: str) -> None:
@@ -269,79 +301,56 @@ def complete_copy(folder: Path, copy: Path, numbers: set[int]) -> None:
         write_bodies(copy, file, {name: body_of(ours, name) for name in names})
 
 
-def own_lines(sentence: str, copy: Path, folder: Path) -> str:
-    """A place such as (scheduler.py:98) of the copy, as a line of the reader's file."""
+def with_own_lines(sentence: str, copy: Path, folder: Path) -> str:
+    """A place such as (scheduler.py:98) in the copy becomes that line of the reader's file."""
 
     def own(found: re.Match[str]) -> str:
+        line = int(found[2]) - 1
         for file in (copy / "nanopaged").rglob(found[1]):
             path = str(file.relative_to(copy))
-            ours, theirs = functions_of(read(copy, path)), functions_of(read(folder, path))
-            for name, node in ours.items():
-                if name in theirs and node.lineno <= int(found[2]) <= node.end_lineno:
-                    return f"({found[1]}:{int(found[2]) - node.lineno + theirs[name].lineno})"
+            copied, written = read(copy, path).splitlines(), read(folder, path).splitlines()
+            for same in difflib.SequenceMatcher(None, copied, written, autojunk=False).get_matching_blocks():
+                if same.a <= line < same.a + same.size:
+                    return f"({found[1]}:{line - same.a + same.b + 1})"
         return found[0]
 
     return re.sub(r"\((\w+\.py):(\d+)\)", own, sentence)
 
 
-def functions_of(source: str) -> dict[str, ast.FunctionDef]:
-    """Functions by name, and methods as Class.method."""
-    found = {}
-    for node in parse(source).body:
-        if isinstance(node, ast.FunctionDef):
-            found[node.name] = node
-        elif isinstance(node, ast.ClassDef):
-            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-            found |= {f"{node.name}.{each.name}": each for each in methods}
-    return found
-
-
 def changes_elsewhere(folder: Path) -> str:
-    """Which lines of the reader's package differ from the source's, outside of all functions to write."""
+    """Which line of the reader's package differs from the source's, outside of all functions to write."""
     with tempfile.TemporaryDirectory() as name:
         complete_copy(folder, Path(name), set())
         for file in sorted((ROOT / "nanopaged").rglob("*.py")):
             path = str(file.relative_to(ROOT))
-            ours = read(ROOT, path).splitlines()
-            theirs = read(Path(name), path).splitlines() if Path(name, path).exists() else []
-            for i, (our, their) in enumerate(zip(ours + [""], theirs + [""], strict=False), start=1):
-                if our != their:
-                    return f"Outside of the functions to write, {path} differs from the source's in line {i}."
+            engines = read(ROOT, path).splitlines()
+            readers = read(Path(name), path).splitlines() if Path(name, path).exists() else []
+            if engines != readers:
+                same = os.path.commonprefix([engines, readers])
+                line = len(same) + 1
+                return f"Outside of the functions to write, {path} differs from the source's in line {line}."
     return "The functions of this stage change what the engine says."
 
 
-def others_at_fault(folder: Path, number: int, ours: str, scratch: Path) -> str:
-    """This stage is right, and the whole engine of the folder is not: a sentence that says why."""
-    others = [each for each in STAGES if each != number]
-    for each in others:
-        complete_copy(folder, scratch / str(each), {each})
-    texts = texts_of(*(scratch / str(each) for each in others))
-    wrong = [each for each, text in zip(others, texts, strict=True) if text != ours]
-    at_fault = " and ".join(map(str, wrong)) or "several that do not fit together"
-    return (
-        f" With all that you have written the engine says something else. The fault is not in stage {number} "
-        f"but in stage {at_fault}: `check` says more about it."
-    )
-
-
-def judge(number: int, copy: Path) -> list[str]:
-    """What is wrong, a sentence each: of the stage's own tests and, if these pass, of the suite's."""
-    run = f"import one_sentence; one_sentence.judge({number}, {str(copy / 'report.json')!r})"
+def judge(number: int, copy: Path, blank: list[str]) -> list[Wrong]:
+    """What is wrong: by the stage's own tests and, if these pass, by the suite's."""
+    names = ",".join(name.split(".")[-1] for name in blank)
+    run = f"import one_sentence; one_sentence.judge({number}, {str(copy / 'report.json')!r}, {names!r})"
     done = run_python([sys.executable, "-c", run], copy)
     return verdict(copy, done.returncode, done.stdout + done.stderr)
 
 
-def verdict(copy: Path, status: int, printed: str) -> list[str]:
-    """The sentences that a run of the judge has left; none if all tests have passed."""
+def verdict(copy: Path, status: int, printed: str) -> list[Wrong]:
+    """What a run of the judge has found wrong; nothing if all tests have passed."""
     if status == 0:
         return []
     report = copy / "report.json"
     said = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {"at": "", "sentences": []}
+    wrong = [(function, text) for function, text in said["sentences"]]
     if said["at"]:  # the process ended in the middle of a test
-        said["sentences"].append(what_ended(status, said["at"]))
-    lines = printed.strip().splitlines()
-    lines = [line for line in lines if line.startswith("SKIPPED")] or lines or [f"status {status}"]
-    return said["sentences"] or [f"The tests cannot run: {lines[-1].removeprefix('E').strip()}"]
+        wrong.append(("", what_ended(status, said["at"])))
+    lines = printed.strip().splitlines() or [f"status {status}"]
+    return wrong or [("", f"The tests cannot run: {lines[-1].removeprefix('E').strip()}")]
 
 
 def what_ended(status: int, at: str) -> str:
@@ -391,12 +400,8 @@ def race(folder: Path | None) -> int:
     if folder is None:
         raise ValueError("which folder? python docs/build/rebuild.py race FOLDER")
     check_folder(folder, f"start 1 {folder}")
-    blank = [
-        name
-        for stage in STAGES.values()
-        for file, name in stage.functions
-        if is_blank(read(folder, file), name)
-    ]
+    functions = [function for stage in STAGES.values() for function in stage.functions]
+    blank = [name for file, name in functions if is_blank(read(folder, file), name)]
     if blank:
         print(f"not written yet, so the source's: {', '.join(dict.fromkeys(blank))}")
     with tempfile.TemporaryDirectory() as name:
@@ -441,8 +446,7 @@ def diff(number: int, folder: Path) -> int:
     return 0
 
 
-COMMANDS = {"list": None, "start": start, "check": check, "hint": hint, "diff": diff, "peek": None}
-COMMANDS |= {"look": look, "race": None}
+COMMANDS = {"start": start, "check": check, "hint": hint, "diff": diff, "look": look}
 
 if __name__ == "__main__":
     run_program(main)
