@@ -82,6 +82,15 @@ def renumbered(tables: Iterable[list[int]]) -> list[list[int]]:
     return [[numbers.setdefault(block_id, len(numbers)) for block_id in table] for table in tables]
 
 
+def difference(found: Any, expected: Any) -> str:
+    """What is found and not expected; of dictionaries, only what differs."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        names = [name for name in expected | found if found.get(name) != expected.get(name)]
+        found = {name: found.get(name) for name in names[:4]}
+        expected = {name: expected.get(name) for name in names[:4]}
+    return f"{found}, and not {expected}"
+
+
 # ── two engines without a model ───────────────────────────────────────────────────────────────────
 
 
@@ -129,17 +138,19 @@ class Engine:
         if self.work.preemption == "directed":
             self.scheduler.preemption = self.modes.choice(["swap", "recompute"])
         self.num_steps += 1
-        settings = self.settings()
         batch = self.scheduler.schedule()
         facts = self.facts(batch)
         # A solution may order decodes and prefills freely. From here on both sides have one order.
         batch.sequences.sort(key=lambda seq: (seq.num_scheduled_tokens > 1, seq.request.rank, seq.index))
-        result = self.runner.execute(batch) if batch.sequences else StepResult([])
+        try:
+            result = self.runner.execute(batch) if batch.sequences else StepResult([])
+        except LookupError as error:
+            raise AssertionError("A sequence of the batch has no block for a token that it computes.") from error
         self.scheduler.update(batch, result)
         check_blocks(self.manager, self.scheduler.running_sequences)
         check_host_blocks(self.scheduler.swapper, self.requests.values())
         self.runner.check_findable_blocks(self.manager)
-        assert self.settings() == settings, f"The step changes the scheduler's settings {settings}."
+        facts["the scheduler's settings are"] = self.settings()
         outputs = {
             name: [seq.token_ids for seq in request.sequences] for name, request in self.requests.items()
         }
@@ -210,5 +221,5 @@ def compare(work: Workload, rule: str) -> int:
         except AssertionError as error:
             raise AssertionError(f"{where} {str(error) or 'An assertion of the engine fails.'}") from error
         for fact, value in expected.items():
-            assert found[fact] == value, f"{where} With your functions {fact} {found[fact]}, and not {value}."
+            assert found[fact] == value, f"{where} With your functions {fact} {difference(found[fact], value)}."
     return sum(request.num_preemptions for request in engines.requests.values())

@@ -96,7 +96,7 @@ STAGES = {
             (SCHEDULER, "Scheduler._schedule_tokens"),
             (SCHEDULER, "Scheduler.schedule"),
         ),
-        suite=("tests/engine/test_scheduler.py", *RANDOM_RUNS),
+        suite=("tests/engine/test_swap.py", *RANDOM_RUNS),
         hints=(
             "`_schedule_tokens` is a loop over `request.live`. What a sequence gets is the smaller of two "
             "numbers: the tokens that it has not computed, and what is left of the budget.",
