@@ -145,7 +145,9 @@ class Engine:
         try:
             result = self.runner.execute(batch) if batch.sequences else StepResult([])
         except LookupError as error:
-            raise AssertionError("A sequence of the batch has no block for a token that it computes.") from error
+            raise AssertionError(
+                "A sequence of the batch has no block for a token that it computes."
+            ) from error
         self.scheduler.update(batch, result)
         check_blocks(self.manager, self.scheduler.running_sequences)
         check_host_blocks(self.scheduler.swapper, self.requests.values())
@@ -221,5 +223,7 @@ def compare(work: Workload, rule: str) -> int:
         except AssertionError as error:
             raise AssertionError(f"{where} {str(error) or 'An assertion of the engine fails.'}") from error
         for fact, value in expected.items():
-            assert found[fact] == value, f"{where} With your functions {fact} {difference(found[fact], value)}."
+            assert found[fact] == value, (
+                f"{where} With your functions {fact} {difference(found[fact], value)}."
+            )
     return sum(request.num_preemptions for request in engines.requests.values())

@@ -88,7 +88,8 @@ class Pool:
         tables = [seq.block_table for seq in sequences] + [list(self.blocks.values())]
         counts = [[manager.blocks[block_id].ref_count for block_id in table] for table in tables]
         unused = [block.block_id for block in manager.blocks if block.ref_count == 0]
-        published = {block.key: block for block in manager.blocks if block.key is not None}
+        published = {block.block_id: block.key for block in manager.blocks if block.key is not None}
+        indexed = {block.block_id: key for key, block in manager.index.items()}
         is_same = self.free_ids is manager.free_ids and self.cached is manager.cached
         return {
             "the tables, with blocks numbered as they appear, are": renumbered(tables),
@@ -101,7 +102,7 @@ class Pool:
                 name_of(manager.blocks[i].key) for i in manager.cached
             ],
             "the keys in `index` are": sorted(name_of(key) for key in manager.index),
-            "`index` leads to the blocks with these keys:": manager.index == published,
+            "`index` leads to all blocks with a key, and to no other:": indexed == published,
             "each unused block is in `free_ids` or `cached`:": sorted([*manager.free_ids, *manager.cached])
             == unused,
             "`free_ids` and `cached` are still the same objects:": is_same,
