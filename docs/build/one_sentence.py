@@ -199,14 +199,16 @@ def sentence(item: pytest.Item, error: BaseException) -> str:
     is_assertion = isinstance(error, AssertionError | pytest.fail.Exception)
     if is_judge(item) and is_assertion and raised_by is None:
         return " ".join(said)
-    place = place_of(frames)
     rule = f"Tested is the rule: {rule_of(item)}" + ("." if is_judge(item) else f" ({item.path.name}).")
     if isinstance(error, TooLong):
+        place = place_of(frames)
         return f"{place} does not end within {cpu_limit():.0f} s: is there a loop that misses its end? {rule}"
     if is_assertion and raised_by is None:
         found = said[0].removeprefix("assert ")
         return f"Alone each function is right, but the engine with them is not. {rule} Found: {found}"
-    return f"{place} raises {type(error).__name__}: {said[0]}".rstrip(": ") + f". {rule}"
+    if is_judge(item) and not any(frames):
+        return f"What it returns or leaves cannot be used ({type(error).__name__}: {said[0]}). {rule}"
+    return f"{place_of(frames)} raises {type(error).__name__}: {said[0]}".rstrip(": ") + f". {rule}"
 
 
 def place_of(frames: list[Frame | None]) -> str:

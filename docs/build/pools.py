@@ -33,13 +33,15 @@ def compare_pools(rule: str, sizes: str, commands: str) -> None:
     done: list[str] = []
     for command in commands.split("; "):
         done.append(command)
+        where = f"{rule}. {sizes}: {'; '.join(done)}."
         with engines_own():
-            expected = {f"`{command}` returns": engines.do(command)} | engines.facts()
-        found = {f"`{command}` returns": readers.do(command)} | readers.facts()
-        for fact, value in expected.items():
-            assert found[fact] == value, (
-                f"{rule}. {sizes}: {'; '.join(done)}. Now {fact} {found[fact]}, and not {value}."
-            )
+            expected = engines.do(command)
+            facts = engines.facts()
+        found = readers.do(command)
+        assert found == expected, f"{where} The last one returns {found}, and not {expected}."
+        readers_facts = readers.facts()
+        for fact, value in facts.items():
+            assert readers_facts[fact] == value, f"{where} Now {fact} {readers_facts[fact]}, and not {value}."
 
 
 def numbers_of(words: Iterable[str]) -> list[int]:
@@ -121,8 +123,9 @@ class Pool:
         sequence, _, index = name.rstrip("]").partition("[")
         return self.sequences[sequence].block_table[int(index)] if index else self.blocks[name]
 
-    def take(self, name: str) -> None:
+    def take(self, name: str) -> str:
         self.blocks[name] = self.manager.take()
+        return type(self.blocks[name]).__name__
 
     def share(self, name: str) -> None:
         self.manager.share(self.block(name))
