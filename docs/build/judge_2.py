@@ -30,7 +30,7 @@ CASES = [
      "allocate A 1..13; allocate B 1..12"),
     ("allocate", "Cached blocks count in `num_free_blocks`", "4 blocks of 4",
      "take x; take y; key x y; release y; release x; allocate A 1..16"),
-    ("append_slots", "The newest token has a slot, or needs a new block; there are no copies", "4 blocks of 4",
+    ("append_slots", "The newest token has a slot or needs a new block; no copies", "4 blocks of 4",
      "allocate A 1..7; append A 8; append A 9"),
     ("append_slots", "A free slot needs no free block", "2 blocks of 4",
      "allocate A 1..7; append A 8"),

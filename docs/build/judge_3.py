@@ -70,9 +70,10 @@ def test_schedule_tokens(rule: str, siblings: list[tuple[int, int]], budget: int
     with engines_own():
         expected = schedule_tokens(siblings, budget, chunked)
     found = schedule_tokens(siblings, budget, chunked)
-    case = f"Sequences with (tokens, computed) {siblings}, budget {budget}, {'chunks' if chunked else 'no chunks'}"
+    mode = "chunks" if chunked else "no chunks"
+    case = f"{rule}. Sequences with (tokens, computed) {siblings}, budget {budget}, {mode}:"
     for fact, value in expected.items():
-        assert found[fact] == value, f"{rule}. {case}: {fact} {found[fact]}, and not {value}."
+        assert found[fact] == value, f"{case} {fact} {found[fact]}, and not {value}."
 
 
 def asked(num_prompt: int, num_output: int = 4, arrival: int = 0, n: int = 1) -> Asked:
@@ -85,7 +86,8 @@ CASES = [
     ("The table of the page", {"budget": 8}, [asked(4, 6), asked(20, 2, arrival=1), asked(3, 2, arrival=1)]),
     ("Running requests come first, and a prompt gets what they leave: nothing", {"budget": 3},
      [asked(1), asked(1), asked(1), asked(2, arrival=1)]),
-    ("A request that comes later may have a smaller rank", {"budget": 6}, [asked(5, arrival=1), asked(9), asked(9)]),
+    ("A request that comes later may have a smaller rank", {"budget": 6},
+     [asked(5, arrival=1), asked(9), asked(9)]),
     ("A request for 2 outputs counts 2 of max_num_seqs", {"max_num_seqs": 4},
      [asked(3), asked(3), asked(3, n=2), asked(3)]),
     ("It counts 2 while its prompt is computed", {"max_num_seqs": 2, "budget": 3}, [asked(6, n=2), asked(3)]),
@@ -99,8 +101,8 @@ CASES = [
     ("Five are preempted for one", {"num_blocks": 7}, [asked(5, n=6), *[asked(3)] * 5]),
     ("A request without budget needs no slots, so none is preempted for it", {"num_blocks": 4, "budget": 4},
      [asked(3, 9), asked(4, 9), asked(4, 5, arrival=1)]),
-    ("A preempted request does not count for max_num_seqs", {"num_blocks": 4, "max_num_seqs": 2, "block_size": 2},
-     [asked(2), asked(2, arrival=1), asked(6, 2)]),
+    ("A preempted request does not count for max_num_seqs",
+     {"num_blocks": 4, "max_num_seqs": 2, "block_size": 2}, [asked(2), asked(2, arrival=1), asked(6, 2)]),
     ("A block that a running request may need stays free", {"num_blocks": 4, "watermark": 0.5},
      [asked(4), asked(8, arrival=1)]),
     ("Without chunks a prompt waits for a step that has room", {"chunked": False, "budget": 12},

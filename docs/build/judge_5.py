@@ -16,6 +16,8 @@ from nanopaged.sequence import Sample, Sequence
 SIX = "allocate A 1..6; compute A"  # two blocks of 4, the second with two free slots
 TWO = f"{SIX}; fork A B"
 THREE = f"{TWO}; fork A C"
+ELEVEN = [f"B{i}" for i in range(11)]
+TWELVE = "; ".join([SIX, *[f"fork A {name}" for name in ELEVEN]])
 CASES = [
     ("fork", "A fork shares all blocks, and its tokens are computed", "6 blocks of 4", TWO),
     ("fork", "A fork and its parent have tables and tokens of their own", "6 blocks of 4",
@@ -26,7 +28,7 @@ CASES = [
      f"{TWO}; append A 7 | B 8; append A 9 | B 9"),
     ("append_slots", "Three writers need two copies", "4 blocks of 4", f"{THREE}; append A 7 | B 8 | C 9"),
     ("append_slots", "Twelve writers need eleven copies", "13 blocks of 4",
-     "; ".join([SIX, *(f"fork A B{i}" for i in range(11)), "append A 7 | " + " | ".join(f"B{i} 7" for i in range(11))])),
+     f"{TWELVE}; append A 7 | {' 7 | '.join(ELEVEN)} 7"),
     ("append_slots", "A full block is not copied: each sequence needs a new one", "4 blocks of 4",
      "allocate A 1..4; compute A; fork A B; append A 5 | B 6"),
     ("append_slots", "Too few blocks for all copies: None, and nothing changes", "3 blocks of 4",
@@ -35,13 +37,14 @@ CASES = [
      "allocate A 1..8; compute A; fork A B; append A 9 | B 9"),
     ("append_slots", "One sequence grows as in stage 2", "3 blocks of 4",
      "allocate A 1..7; compute A; append A 8; append A 9; append A 10..13"),
-    ("append_slots", "A beam that waits for its sibling writes nothing, so its block is not copied",
+    ("append_slots", "A beam that waits for its sibling writes nothing: no copy",
      "3 blocks of 4", "allocate A 1..4; compute A; share A[0]; fork A B; append B 5"),
-    ("fork_samples", "Each sample has a fork, in order, with its token and log-probability; the parent is freed",
+    ("fork_samples", "Each sample has a fork, in order, and the parent is freed",
      "6 blocks of 4", f"{SIX}; fork_samples A 20 21 22"),
     ("fork_samples", "A sample that ends with its first token is freed, and not in `live`", "6 blocks of 4",
      "allocate A 1..6 max_tokens=1; compute A; fork_samples A 20 21"),
-    ("fork_samples", "A single sample is a fork as well", "6 blocks of 4", f"{SIX}; fork_samples A 20; append A0 21"),
+    ("fork_samples", "A single sample is a fork as well", "6 blocks of 4",
+     f"{SIX}; fork_samples A 20; append A0 21"),
 ]  # fmt: skip
 
 
@@ -100,7 +103,7 @@ def test_a_failure_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     with suppress(KeyboardInterrupt):
         fork_samples(parent.request, [Sample(20, -1.0), Sample(21, -1.0), Sample(22, -1.0)], pool.manager)
     assert parent.request.sequences == parent.request.live == [parent], (
-        "The step failed at the second of three samples, and the request has other sequences than the parent: "
+        "The step failed at the second of three samples, and the request no longer has the parent alone: "
         "`fork_samples` changes the request last."
     )
     assert parent.num_tokens == 6, (

@@ -15,6 +15,7 @@ from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Moves, Sample, ScheduledBatch
 
 POOL = "8 blocks of 4, uncached, 8 on the host"
+SMALL = "3 blocks of 4, uncached, 4 on the host"
 FAMILY = "allocate A 1..11 | B 1..8 20 21 22 | C 1..9; compute A 10; compute B 2; compute C 1"
 CASES = [
     ("swap_out", "The blocks with computed tokens move, and all blocks are given back", POOL,
@@ -34,12 +35,13 @@ CASES = [
      "allocate A 1..10; compute A 6; swap_out A; take x; swap_in A"),
     ("swap_in", "A block that several sequences share comes back once, and is shared", POOL,
      f"{FAMILY}; swap_out A; take x; swap_in A"),
-    ("swap_in", "The newest token needs a block: None until it is free", "3 blocks of 4, uncached, 4 on the host",
+    ("swap_in", "The newest token needs a block: None until one is free", SMALL,
      "allocate A 1..8; compute A; token A 9; swap_out A; take x; swap_in A; release x; swap_in A"),
     ("swap_in", "Tokens that are not computed need blocks", "5 blocks of 4, uncached, 4 on the host",
      "allocate A 1..20; compute A 6; swap_out A; take x; swap_in A; release x; swap_in A"),
-    ("swap_in", "Of two writers of a block one needs a copy", "3 blocks of 4, uncached, 4 on the host",
-     "allocate A 1..7; compute A; fork A B; token A 8; token B 8; swap_out A; take x; swap_in A; release x; swap_in A"),
+    ("swap_in", "Of two writers of a block one needs a copy", SMALL,
+     "allocate A 1..7; compute A; fork A B; token A 8; token B 8; swap_out A; take x; swap_in A; release x; "
+     "swap_in A"),
     ("swap_in", "num_reserved blocks stay free", "4 blocks of 4, uncached, 4 on the host",
      "allocate A 1..8; compute A 7; swap_out A; swap_in A num_reserved=3; swap_in A num_reserved=2"),
     ("release", "Each host block is free once, and a second call does nothing", POOL,
@@ -84,7 +86,8 @@ def test_moves(rule: str, swap_out: list, swap_in: list, copies: list) -> None:
         f"{case} The lists belong to the batch, and are now {moves}."
     )
     assert contents[1] == contents[0], (
-        f"{case} Blocks with 0 1 2 3, and 100 101 102 on the host, now have {contents[1]}, and not {contents[0]}."
+        f"{case} Blocks with 0 1 2 3 and host blocks with 100 101 102 now have {contents[1]}, and not "
+        f"{contents[0]}."
     )
     is_in_place = cache.data is data and cache.host is host and torch.equal(values, cache.data[:, 1, 0])
     assert is_in_place, (
@@ -148,9 +151,9 @@ def test_preempt(rule: str, mode: str, num_host_blocks: int, num_computed: int) 
     found = preempt(mode, num_host_blocks, num_computed)
     for fact, value in expected.items():
         assert found[fact] == value, (
-            f"{rule}. Two requests, each with two beams, are preempted: after number {fact} {found[fact]}, and not "
-            f"{value}. (preemption={mode!r}, {num_host_blocks} host blocks, {num_computed} tokens computed; two "
-            "requests, of rank 1 and 2, wait, and the rank of a preempted one is 2.)"
+            f"{rule}. Two requests with two beams are preempted: after number {fact} {found[fact]}, and not "
+            f"{value} (preemption={mode!r}, {num_host_blocks} host blocks, {num_computed} tokens computed; "
+            "requests of rank 1 and 2 wait, and the rank of those that are preempted is 2)."
         )
 
 

@@ -176,8 +176,10 @@ class Pool:
             seq.token_ids += tokens
         before = [list(other.block_table) for other in seq.request.sequences]
         copies = self.manager.append_slots(seq.request.live)
+        if not copies:
+            return copies
         after = [other.block_table for other in seq.request.sequences]
-        return copies and renumbered([*before, *after, *map(list, copies)])[2 * len(before) :]
+        return renumbered([*before, *after, *map(list, copies)])[2 * len(before) :]
 
     def trim(self, name: str, num_tokens: str | None = None) -> None:
         self.manager.trim(self.sequences[name], None if num_tokens is None else int(num_tokens))
@@ -213,20 +215,24 @@ class Pool:
         request = self.sequences[name].request
         tables = [list(seq.block_table) for seq in request.live]
         moves = self.swapper.swap_out(request)
-        return moves and numbered_moves(moves, tables, [seq.host_table for seq in request.live])
+        return numbered_moves(moves, tables, [seq.host_table for seq in request.live])
 
     def swap_in(self, name: str, num_reserved: int = 0) -> list[list[int]] | None:
         request = self.sequences[name].request
         host_tables = [list(seq.host_table) for seq in request.live]
         moves = self.swapper.swap_in(request, num_reserved)
-        return moves and numbered_moves(moves, host_tables, [seq.block_table for seq in request.live])
+        return numbered_moves(moves, host_tables, [seq.block_table for seq in request.live])
 
     def release_host(self, name: str) -> None:
         self.swapper.release(self.sequences[name].request)
 
 
-def numbered_moves(moves: list[Move], before: list[list[int]], after: list[list[int]]) -> list[list[int]]:
+def numbered_moves(
+    moves: list[Move] | None, before: list[list[int]], after: list[list[int]]
+) -> list[list[int]] | None:
     """The moves in any order, with sources numbered as in the tables before, and destinations as after."""
+    if moves is None:
+        return None
     sources = renumbered([*before, [source for source, _ in moves]])[-1]
     destinations = renumbered([*after, [destination for _, destination in moves]])[-1]
     return sorted(map(list, zip(sources, destinations, strict=True)))

@@ -77,9 +77,8 @@ def test_from_blank_to_wrong(tmp_path: Path) -> None:
     printed = run("check", 2, status=1, folder=tmp_path).splitlines()
     assert printed[0].startswith("not written yet: BlockManager.share")
     assert len(printed) == 2
-    assert printed[1].startswith(
-        "- `take`: Each block is given once, and has one reference. 3 blocks of 4: take x. The last one returns NoneType, and not int."
-    )
+    rule = "Each block is given once, and has one reference. 3 blocks of 4: take x."
+    assert printed[1].startswith(f"- `take`: {rule} The last one returns NoneType, and not int.")
     assert printed[1].endswith("(+1 more: --all)")
     all_of_take = run("check", 2, "--all", status=1, folder=tmp_path).splitlines()
     assert [line[:9] for line in all_of_take[1:]] == ["- `take`:"] * 2

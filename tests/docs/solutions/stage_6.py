@@ -146,7 +146,7 @@ class Scheduler:
     def _preempt(self, request, batch):
         candidates = [seq.candidates for seq in request.live]
         right(self, request, batch)
-        for seq, kept in zip(request.live, candidates):
+        for seq, kept in zip(request.live, candidates, strict=True):
             seq.candidates = kept
 
 
