@@ -61,8 +61,6 @@ class BlockManager:
 
 # wrong: append_slots compares with the length of free_ids
 replace("BlockManager.append_slots", "_needed > self.num_free_blocks", "_needed > len(self.free_ids)")
-
-
 # wrong: allocate compares with the length of free_ids
 replace("BlockManager.allocate", "self.num_free_blocks", "len(self.free_ids)")
 

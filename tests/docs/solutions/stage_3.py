@@ -112,9 +112,11 @@ class Scheduler:
 
 
 # wrong: a waiting request overtakes
-replace("Scheduler.schedule", "not self._admit(_request, _budget, _batch)", "not self._admit(_request, _budget, _batch) and len(self.waiting) < 2")
-
-
+replace(
+    "Scheduler.schedule",
+    "not self._admit(_request, _budget, _batch)",
+    "not self._admit(_request, _budget, _batch) and len(self.waiting) < 2",
+)
 # wrong: the first running request is preempted
 replace("Scheduler.schedule", "self.running.pop()", "self.running.pop(0)")
 

@@ -82,9 +82,9 @@ class BlockManager:
 
 
 # right: take evicts by iteration
-replace("BlockManager.take", "self.cached.popitem(last=False)", "(0, self.cached.pop(next(iter(self.cached))))")
-
-
+replace(
+    "BlockManager.take", "self.cached.popitem(last=False)", "(0, self.cached.pop(next(iter(self.cached))))"
+)
 # wrong: siblings share only with the first
 replace("BlockManager.allocate", "_key in _taken", "_taken.get(_key) in sequences[0].block_table")
 
@@ -105,23 +105,13 @@ class BlockManager:
 
 # wrong: the block of the last token is found as well
 replace("BlockManager.find_prefix", "seq.num_tokens - 1", "seq.num_tokens")
-
-
 # wrong: the most recently used block is evicted
 replace("BlockManager.take", "self.cached.popitem(last=False)", "self.cached.popitem()")
-
-
 # wrong: an evicted block keeps its key
 replace("BlockManager.take", "_block.key = None", "pass")
-
-
 # wrong: a key has the hash of the first key
 replace("BlockManager.keys_of", "sha256(_keys[-1])", "sha256(_keys[0])")
-
-
 # wrong: the salt is forgotten
 replace("BlockManager.keys_of", "NO_TOKEN + seq.request.cache_salt", "NO_TOKEN")
-
-
 # wrong: a second block takes the place of an equal one
 replace("BlockManager.publish", "_key not in self.index", "True")

@@ -96,8 +96,6 @@ class BlockManager:
 
 # wrong: a block without a sibling is copied, too
 replace("BlockManager.append_slots", "self.blocks[_src].ref_count > 1", "self.blocks[_src].ref_count > 0")
-
-
 # wrong: a beam that waits is copied
 replace("BlockManager.append_slots", "_seq.num_computed_tokens < _seq.num_tokens", "True")
 

@@ -138,7 +138,11 @@ class Scheduler:
 
 
 # wrong: the victim waits behind those of equal rank
-replace("Scheduler._preempt", "insort_left(self.waiting, request, key=BY_RANK)", "insort_right(self.waiting, request, key=BY_RANK)")
+replace(
+    "Scheduler._preempt",
+    "insort_left(self.waiting, request, key=BY_RANK)",
+    "insort_right(self.waiting, request, key=BY_RANK)",
+)
 
 
 # wrong: beams that are computed again keep their candidates
@@ -152,8 +156,6 @@ class Scheduler:
 
 # wrong: the newest token is not counted
 replace("Swapper.swap_in", "len(_host_blocks) + _num_grown", "len(_host_blocks)")
-
-
 # wrong: the host blocks stay in use
 replace("Swapper.swap_in", "self.release(request)", "None")
 

@@ -10,4 +10,8 @@ replace("decode_kernel", "range(_start, _end, TILE)", "range(_start, min(_end, _
 # wrong: a loop without an end
 replace("decode_kernel", "range(_start, _end, TILE)", "iter(int, 1)")
 # right: scores are masked before they are scaled
-replace("decode_kernel", "tl.where(_live, _scores * scale_log2, _inf)", "tl.where(_live, _scores, _inf) * scale_log2")
+replace(
+    "decode_kernel",
+    "tl.where(_live, _scores * scale_log2, _inf)",
+    "tl.where(_live, _scores, _inf) * scale_log2",
+)
