@@ -19,8 +19,9 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from fake_runner import FakeRunner
-from random_workloads import Params, Workload
+from random_workloads import Asked, Params, Workload
 
+from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, ScheduledBatch, StepResult
@@ -117,7 +118,11 @@ class Engine:
         self.ranks = list(range(len(work.requests)))
         if work.order == "random":
             self.modes.shuffle(self.ranks)
-        self.scheduler.rank = lambda request: self.ranks[int(request.request_id)]
+        self.scheduler.rank = self.rank
+
+    def rank(self, request: Request) -> int:
+        """Two requests have one rank, and ranks change from time to time."""
+        return (self.ranks[int(request.request_id)] + self.num_steps // 8) // 2
 
     def settings(self) -> dict[str, Any]:
         """What no step changes."""
@@ -141,7 +146,7 @@ class Engine:
         batch = self.scheduler.schedule()
         facts = self.facts(batch)
         # A solution may order decodes and prefills freely. From here on both sides have one order.
-        batch.sequences.sort(key=lambda seq: (seq.num_scheduled_tokens > 1, seq.request.rank, seq.index))
+        batch.sequences.sort(key=lambda s: (s.num_scheduled_tokens > 1, s.request.request_id, s.index))
         try:
             result = self.runner.execute(batch) if batch.sequences else StepResult([])
         except LookupError as error:
@@ -227,3 +232,21 @@ def compare(work: Workload, rule: str) -> int:
                 f"{where} With your functions {fact} {difference(found[fact], value)}."
             )
     return sum(request.num_preemptions for request in engines.requests.values())
+
+
+def asked(num_prompt: int, num_output: int = 4, arrival: int = 0, n: int = 1) -> Asked:
+    params = SamplingParams(max_tokens=num_output, n=n, ignore_eos=True)
+    return Asked([0] * num_prompt, params, arrival)
+
+
+def small_workload(requests: list[Asked], **options: Any) -> Workload:
+    """A workload by hand, in which everything has room as long as the options do not take it away."""
+    room = {"block_size": 4, "num_blocks": 100, "num_host_blocks": 0, "budget": 100, "max_num_seqs": 100}
+    rules = {
+        "chunked": True,
+        "caching": False,
+        "preemption": "recompute",
+        "watermark": 0.0,
+        "order": "arrival",
+    }
+    return Workload(seed=0, model="fake", faults=[], requests=requests, **room | rules | options)

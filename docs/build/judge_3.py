@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from beside import compare, engines_own, make_request
-from random_workloads import Asked, Workload, mixed
+from beside import asked, compare, engines_own, make_request, small_workload
+from random_workloads import Asked, mixed
 
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
@@ -76,11 +76,6 @@ def test_schedule_tokens(rule: str, siblings: list[tuple[int, int]], budget: int
         assert found[fact] == value, f"{case} {fact} {found[fact]}, and not {value}."
 
 
-def asked(num_prompt: int, num_output: int = 4, arrival: int = 0, n: int = 1) -> Asked:
-    params = SamplingParams(max_tokens=num_output, n=n, ignore_eos=True)
-    return Asked([0] * num_prompt, params, arrival)
-
-
 CASES = [
     ("Without requests the batch is empty", {}, [asked(1, arrival=1)]),
     ("The table of the page", {"budget": 8}, [asked(4, 6), asked(20, 2, arrival=1), asked(3, 2, arrival=1)]),
@@ -115,19 +110,7 @@ CASES = [
 @pytest.mark.function("schedule")
 @pytest.mark.parametrize(("rule", "options", "requests"), CASES)
 def test_schedule(rule: str, options: dict[str, Any], requests: list[Asked]) -> None:
-    plain = {"block_size": 4, "num_blocks": 100, "budget": 100, "chunked": True, "max_num_seqs": 100}
-    work = Workload(
-        **plain | {"watermark": 0.0} | options,
-        seed=0,
-        model="fake",
-        num_host_blocks=0,
-        caching=False,
-        preemption="recompute",
-        order="arrival",
-        faults=[],
-        requests=requests,
-    )
-    compare(work, rule)
+    compare(small_workload(requests, **options), rule)
 
 
 def test_random_workloads() -> None:

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from beside import compare, engines_own
-from pools import Pool, compare_pools
-from random_workloads import forked, mixed, siblings
+from beside import asked, compare, engines_own, small_workload
+from pools import compare_pools
+from random_workloads import Asked, forked, mixed, siblings
 
+from nanopaged import BeamSearchParams
 from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import Moves, Sample, ScheduledBatch
+from nanopaged.sequence import Moves
 
 POOL = "8 blocks of 4, uncached, 8 on the host"
 SMALL = "3 blocks of 4, uncached, 4 on the host"
+BEAMS = Asked([0] * 6, BeamSearchParams(beam_width=2, max_tokens=8, ignore_eos=True), arrival=0)
 FAMILY = "allocate A 1..11 | B 1..8 20 21 22 | C 1..9; compute A 10; compute B 2; compute C 1"
 CASES = [
     ("swap_out", "The blocks with computed tokens move, and all blocks are given back", POOL,
@@ -101,60 +102,23 @@ def test_a_case(function: str, rule: str, sizes: str, commands: str) -> None:
     compare_pools(rule, sizes, commands)
 
 
-def preempt(mode: str, num_host_blocks: int, num_computed: int) -> dict[str, Any]:
-    """Preempt a request with two beams while others wait; then once more, with enough host blocks."""
-    pool = Pool("8 blocks of 4")
-    scheduler = Scheduler(pool.manager, 9, 99, preemption=mode, num_host_blocks=num_host_blocks)
-    scheduler.rank = lambda request: 1 if request.prompt_token_ids == [1] else 2
-    early, late = pool.request({"early": [1]}), pool.request({"late": [2]})
-    scheduler.add(early)
-    scheduler.add(late)
-    batch = ScheduledBatch(moves=Moves(swap_out=[(7, 7)]), preempted=[(late, "recompute")])
-    facts: dict[str, Any] = {}
-    for number in (1, 2):
-        pool.do("allocate A 3..5 | B 3 4 6")
-        request = pool.sequences["A"].request
-        for seq in request.live:
-            seq.num_computed_tokens = num_computed
-            seq.candidates = [Sample(0, -1.0)]
-        scheduler._preempt(request, batch)
-        scheduler.swapper.free_ids += [10 * number, 10 * number + 1]
-        facts |= {f"{number}: {fact}": value for fact, value in pool.facts().items()}
-        facts |= {
-            f"{number}: the modes in batch.preempted are": [mode for _, mode in batch.preempted],
-            f"{number}: the blocks in batch.moves.swap_out are": len(batch.moves.swap_out),
-            f"{number}: beams with candidates are": [seq.candidates is not None for seq in request.live],
-            f"{number}: num_preemptions is": request.num_preemptions,
-            f"{number}: its rank is": request.rank,
-            f"{number}: waiting are": [
-                len(other.sequences) * other.prompt_token_ids for other in scheduler.waiting
-            ],
-            f"{number}: `preemption` is": scheduler.preemption,
-        }
-    return facts
-
-
 @pytest.mark.function("_preempt")
 @pytest.mark.parametrize(
-    ("rule", "mode", "num_host_blocks", "num_computed"),
+    ("rule", "options", "requests"),
     [
-        ("The mode is swap, and there are host blocks", "swap", 4, 3),
-        ("Too few host blocks: it is recomputed, and the next one may be swapped", "swap", 1, 3),
-        ("No token is computed: it is recomputed", "swap", 4, 0),
-        ("The mode is recompute", "recompute", 4, 3),
+        ("A request is swapped", {"num_host_blocks": 8}, [asked(8), asked(7), asked(7)]),
+        ("Too few host blocks: it is recomputed, and the next one is swapped",
+         {"num_host_blocks": 1}, [asked(8, 9), asked(7), asked(3), asked(4)]),
+        ("The mode is recompute", {"num_host_blocks": 8, "preemption": "recompute"},
+         [asked(8), asked(7), asked(7)]),
+        ("Several are preempted in a step, and their moves are put together",
+         {"num_blocks": 5, "num_host_blocks": 8}, [asked(5, n=4), asked(3), asked(3), asked(3)]),
+        ("A beam search is swapped", {"num_host_blocks": 8}, [asked(8, 9), BEAMS]),
+        ("A beam search is recomputed", {}, [asked(8, 9), BEAMS]),
     ],
-)
-def test_preempt(rule: str, mode: str, num_host_blocks: int, num_computed: int) -> None:
-    """The request waits before those of equal rank."""
-    with engines_own():
-        expected = preempt(mode, num_host_blocks, num_computed)
-    found = preempt(mode, num_host_blocks, num_computed)
-    for fact, value in expected.items():
-        assert found[fact] == value, (
-            f"{rule}. Two requests with two beams are preempted: after number {fact} {found[fact]}, and not "
-            f"{value} (preemption={mode!r}, {num_host_blocks} host blocks, {num_computed} tokens computed; "
-            "requests of rank 1 and 2 wait, and the rank of those that are preempted is 2)."
-        )
+)  # fmt: skip
+def test_preempt(rule: str, options: dict[str, Any], requests: list[Asked]) -> None:
+    compare(small_workload(requests, **{"num_blocks": 6, "preemption": "swap"} | options), rule)
 
 
 def test_random_workloads() -> None:

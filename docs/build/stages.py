@@ -32,6 +32,11 @@ class Stage:
     suite: tuple[str, ...]
 
 
+def methods(file: str, name: str, *names: str) -> tuple[tuple[str, str], ...]:
+    """Methods of a class."""
+    return tuple((file, f"{name}.{method}") for method in names)
+
+
 STAGES = {
     1: Stage(
         title="attention: gather, then attend; then block by block",
@@ -46,35 +51,21 @@ STAGES = {
     2: Stage(
         title="blocks: take, share, release, allocate, grow",
         chapter="03-blocks.md",
-        functions=(
-            (BLOCKS, "BlockManager.take"),
-            (BLOCKS, "BlockManager.share"),
-            (BLOCKS, "BlockManager.release"),
-            (BLOCKS, "BlockManager.allocate"),
-            (BLOCKS, "BlockManager.append_slots"),
-            (BLOCKS, "BlockManager.trim"),
+        functions=methods(
+            BLOCKS, "BlockManager", "take", "share", "release", "allocate", "append_slots", "trim"
         ),
         suite=(),  # it asks for one sequence and no cache: the judge serves what the suite does not
     ),
     3: Stage(
         title="the scheduler's one rule",
         chapter="04-scheduling.md",
-        functions=(
-            (SCHEDULER, "Scheduler._schedule_tokens"),
-            (SCHEDULER, "Scheduler.schedule"),
-        ),
+        functions=methods(SCHEDULER, "Scheduler", "_schedule_tokens", "schedule"),
         suite=("tests/engine/test_swap.py", *RANDOM_RUNS),
     ),
     4: Stage(
         title="the prefix cache: keys, hits, eviction",
         chapter="06-prefix-cache.md",
-        functions=(
-            (BLOCKS, "BlockManager.keys_of"),
-            (BLOCKS, "BlockManager.find_prefix"),
-            (BLOCKS, "BlockManager.publish"),
-            (BLOCKS, "BlockManager.allocate"),
-            (BLOCKS, "BlockManager.take"),
-        ),
+        functions=methods(BLOCKS, "BlockManager", "keys_of", "find_prefix", "publish", "allocate", "take"),
         suite=(
             "tests/engine/test_block_manager.py",
             "tests/engine/test_scheduler.py",
@@ -85,8 +76,7 @@ STAGES = {
         title="forks and copy-on-write",
         chapter="07-sharing.md",
         functions=(
-            (BLOCKS, "BlockManager.fork"),
-            (BLOCKS, "BlockManager.append_slots"),
+            *methods(BLOCKS, "BlockManager", "fork", "append_slots"),
             (BLOCKS, "blocks_to_grow"),
             ("nanopaged/beam_search.py", "fork_samples"),
         ),
@@ -97,9 +87,7 @@ STAGES = {
         chapter="08-preemption.md",
         functions=(
             (SCHEDULER, "Scheduler._preempt"),
-            (SWAP, "Swapper.swap_out"),
-            (SWAP, "Swapper.swap_in"),
-            (SWAP, "Swapper.release"),
+            *methods(SWAP, "Swapper", "swap_out", "swap_in", "release"),
             ("nanopaged/kv_cache.py", "KVCache.move_blocks"),
         ),
         suite=("tests/engine/test_swap.py", "tests/engine/test_scheduler.py", *RANDOM_RUNS),
@@ -107,20 +95,13 @@ STAGES = {
     7: Stage(
         title="sampling: filters, a draw, the next token",
         chapter="02-one-request.md",
-        functions=(
-            (SAMPLER, "filtered_probs"),
-            (SAMPLER, "draw_tokens"),
-            (SAMPLER, "sample"),
-        ),
+        functions=((SAMPLER, "filtered_probs"), (SAMPLER, "draw_tokens"), (SAMPLER, "sample")),
         suite=("tests/engine/test_sampler.py",),
     ),
     8: Stage(
         title="the Triton kernels of a decode, interpreted",
         chapter="09-gpu.md",
-        functions=(
-            (KERNELS, "decode_kernel"),
-            (KERNELS, "reduce_kernel"),
-        ),
+        functions=((KERNELS, "decode_kernel"), (KERNELS, "reduce_kernel")),
         suite=(),  # the interpreter is slow, and the judge has the suite's cases in small
     ),
     9: Stage(
@@ -129,11 +110,9 @@ STAGES = {
         functions=(
             (f"{MODEL}/model_config.py", "ModelConfig.share"),
             (f"{MODEL}/checkpoint.py", "_share"),
-            (PARALLEL, "Ranks.all_reduce"),
-            (PARALLEL, "Ranks.gather"),
+            *methods(PARALLEL, "Ranks", "all_reduce", "gather"),
             (f"{MODEL}/decoder.py", "Linear.forward"),
-            (f"{MODEL}/decoder.py", "Model._embed_share"),
-            (f"{MODEL}/decoder.py", "Model.logits"),
+            *methods(f"{MODEL}/decoder.py", "Model", "_embed_share", "logits"),
         ),
         suite=(),  # the judge runs real processes, as test_parallel.py does; more would take long
     ),

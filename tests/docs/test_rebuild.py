@@ -116,8 +116,9 @@ def test_mistakes(tmp_path: Path) -> None:
         assert message in run(*arguments, status=2, folder=tmp_path)
     (tmp_path / "a file").touch()
     assert "Not a directory" in run("start", 1, "a file", status=1, folder=tmp_path)
-    (tmp_path / ".rebuild.json").write_text("{", encoding="utf-8")
-    assert ".rebuild.json is broken: delete it" in run("check", 1, status=2, folder=tmp_path)
+    run("start", 1, tmp_path, folder=tmp_path)
+    (tmp_path / "rebuild.json").write_text("{", encoding="utf-8")
+    assert "rebuild.json is broken: delete it" in run("check", 1, status=2, folder=tmp_path)
 
 
 @pytest.mark.slow
