@@ -37,14 +37,14 @@ SENTENCES: list[tuple[str, str]] = []  # (function or "", what is wrong)
 START: list[tuple[float, float]] = []  # what the imports took, once they are done: CPU and wall seconds
 
 
-def cpu_limit() -> float:
-    """CPU seconds that a test may take on this machine: five times what the imports took, and at least 8."""
-    return max(8.0, 5 * START[-1][0]) if START else 60.0
+def cpu_limit(item: pytest.Item) -> float:
+    """CPU seconds that a test may take on this machine: a few times what the imports took."""
+    return max(8.0, 5 * START[-1][0]) * (1 if is_judge(item) else 4)
 
 
 def wall_limit() -> float:
     """Sixty times the seconds that the imports took, which take longer on a machine with much to do."""
-    return 60 * max(3.0, START[-1][1] if START else time.monotonic() - BEGAN)
+    return 60 * max(3.0, START[-1][1])
 
 
 def judge(stage: int, report: str, blank: str = "") -> None:
@@ -58,7 +58,7 @@ def judge(stage: int, report: str, blank: str = "") -> None:
     status = pytest.main([str(HERE / f"judge_{stage}.py"), *options])
     suite = [str(ROOT / word) if word.startswith("tests/") else word for word in STAGES[stage].suite]
     if status == 0 and suite and not blank:
-        status = pytest.main([*suite, *options])
+        status = pytest.main([*suite, *options, "-m", "not slow"])
     sys.exit(0 if status == pytest.ExitCode.NO_TESTS_COLLECTED else status)
 
 
@@ -120,7 +120,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     write_report(item.session, at=rule_of(item))
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGPROF, stop)
-        signal.setitimer(signal.ITIMER_PROF, cpu_limit())
+        signal.setitimer(signal.ITIMER_PROF, cpu_limit(item))
     faulthandler.dump_traceback_later(wall_limit(), exit=True)  # if it waits for something
     function = function_of(item)
     try:
@@ -202,7 +202,7 @@ def sentence(item: pytest.Item, error: BaseException) -> str:
     rule = f"Tested is the rule: {rule_of(item)}" + ("." if is_judge(item) else f" ({item.path.name}).")
     if isinstance(error, TooLong):
         place = place_of(frames)
-        return f"{place} does not end within {cpu_limit():.0f} s: is there a loop that misses its end? {rule}"
+        return f"{place} does not end within {cpu_limit(item):.0f} s: is there a loop that misses its end? {rule}"
     if is_assertion and raised_by is None:
         found = said[0].removeprefix("assert ")
         return f"Alone each function is right, but the engine with them is not. {rule} Found: {found}"
