@@ -201,8 +201,8 @@ def sentence(item: pytest.Item, error: BaseException) -> str:
         return " ".join(said)
     rule = f"Tested is the rule: {rule_of(item)}" + ("." if is_judge(item) else f" ({item.path.name}).")
     if isinstance(error, TooLong):
-        place = place_of(frames)
-        return f"{place} does not end within {cpu_limit(item):.0f} s: is there a loop that misses its end? {rule}"
+        limit = f"{cpu_limit(item):.0f} s"
+        return f"{place_of(frames)} does not end within {limit}: is there a loop that misses its end? {rule}"
     if is_assertion and raised_by is None:
         found = said[0].removeprefix("assert ")
         return f"Alone each function is right, but the engine with them is not. {rule} Found: {found}"
