@@ -3,11 +3,11 @@
     python docs/build/rebuild.py                      the stages, and how far you are
     python docs/build/rebuild.py start 3 FOLDER       a copy of the package without the functions of stage 3
     python docs/build/rebuild.py check 3 FOLDER       run the stage's tests on it; exits with 0 when done
+    python docs/build/rebuild.py check 3 --all        all that is wrong, not only the first of each function
     python docs/build/rebuild.py hint 3 FOLDER        the next hint
     python docs/build/rebuild.py diff 3 FOLDER        your functions and the source's
     python docs/build/rebuild.py peek NAME            the source's own body, e.g. of BlockManager.take
     python docs/build/rebuild.py look 3 FOLDER        your engine at work: the blocks, a page for the browser
-    python docs/build/rebuild.py race FOLDER          your engine beside the source's, in tokens per second
 
 `start` writes FOLDER/nanopaged. A later stage can be started in the same folder: it keeps what you have
 written. docs/build has a page for each stage. FOLDER may be left out after `start`: it is the last one.
@@ -27,8 +27,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,53 +34,42 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "docs" / "build"
 sys.path.insert(0, str(HERE))
-from stages import load  # noqa: E402
+from stages import STAGES  # noqa: E402
 
 from nanopaged.terminal import run_program  # noqa: E402
 
-STAGES = load()
-LAST = Path(".rebuild.json")  # the folder of the last `start`, noted where the command was given
+LAST = Path(".rebuild")  # the folder of the last `start`, noted where the command was given
 NOTES = "rebuild.json"  # in a folder: what is known of each stage
-RACE = ["--shape", "28m", "--requests", "8", "--max-input", "64", "--max-output", "64", "--repeat", "3"]
+Wrong = tuple[str, str]  # (function or "", a sentence)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("command", nargs="?", default="list", choices=COMMANDS)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("command", nargs="?", default="list", choices=["list", "peek", *COMMANDS])
     parser.add_argument("stage", nargs="?", help="1 to 9; for `peek` the name of a function")
     parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--all", action="store_true", help="for `check`: all that is wrong")
     args = parser.parse_args()
     try:
         if args.command == "list":
-            list_stages(Path(args.stage) if args.stage else last_folder())
-        elif args.command == "peek":
-            peek(args.stage or "")
-        elif args.command == "race":
-            sys.exit(race(Path(args.stage) if args.stage else last_folder()))
-        else:
-            number = stage_number(args.stage)
-            folder = args.folder or (None if args.command == "start" else last_folder())
-            if folder is None:
-                raise ValueError(f"which folder? python docs/build/rebuild.py {args.command} {number} FOLDER")
-            sys.exit(COMMANDS[args.command](number, folder))
+            return list_stages(Path(args.stage) if args.stage else last_folder())
+        if args.command == "peek":
+            return peek(args.stage or "")
+        if args.stage is None or args.stage not in map(str, STAGES):
+            raise ValueError(f"which stage? One of {', '.join(map(str, STAGES))}, got {args.stage}")
+        folder = args.folder or (None if args.command == "start" else last_folder())
+        if folder is None:
+            raise ValueError(f"which folder? python docs/build/rebuild.py {args.command} {args.stage} FOLDER")
+        if args.command != "start" and not (folder / "nanopaged").is_dir():
+            raise ValueError(f"there is no {folder / 'nanopaged'}: start {args.stage} {folder}")
+        options = {"show_all": args.all} if args.command == "check" else {}
+        sys.exit(COMMANDS[args.command](int(args.stage), folder, **options))
     except ValueError as error:
         parser.error(str(error))
 
 
-def stage_number(text: str | None) -> int:
-    if text is None or not text.isdigit() or int(text) not in STAGES:
-        raise ValueError(f"which stage? One of {', '.join(map(str, STAGES))}, got {text}")
-    return int(text)
-
-
-def last_folder() -> Path | None:
-    return Path(read_note(LAST, str)) if LAST.exists() else None
-
-
 # ── the source, by name ───────────────────────────────────────────────────────────────────────────
-
 
 parse = cache(ast.parse)
 
@@ -94,38 +81,29 @@ def find_function(source: str, name: str) -> ast.FunctionDef:
         ValueError: there is no such function, or the source is not Python.
     """
     try:
-        body: list[ast.stmt] = parse(source).body
+        node: Any = parse(source)
     except SyntaxError as error:
         raise ValueError(
-            f"the file of {name} cannot be read: {type(error).__name__} in line {error.lineno}: {error.msg}"
+            f"the file of {name} has a SyntaxError in line {error.lineno}: {error.msg}"
         ) from None
     for part in name.split("."):
-        found = [node for node in body if getattr(node, "name", None) == part]
+        found = [child for child in node.body if getattr(child, "name", None) == part]
         if not found:
             raise ValueError(f"there is no function {name}")
-        node, body = found[0], getattr(found[0], "body", [])
-    assert isinstance(node, ast.FunctionDef)
+        node = found[0]
     return node
 
 
 def body_lines(node: ast.FunctionDef) -> tuple[int, int]:
     """The lines of a function's body, without its docstring: [first, end), counted from 0."""
     first = node.body[0]
-    if ast.get_docstring(node) is None:
-        return first.lineno - 1, node.end_lineno
-    return first.end_lineno, node.end_lineno
+    has_docstring = ast.get_docstring(node) is not None
+    return first.end_lineno if has_docstring else first.lineno - 1, node.end_lineno
 
 
 def body_of(source: str, name: str) -> str:
     first, end = body_lines(find_function(source, name))
     return "".join(source.splitlines(keepends=True)[first:end])
-
-
-def blank_body(source: str, name: str, number: int) -> str:
-    """What stands in the place of a function's body."""
-    node = find_function(source, name)
-    indent = " " * (node.col_offset + 4)
-    return f'{indent}raise NotImplementedError("stage {number}: {name}")\n'
 
 
 def is_blank(source: str, name: str) -> bool:
@@ -136,13 +114,8 @@ def read(folder: Path, file: str) -> str:
     return (folder / file).read_text(encoding="utf-8")
 
 
-def write_body(folder: Path, file: str, name: str, body: str) -> None:
-    """Replace the body of a function in a file of the folder; it is indented as in the source."""
-    write_bodies(folder, file, {name: body})
-
-
 def write_bodies(folder: Path, file: str, bodies: dict[str, str]) -> None:
-    """The same for several functions of a file."""
+    """Replace the bodies of functions in a file of the folder; they are indented as in the source."""
     source = read(folder, file)
     lines = source.splitlines(keepends=True)
     places = {body_lines(find_function(source, name)): body for name, body in bodies.items()}
@@ -151,24 +124,22 @@ def write_bodies(folder: Path, file: str, bodies: dict[str, str]) -> None:
     (folder / file).write_text("".join(lines), encoding="utf-8")
 
 
-# ── the commands ──────────────────────────────────────────────────────────────────────────────────
+# ── what is known of a folder ─────────────────────────────────────────────────────────────────────
+
+
+def last_folder() -> Path | None:
+    return Path(LAST.read_text(encoding="utf-8")) if LAST.exists() else None
 
 
 def notes_of(folder: Path) -> dict[str, Any]:
     """What `check` and `hint` have noted in a folder: stage → its state, and its hints so far."""
-    return read_note(folder / NOTES, dict) if (folder / NOTES).exists() else {}
-
-
-def read_note(file: Path, kind: type) -> Any:
-    """What `start` has written to a file.
-
-    Raises:
-        ValueError: the file has been changed since.
-    """
-    with suppress(ValueError):
-        if isinstance(content := json.loads(file.read_text(encoding="utf-8")), kind):
-            return content
-    raise ValueError(f"{file} is broken: delete it, and start the stage again (what you wrote is kept)")
+    file = folder / NOTES
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except ValueError:
+        raise ValueError(
+            f"{file} is broken: delete it, and start the stage again, which keeps your work"
+        ) from None
 
 
 def note(folder: Path, number: int, **facts: Any) -> None:
@@ -177,18 +148,17 @@ def note(folder: Path, number: int, **facts: Any) -> None:
     (folder / NOTES).write_text(json.dumps(notes, indent=1), encoding="utf-8")
 
 
+# ── the commands ──────────────────────────────────────────────────────────────────────────────────
+
+
 def list_stages(folder: Path | None) -> None:
     notes = notes_of(folder) if folder is not None and folder.is_dir() else {}
-    print(
-        f"in {folder}"
-        if folder is not None
-        else "nothing is begun: python docs/build/rebuild.py start 1 FOLDER"
-    )
+    print(f"in {folder}" if folder else "nothing is begun: python docs/build/rebuild.py start 1 FOLDER")
     for number, stage in STAGES.items():
         state = notes.get(str(number), {}).get("state", "not begun")
         print(f"{number}  {state:10} {stage.title}  (docs/book/{stage.chapter}, docs/build/{number}.md)")
-        for line in textwrap.wrap(", ".join(name for _, name in stage.functions), 96):
-            print(f"   {'':10} {line}")
+        names = ", ".join(name for _, name in stage.functions)
+        print(textwrap.fill(names, 110, initial_indent=" " * 14, subsequent_indent=" " * 14))
 
 
 def start(number: int, folder: Path) -> int:
@@ -200,58 +170,111 @@ def start(number: int, folder: Path) -> int:
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "nanopaged", folder / "nanopaged", ignore=ignore)
     notes = notes_of(folder)
-    begun = {name for each in notes for _, name in STAGES[int(each)].functions}
+    begun = {name for begun_stage in notes for _, name in STAGES[int(begun_stage)].functions}
     print(f"stage {number}: {stage.title}. Its page is docs/build/{number}.md. Write:")
     for file, name in stage.functions:
         source = read(folder, file)
+        node = find_function(source, name)
         if name in begun and not is_blank(source, name):
             more = "kept" if str(number) in notes else "kept: this stage asks more of it"
             print(f"  {folder / file}: {name} (yours, {more})")
-            continue
-        write_body(folder, file, name, blank_body(source, name, number))
-        print(f"  {folder / file}:{find_function(source, name).lineno}: {name}")
-    LAST.write_text(json.dumps(str(folder.resolve())), encoding="utf-8")
+        else:
+            indent = " " * (node.col_offset + 4)
+            blank = f'{indent}raise NotImplementedError("stage {number}: {name}")\n'
+            write_bodies(folder, file, {name: blank})
+            print(f"  {folder / file}:{node.lineno}: {name}")
+    LAST.write_text(str(folder.resolve()), encoding="utf-8")
     if str(number) not in notes:
         note(folder, number, state="begun")
     print(f"then: python docs/build/rebuild.py check {number} {folder}")
     return 0
 
 
-def check(number: int, folder: Path) -> int:
+def check(number: int, folder: Path, show_all: bool) -> int:
     """Run the stage's tests on the package in the folder. Returns 0 if all pass."""
-    check_folder(folder, f"start {number} {folder}")
     if str(number) not in notes_of(folder):
         raise ValueError(f"stage {number} is not begun: python docs/build/rebuild.py start {number} {folder}")
-    stage = STAGES[number]
-    blank = [name for file, name in stage.functions if is_blank(read(folder, file), name)]
+    functions = STAGES[number].functions
+    blank = [name for file, name in functions if is_blank(read(folder, file), name)]
     if blank:
         print(f"not written yet: {', '.join(blank)}")
+    if len(blank) == len(functions):
         return 1
     with tempfile.TemporaryDirectory() as name:
-        began, copy, whole = time.monotonic(), Path(name, "stage"), Path(name, "whole")
+        copy = Path(name)
         complete_copy(folder, copy, {number})
-        wrong, note_on_others = [own_lines(each, copy, folder) for each in judge(number, copy)], ""
-        if not wrong:
-            complete_copy(folder, whole, set(STAGES))
-            ours, yours, all_of_yours = texts_of(ROOT, copy, whole)
-            print(f"yours:\n{textwrap.indent(yours, '    ')}\nthe engine's:\n{textwrap.indent(ours, '    ')}")
-            if yours != ours:
-                wrong = [f"The tests pass, but the texts above differ. {changes_elsewhere(folder)}"]
-            elif all_of_yours != ours:
-                note_on_others = others_at_fault(folder, number, ours, Path(name))
-        took = time.monotonic() - began
-    note(folder, number, state="failing" if wrong else "done")
-    for sentence in wrong:
-        print(f"- {sentence}")
-    if not wrong:
-        print(f"stage {number} is done, after {took:.0f} s of tests.{note_on_others}")
-        print(f"see it at work: python docs/build/rebuild.py look {number} {folder}")
-    return 1 if wrong else 0
+        wrong = [
+            (function, with_own_lines(text, copy, folder)) for function, text in judge(number, copy, blank)
+        ]
+        if not wrong and not blank:
+            wrong = compare_texts(folder, copy)
+    print_wrong(wrong, show_all)
+    if not wrong and blank:
+        print("What you have written is right, as far as it can be judged alone.")
+    is_done = not wrong and not blank
+    note(folder, number, state="done" if is_done else "failing" if wrong else "begun")
+    if is_done:
+        print(f"stage {number} is done. See it at work: python docs/build/rebuild.py look {number} {folder}")
+    return 0 if is_done else 1
 
 
-def check_folder(folder: Path, way_out: str) -> None:
-    if not (folder / "nanopaged").is_dir():
-        raise ValueError(f"there is no {folder / 'nanopaged'}: python docs/build/rebuild.py {way_out}")
+def print_wrong(wrong: list[Wrong], show_all: bool) -> None:
+    """Print the first sentence of each function, and how many more there are; or all of them."""
+    sentences: dict[str, list[str]] = {}
+    for function, text in wrong:
+        sentences.setdefault(function, []).append(f"`{function}`: {text}" if function else text)
+    for first, *others in sentences.values():
+        more = f" (+{len(others)} more: --all)" if others and not show_all else ""
+        print(f"- {first}{more}")
+        for text in others if show_all else ():
+            print(f"- {text}")
+
+
+def hint(number: int, folder: Path) -> int:
+    """Print the hints so far and the next one."""
+    section = read(HERE, "hints.md").split(f"## Stage {number}\n")[1].split("## ")[0]
+    hints = re.split(r"\n(?=\d\. )", section.strip())
+    given = min(notes_of(folder).get(str(number), {}).get("hints", 0) + 1, len(hints))
+    note(folder, number, hints=given)
+    print("\n".join(hints[:given]))
+    if given == len(hints):
+        print("There are no more. `peek NAME` shows the source's own body.")
+    return 0
+
+
+def diff(number: int, folder: Path) -> int:
+    """Print how the reader's functions differ from the source's."""
+    for file, name in STAGES[number].functions:
+        bodies = [body_of(read(root, file), name).splitlines() for root in (ROOT, folder)]
+        lines = difflib.unified_diff(*bodies, f"the engine's {name}", f"yours in {folder}", lineterm="")
+        print("\n".join(lines) or f"{name}: the same")
+    return 0
+
+
+def peek(name: str) -> None:
+    """Print the source's own function."""
+    functions = [function for stage in STAGES.values() for function in stage.functions]
+    for file, full_name in functions:
+        if name in (full_name, full_name.split(".")[-1]):
+            node = find_function(read(ROOT, file), full_name)
+            lines = read(ROOT, file).splitlines()[node.lineno - 1 : node.end_lineno]
+            print(f"# {file}\n" + textwrap.dedent("\n".join(lines)))
+            return
+    names = dict.fromkeys(full_name for _, full_name in functions)
+    raise ValueError(f"which function? One of {', '.join(names)}, got {name!r}")
+
+
+def look(number: int, folder: Path) -> int:
+    """Show the reader's engine at work on a scene of the stage."""
+    with tempfile.TemporaryDirectory() as name:
+        complete_copy(folder, Path(name), set(STAGES))
+        page = folder.resolve() / f"look_{number}.html"
+        done = run_python([str(HERE / "look.py"), str(number), str(page)], Path(name))
+    print(done.stdout if done.returncode == 0 else (done.stderr.strip().splitlines() or ["nothing"])[-1])
+    return done.returncode
+
+
+# ── judging ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def complete_copy(folder: Path, copy: Path, numbers: set[int]) -> None:
@@ -261,99 +284,43 @@ def complete_copy(folder: Path, copy: Path, numbers: set[int]) -> None:
     """
     shutil.copytree(folder / "nanopaged", copy / "nanopaged", ignore=shutil.ignore_patterns("__pycache__"))
     kept = {function for number in numbers for function in STAGES[number].functions}
-    functions = {function for stage in STAGES.values() for function in stage.functions}
-    for file in {file for file, _ in functions}:
-        source, ours = read(copy, file), read(ROOT, file)
-        names = [name for each, name in functions if each == file and source != ours]
-        names = [name for name in names if (file, name) not in kept or is_blank(source, name)]
-        write_bodies(copy, file, {name: body_of(ours, name) for name in names})
+    bodies: dict[str, dict[str, str]] = {}
+    for stage in STAGES.values():
+        for file, name in stage.functions:
+            if (file, name) not in kept or is_blank(read(folder, file), name):
+                bodies.setdefault(file, {})[name] = body_of(read(ROOT, file), name)
+    for file, bodies_of_file in bodies.items():
+        write_bodies(copy, file, bodies_of_file)
 
 
-def own_lines(sentence: str, copy: Path, folder: Path) -> str:
-    """A place such as (scheduler.py:98) of the copy, as a line of the reader's file."""
-
-    def own(found: re.Match[str]) -> str:
-        for file in (copy / "nanopaged").rglob(found[1]):
-            path = str(file.relative_to(copy))
-            ours, theirs = functions_of(read(copy, path)), functions_of(read(folder, path))
-            for name, node in ours.items():
-                if name in theirs and node.lineno <= int(found[2]) <= node.end_lineno:
-                    return f"({found[1]}:{int(found[2]) - node.lineno + theirs[name].lineno})"
-        return found[0]
-
-    return re.sub(r"\((\w+\.py):(\d+)\)", own, sentence)
-
-
-def functions_of(source: str) -> dict[str, ast.FunctionDef]:
-    """Functions by name, and methods as Class.method."""
-    found = {}
-    for node in parse(source).body:
-        if isinstance(node, ast.FunctionDef):
-            found[node.name] = node
-        elif isinstance(node, ast.ClassDef):
-            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-            found |= {f"{node.name}.{each.name}": each for each in methods}
-    return found
-
-
-def changes_elsewhere(folder: Path) -> str:
-    """Which lines of the reader's package differ from the source's, outside of all functions to write."""
-    with tempfile.TemporaryDirectory() as name:
-        complete_copy(folder, Path(name), set())
-        for file in sorted((ROOT / "nanopaged").rglob("*.py")):
-            path = str(file.relative_to(ROOT))
-            ours = read(ROOT, path).splitlines()
-            theirs = read(Path(name), path).splitlines() if Path(name, path).exists() else []
-            for i, (our, their) in enumerate(zip(ours + [""], theirs + [""], strict=False), start=1):
-                if our != their:
-                    return f"Outside of the functions to write, {path} differs from the source's in line {i}."
-    return "The functions of this stage change what the engine says."
-
-
-def others_at_fault(folder: Path, number: int, ours: str, scratch: Path) -> str:
-    """This stage is right, and the whole engine of the folder is not: a sentence that says why."""
-    others = [each for each in STAGES if each != number]
-    for each in others:
-        complete_copy(folder, scratch / str(each), {each})
-    texts = texts_of(*(scratch / str(each) for each in others))
-    wrong = [each for each, text in zip(others, texts, strict=True) if text != ours]
-    at_fault = " and ".join(map(str, wrong)) or "several that do not fit together"
-    return (
-        f" With all that you have written the engine says something else. The fault is not in stage {number} "
-        f"but in stage {at_fault}: `check` says more about it."
-    )
-
-
-def judge(number: int, copy: Path) -> list[str]:
-    """What is wrong, a sentence each: of the stage's own tests and, if these pass, of the suite's."""
-    run = f"import one_sentence; one_sentence.judge({number}, {str(copy / 'report.json')!r})"
-    done = run_python([sys.executable, "-c", run], copy)
+def judge(number: int, copy: Path, blank: list[str]) -> list[Wrong]:
+    """What is wrong: by the stage's own tests and, if these pass, by the suite's."""
+    names = ",".join(name.split(".")[-1] for name in blank)
+    run = f"import one_sentence; one_sentence.judge({number}, {str(copy / 'report.json')!r}, {names!r})"
+    done = run_python(["-c", run], copy)
     return verdict(copy, done.returncode, done.stdout + done.stderr)
 
 
-def verdict(copy: Path, status: int, printed: str) -> list[str]:
-    """The sentences that a run of the judge has left; none if all tests have passed."""
+def verdict(copy: Path, status: int, printed: str) -> list[Wrong]:
+    """What a run of the judge has found wrong; nothing if all tests have passed."""
     if status == 0:
         return []
     report = copy / "report.json"
     said = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {"at": "", "sentences": []}
-    if said["at"]:  # the process ended in the middle of a test
-        said["sentences"].append(what_ended(status, said["at"]))
-    lines = printed.strip().splitlines()
-    lines = [line for line in lines if line.startswith("SKIPPED")] or lines or [f"status {status}"]
-    return said["sentences"] or [f"The tests cannot run: {lines[-1].removeprefix('E').strip()}"]
-
-
-def what_ended(status: int, at: str) -> str:
-    """Why the process of the tests is gone."""
-    if status < 0:
+    wrong = [(function, text) for function, text in said["sentences"]]
+    if status < 0 and said["at"]:
         how = f"{signal.Signals(-status).name}: mostly an address outside of a tensor, or no memory left"
-        return f"The process crashes ({how}) where the tests look at this: {at}."
-    return f"The tests wait in vain where they look at this: {at}. Is there a loop that never ends?"
+        wrong.append(("", f"The process crashes ({how}) where the tests look at this: {said['at']}."))
+    elif said["at"]:  # the process ended in the middle of a test
+        wrong.append(
+            ("", f"The tests wait in vain, perhaps for a loop, where they look at this: {said['at']}.")
+        )
+    lines = printed.strip().splitlines() or [f"status {status}"]
+    return wrong or [("", f"The tests cannot run: {lines[-1].removeprefix('E').strip()}")]
 
 
-def run_python(command: list[str], folder: Path) -> subprocess.CompletedProcess:
-    """Run a command with the package of the folder, and the helpers of the tests."""
+def run_python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python with the package of the folder, and the helpers of the tests."""
     paths = [folder.resolve(), HERE, ROOT / "tests"]
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
@@ -362,87 +329,41 @@ def run_python(command: list[str], folder: Path) -> subprocess.CompletedProcess:
         "TRITON_INTERPRET": "1",
     }
     # In the folder, because Python looks for `nanopaged` first where it was started.
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    return subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True)
 
 
-def texts_of(*folders: Path) -> list[str]:
-    """What the tiny model says with the package of each folder, or why it says nothing."""
-    done = run_python([sys.executable, str(HERE / "texts.py"), *map(str, folders)], HERE)
-    with suppress(ValueError, IndexError):
-        return json.loads(done.stdout.splitlines()[-1])
-    return [(done.stderr.strip().splitlines() or [f"it ends with status {done.returncode}"])[-1]] * len(
-        folders
+def with_own_lines(sentence: str, copy: Path, folder: Path) -> str:
+    """A place such as (scheduler.py:98) in the copy becomes that line of the reader's file."""
+
+    def own(found: re.Match[str]) -> str:
+        line = int(found[2]) - 1
+        for file in (copy / "nanopaged").rglob(found[1]):
+            path = str(file.relative_to(copy))
+            copied = read(copy, path).splitlines()
+            written = read(folder, path).splitlines()
+            for same in difflib.SequenceMatcher(None, copied, written, autojunk=False).get_matching_blocks():
+                if same.a <= line < same.a + same.size:
+                    return f"({found[1]}:{line - same.a + same.b + 1})"
+        return found[0]
+
+    return re.sub(r"\((\w+\.py):(\d+)\)", own, sentence)
+
+
+def compare_texts(folder: Path, copy: Path) -> list[Wrong]:
+    """Print what the tiny model says with the source's engine, and with the reader's functions."""
+    engines, readers = [run_python([str(HERE / "look.py")], root) for root in (ROOT, copy)]
+    text = readers.stdout or readers.stderr.strip().splitlines()[-1]
+    print(
+        f"yours:\n{textwrap.indent(text, '    ')}\nthe engine's:\n{textwrap.indent(engines.stdout, '    ')}"
     )
-
-
-def look(number: int, folder: Path) -> int:
-    """Show the reader's engine at work on a scene of the stage."""
-    check_folder(folder, f"start {number} {folder}")
-    with tempfile.TemporaryDirectory() as name:
-        complete_copy(folder, Path(name), set(STAGES))
-        page = folder.resolve() / f"look_{number}.html"
-        done = run_python([sys.executable, str(HERE / "look.py"), str(number), str(page)], Path(name))
-    print(done.stdout if done.returncode == 0 else (done.stderr.strip().splitlines() or ["nothing"])[-1])
-    return done.returncode
-
-
-def race(folder: Path | None) -> int:
-    """Run bench.py with the reader's engine beside the source's, on a size that takes less than a minute."""
-    if folder is None:
-        raise ValueError("which folder? python docs/build/rebuild.py race FOLDER")
-    check_folder(folder, f"start 1 {folder}")
-    blank = [
-        name
-        for stage in STAGES.values()
-        for file, name in stage.functions
-        if is_blank(read(folder, file), name)
+    if text == engines.stdout:
+        return []
+    return [
+        ("", f"The tests pass, but the texts above differ: is {folder} changed outside of what is to write?")
     ]
-    if blank:
-        print(f"not written yet, so the source's: {', '.join(dict.fromkeys(blank))}")
-    with tempfile.TemporaryDirectory() as name:
-        complete_copy(folder, Path(name, "yours"), set(STAGES))
-        command = [sys.executable, str(ROOT / "bench.py"), "--baseline", "yours", *RACE]
-        return subprocess.run(command, cwd=name).returncode
 
 
-def hint(number: int, folder: Path) -> int:
-    """Print the hints so far and the next one."""
-    hints = STAGES[number].hints
-    given = min(notes_of(folder).get(str(number), {}).get("hints", 0) + 1, len(hints))
-    note(folder, number, hints=given)
-    for i, text in enumerate(hints[:given], start=1):
-        print(f"{i}. {text}")
-    if given == len(hints):
-        print("There are no more. `peek NAME` shows the source's own body.")
-    return 0
-
-
-def peek(name: str) -> None:
-    """Print the source's own function."""
-    for stage in STAGES.values():
-        for file, each in stage.functions:
-            if name in (each, each.split(".")[-1]):
-                node = find_function(read(ROOT, file), each)
-                lines = read(ROOT, file).splitlines()
-                print(f"# {file}\n" + textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])))
-                return
-    names = [each for stage in STAGES.values() for _, each in stage.functions]
-    raise ValueError(f"which function? One of {', '.join(dict.fromkeys(names))}, got {name!r}")
-
-
-def diff(number: int, folder: Path) -> int:
-    """Print how the reader's functions differ from the source's."""
-    for file, name in STAGES[number].functions:
-        ours, theirs = body_of(read(ROOT, file), name), body_of(read(folder, file), name)
-        lines = difflib.unified_diff(
-            ours.splitlines(), theirs.splitlines(), f"the engine's {name}", f"yours in {folder}", lineterm=""
-        )
-        print("\n".join(lines) or f"{name}: the same")
-    return 0
-
-
-COMMANDS = {"list": None, "start": start, "check": check, "hint": hint, "diff": diff, "peek": None}
-COMMANDS |= {"look": look, "race": None}
+COMMANDS = {"start": start, "check": check, "hint": hint, "diff": diff, "look": look}
 
 if __name__ == "__main__":
     run_program(main)

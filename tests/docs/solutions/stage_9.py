@@ -2,9 +2,9 @@
 # ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
 # wrong: the token ids are changed
-replace("Model._embed_share", "input_ids - ranks.rank * num_rows", "input_ids.sub_(ranks.rank * num_rows)")
+replace("Model._embed_share", "input_ids - _first", "input_ids.sub_(_first)")
 # wrong: KV heads in turns
-replace("_share", "rank * total // size // length * length", "rank % (total // length) * length")
+replace("_share", "rank * _total // size // _length * _length", "rank % (_total // _length) * _length")
 
 
 # right: the columns of all ranks are added up

@@ -1,7 +1,7 @@
-"""Stage 5 of docs/build/rebuild.py, written again: a block is copied if a later sibling has it, too."""
-# ruff: noqa: F821
+"""Solutions of stage 5 of docs/build: see tests/docs/judged.py."""
+# ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
-# right: written naively
+# right: a block is copied if a later sibling has it, too
 
 
 def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_size: int) -> int:
@@ -65,3 +65,49 @@ def fork_samples(request: Request, samples: list[Sample], block_manager: BlockMa
             block_manager.free(child)
     request.live = [child for child in children if not child.finished]
     request.sequences = children
+
+
+# wrong: append_slots empties its argument
+class BlockManager:
+    def append_slots(self, sequences):
+        copies = right(self, sequences)
+        sequences.clear()
+        return copies
+
+
+# wrong: the samples are popped
+def fork_samples(request, samples, block_manager):
+    right(request, samples, block_manager)
+    samples.clear()
+
+
+# wrong: at most eight writers are counted
+def blocks_to_grow(sequences, tables, block_size):
+    return right(sequences[:8], tables[:8], block_size)
+
+
+# wrong: the fork has its parent's table
+class BlockManager:
+    def fork(self, parent, index):
+        child = right(self, parent, index)
+        child.block_table = parent.block_table
+        return child
+
+
+# wrong: a block without a sibling is copied, too
+replace("BlockManager.append_slots", "self.blocks[_src].ref_count > 1", "self.blocks[_src].ref_count > 0")
+# wrong: a beam that waits is copied
+replace("BlockManager.append_slots", "_seq.num_computed_tokens < _seq.num_tokens", "True")
+
+
+# wrong: the parent is not freed
+def fork_samples(request, samples, block_manager):
+    for block_id in request.live[0].block_table:
+        block_manager.share(block_id)
+    right(request, samples, block_manager)
+
+
+# wrong: the request has one list for all and for the unfinished sequences
+def fork_samples(request, samples, block_manager):
+    right(request, samples, block_manager)
+    request.live = request.sequences

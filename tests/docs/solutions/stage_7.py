@@ -2,7 +2,7 @@
 # ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
 # wrong: the logits are changed
-replace("filtered_probs", "logits = logits / metadata.temperature", "logits /= metadata.temperature")
+replace("filtered_probs", "logits / metadata.temperature", "logits.div_(metadata.temperature)")
 # wrong: the metadata is changed
 replace("filtered_probs", "logits / metadata.temperature", "logits / metadata.temperature.mul_(1.5)")
 

@@ -1,7 +1,7 @@
-"""Stage 4 of docs/build/rebuild.py, written again: sets of keys, and a search in place of an order."""
-# ruff: noqa: F821
+"""Solutions of stage 4 of docs/build: see tests/docs/judged.py."""
+# ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
-# right: written naively
+# right: sets of keys, and a search in place of an order
 
 
 class BlockManager:
@@ -79,3 +79,39 @@ class BlockManager:
         block_id = self.free_ids.pop()
         self.blocks[block_id].ref_count = 1
         return block_id
+
+
+# right: take evicts by iteration
+replace(
+    "BlockManager.take", "self.cached.popitem(last=False)", "(0, self.cached.pop(next(iter(self.cached))))"
+)
+# wrong: siblings share only with the first
+replace("BlockManager.allocate", "_key in _taken", "_taken.get(_key) in sequences[0].block_table")
+
+
+# wrong: keys are cut after 64 blocks
+class BlockManager:
+    def find_prefix(self, seq):
+        return right(self, seq)[:64]
+
+
+# wrong: allocate empties its argument
+class BlockManager:
+    def allocate(self, sequences, look_up=True, num_reserved=0):
+        done = right(self, sequences, look_up, num_reserved)
+        sequences.clear()
+        return done
+
+
+# wrong: the block of the last token is found as well
+replace("BlockManager.find_prefix", "seq.num_tokens - 1", "seq.num_tokens")
+# wrong: the most recently used block is evicted
+replace("BlockManager.take", "self.cached.popitem(last=False)", "self.cached.popitem()")
+# wrong: an evicted block keeps its key
+replace("BlockManager.take", "_block.key = None", "pass")
+# wrong: a key has the hash of the first key
+replace("BlockManager.keys_of", "sha256(_keys[-1])", "sha256(_keys[0])")
+# wrong: the salt is forgotten
+replace("BlockManager.keys_of", "NO_TOKEN + seq.request.cache_salt", "NO_TOKEN")
+# wrong: a second block takes the place of an equal one
+replace("BlockManager.publish", "_key not in self.index", "True")

@@ -1,7 +1,7 @@
-"""Stage 6 of docs/build/rebuild.py, written once more: loops over lists, and every count made again."""
-# ruff: noqa: F821
+"""Solutions of stage 6 of docs/build: see tests/docs/judged.py."""
+# ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
-# right: written naively
+# right: loops over lists, and every count made again
 
 
 class Scheduler:
@@ -105,3 +105,65 @@ class KVCache:
                 for layer in range(self.shape.num_layers):
                     for k_or_v in range(2):
                         destination[dst, layer, k_or_v] = source[src, layer, k_or_v]
+
+
+# wrong: data is replaced
+class KVCache:
+    def move_blocks(self, moves):
+        self.data = self.data.clone()
+        right(self, moves)
+
+
+# wrong: the lists are popped
+class KVCache:
+    def move_blocks(self, moves):
+        right(self, moves)
+        moves.swap_out.clear()
+
+
+# wrong: in before out
+class KVCache:
+    def move_blocks(self, moves):
+        for host_block, device_block in moves.swap_in:
+            self.data[device_block] = self.host[host_block]
+        right(self, moves)
+
+
+# wrong: after one full host pool it never swaps again
+class Scheduler:
+    def _preempt(self, request, batch):
+        right(self, request, batch)
+        if batch.preempted[-1][1] == "recompute":
+            self.preemption = "recompute"
+
+
+# wrong: the victim waits behind those of equal rank
+replace(
+    "Scheduler._preempt",
+    "insort_left(self.waiting, request, key=BY_RANK)",
+    "insort_right(self.waiting, request, key=BY_RANK)",
+)
+
+
+# wrong: beams that are computed again keep their candidates
+class Scheduler:
+    def _preempt(self, request, batch):
+        candidates = [seq.candidates for seq in request.live]
+        right(self, request, batch)
+        for seq, kept in zip(request.live, candidates, strict=True):
+            seq.candidates = kept
+
+
+# wrong: the newest token is not counted
+replace("Swapper.swap_in", "len(_host_blocks) + _num_grown", "len(_host_blocks)")
+# wrong: the host blocks stay in use
+replace("Swapper.swap_in", "self.release(request)", "None")
+
+
+# wrong: the computed tokens are forgotten
+class Swapper:
+    def swap_out(self, request):
+        moves = right(self, request)
+        for seq in request.live if moves else ():
+            seq.num_computed_tokens = 0
+        return moves

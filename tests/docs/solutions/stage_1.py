@@ -2,19 +2,18 @@
 # ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
 # wrong: the sums are in q's dtype
-replace("reference_paged_attention", "torch.zeros_like(m)", "torch.zeros_like(m, dtype=q.dtype)")
-replace("reference_paged_attention", "+ p.sum(-1, keepdim=True)", "+ p.sum(-1, keepdim=True).to(q.dtype)")
-replace("reference_paged_attention", "torch.exp(m - m_new)", "torch.exp(m - m_new).to(q.dtype)")
+replace("reference_paged_attention", "torch.zeros_like(_x)", "torch.zeros_like(_x, dtype=q.dtype)")
+replace("reference_paged_attention", "torch.exp(_x)", "torch.exp(_x).to(q.dtype)")
+replace("reference_paged_attention", "_values.float()", "_values.to(q.dtype)")
 # wrong: the maximum begins at -1000
 replace("reference_paged_attention", "torch.finfo(torch.float32).min", "-1000.0")
 # wrong: the block table is emptied
-replace("reference_paged_attention", "block_table[start // block_size]", "block_table.pop(0)")
+replace("reference_paged_attention", "block_table[_i]", "block_table.pop(0)")
 # wrong: q is scaled in place
-replace("reference_paged_attention", "scale * queries", "queries.mul_(scale)")
+replace("reference_paged_attention", "scale * _queries", "_queries.mul_(scale)")
 # right: a maximum of -inf
 replace("reference_paged_attention", "torch.finfo(torch.float32).min", "float('-inf')")
-replace("reference_paged_attention", "torch.exp(scores - m_new)", "torch.exp(scores - m_new).nan_to_num(0.0)")
-replace("reference_paged_attention", "torch.exp(m - m_new)", "torch.exp(m - m_new).nan_to_num(0.0)")
+replace("reference_paged_attention", "torch.exp(_x)", "torch.exp(_x).nan_to_num(0.0)")
 
 
 # right: token by token

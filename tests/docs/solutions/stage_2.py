@@ -1,7 +1,7 @@
-"""Stage 2 of docs/build/rebuild.py, written again: one sequence, no prefix cache, no bookkeeping ahead."""
-# ruff: noqa: F821
+"""Solutions of stage 2 of docs/build: see tests/docs/judged.py."""
+# ruff: noqa: ANN001, ANN201, ANN202, E501, F811, F821
 
-# right: written naively
+# right: one sequence, no prefix cache, no bookkeeping ahead
 
 
 class BlockManager:
@@ -57,3 +57,54 @@ class BlockManager:
             if i * self.block_size >= num_tokens:  # the first slot of block i is beyond the tokens
                 self.release(seq.block_table[i])
                 del seq.block_table[i]
+
+
+# wrong: append_slots compares with the length of free_ids
+replace("BlockManager.append_slots", "_needed > self.num_free_blocks", "_needed > len(self.free_ids)")
+# wrong: allocate compares with the length of free_ids
+replace("BlockManager.allocate", "self.num_free_blocks", "len(self.free_ids)")
+
+
+# wrong: share empties cached
+class BlockManager:
+    def share(self, block_id):
+        right(self, block_id)
+        self.cached.clear()
+
+
+# wrong: take copies the list
+class BlockManager:
+    def take(self):
+        self.free_ids = self.free_ids[:]
+        return right(self)
+
+
+# wrong: the first block on the stack is taken
+replace("BlockManager.take", "self.free_ids.pop()", "self.free_ids.pop(0)")
+
+
+# wrong: append_slots pops its argument
+class BlockManager:
+    def append_slots(self, sequences):
+        copies = right(self, sequences)
+        sequences.pop()
+        return copies
+
+
+# wrong: release forgets the block
+class BlockManager:
+    def release(self, block_id):
+        if self.blocks[block_id].ref_count == 0:
+            raise RuntimeError("released too often")
+        self.blocks[block_id].ref_count -= 1
+
+
+# wrong: the blocks are given back from the beginning
+replace("BlockManager.trim", "reversed(_blocks)", "_blocks")
+
+
+# wrong: a loop without an end
+class BlockManager:
+    def trim(self, seq, num_tokens=None):
+        while seq.block_table:
+            pass

@@ -1,0 +1,243 @@
+"""Two pools of blocks, one with the engine's own functions and one with the reader's, do what a table says.
+
+A row of a judge's table has commands, which are the methods of `Pool`. They stand in the sentence as well:
+
+    allocate A 1 2 3 | B 1 2 4    one request with the sequences A and B, which have these tokens
+    compute A 3                   the next 3 tokens of A are scheduled, published, computed; otherwise all
+    append A 7 | B 8              A and B have one more token each; `append_slots` for their request
+    take x; share x; share A[0]   a taken block has a name; the first block of A
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from beside import engines_own, make_request, renumbered
+
+from nanopaged import SamplingParams, beam_search
+from nanopaged.block_manager import BlockManager
+from nanopaged.sequence import Move, Request, Sample, Sequence
+from nanopaged.snapshot import short_key
+from nanopaged.swap import Swapper
+
+
+def compare_pools(rule: str, sizes: str, commands: str) -> None:
+    """Run the commands on both sides. After each of them the results and the pools must agree.
+
+    Args:
+        sizes: such as "6 blocks of 2" or "6 blocks of 2, uncached, 4 on the host".
+    """
+    engines = Pool(sizes)
+    readers = Pool(sizes)
+    done: list[str] = []
+    for command in commands.split("; "):
+        done.append(command)
+        where = f"{rule}. {sizes}: {'; '.join(done)}."
+        with engines_own():
+            expected = engines.do(command)
+            facts = engines.facts()
+        found = readers.do(command)
+        assert found == expected, f"{where} The last one returns {found}, and not {expected}."
+        readers_facts = readers.facts()
+        for fact, value in facts.items():
+            assert readers_facts[fact] == value, f"{where} Now {fact} {readers_facts[fact]}, and not {value}."
+
+
+def numbers_of(words: Iterable[str]) -> list[int]:
+    """Numbers and ranges: "7 1..3" is 7 1 2 3."""
+    numbers: list[int] = []
+    for word in words:
+        first, _, last = word.partition("..")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def groups_of(words: Iterable[str]) -> dict[str, list[int]]:
+    """The words "A 1 2 | B 3" are {"A": [1, 2], "B": [3]}."""
+    groups = [group.split() for group in " ".join(words).split("|")]
+    return {name: numbers_of(numbers) for name, *numbers in groups}
+
+
+class Pool:
+    """Blocks, host blocks, and sequences with names."""
+
+    def __init__(self, sizes: str) -> None:
+        numbers = [int(word) for word in sizes.replace(",", "").split() if word.isdigit()]
+        num_blocks, block_size, *host = numbers
+        self.manager = BlockManager(num_blocks, block_size, "uncached" not in sizes)
+        self.swapper = Swapper(self.manager, host[0] if host else 0)
+        self.sequences: dict[str, Sequence] = {}
+        self.blocks: dict[str, int] = {}  # that `take` has given
+        self.free_ids = self.manager.free_ids
+        self.cached = self.manager.cached
+
+    def do(self, command: str) -> Any:
+        """Run a command. Returns what the function has returned, without the numbers of blocks."""
+        name, *words = command.split()
+        options = dict(word.split("=") for word in words if "=" in word)
+        numbers = {option: int(value) for option, value in options.items()}
+        try:
+            return getattr(self, name)(*[word for word in words if "=" not in word], **numbers)
+        except RuntimeError as error:
+            return type(error).__name__
+
+    def facts(self) -> dict[str, Any]:
+        """What all right solutions have in common."""
+        manager = self.manager
+        sequences = self.sequences.values()
+        requests = dict.fromkeys(seq.request for seq in sequences)
+        tables = [seq.block_table for seq in sequences] + [list(self.blocks.values())]
+        counts = [[manager.blocks[block_id].ref_count for block_id in table] for table in tables]
+        unused = [block.block_id for block in manager.blocks if block.ref_count == 0]
+        published = {block.block_id: block.key for block in manager.blocks if block.key is not None}
+        indexed = {block.block_id: key for key, block in manager.index.items()}
+        is_same = self.free_ids is manager.free_ids and self.cached is manager.cached
+        return {
+            "the tables, with blocks numbered as they appear, are": renumbered(tables),
+            "the reference counts in these tables are": counts,
+            "the host tables are": renumbered(seq.host_table for seq in sequences),
+            "num_computed_tokens are": [seq.num_computed_tokens for seq in sequences],
+            "num_free_blocks is": manager.num_free_blocks,
+            "the number of free host blocks is": len(self.swapper.free_ids),
+            "the keys in `cached`, longest unused first, are": [
+                name_of(manager.blocks[i].key) for i in manager.cached
+            ],
+            "the keys in `index` are": sorted(name_of(key) for key in manager.index),
+            "`index` leads to all blocks with a key, and to no other:": indexed == published,
+            "each unused block is in `free_ids` or `cached`:": sorted([*manager.free_ids, *manager.cached])
+            == unused,
+            "`free_ids` and `cached` are still the same objects:": is_same,
+            "the tokens are": [seq.token_ids for seq in sequences],
+            "the sequences in `request.live` are": [
+                [seq.index for seq in request.live] for request in requests
+            ],
+            "the sequences of the request are": [
+                [seq.index for seq in request.sequences] for request in requests
+            ],
+        }
+
+    # ── commands: one block ───────────────────────────────────────────────────────────────────────
+
+    def block(self, name: str) -> int:
+        sequence, _, index = name.rstrip("]").partition("[")
+        return self.sequences[sequence].block_table[int(index)] if index else self.blocks[name]
+
+    def take(self, name: str) -> str:
+        self.blocks[name] = self.manager.take()
+        return type(self.blocks[name]).__name__
+
+    def share(self, name: str) -> None:
+        self.manager.share(self.block(name))
+
+    def release(self, name: str) -> None:
+        self.manager.release(self.block(name))
+
+    def key(self, *names: str) -> None:
+        """What stage 4 does: the blocks have keys, and stand in the index."""
+        for name in names:
+            block = self.manager.blocks[self.block(name)]
+            block.key = name.encode()
+            self.manager.index[block.key] = block
+
+    # ── commands: sequences ───────────────────────────────────────────────────────────────────────
+
+    def request(self, groups: dict[str, list[int]], salt: int = 0, max_tokens: int = 99) -> Request:
+        params = SamplingParams(n=len(groups), max_tokens=max_tokens, ignore_eos=True)
+        request = make_request("r", next(iter(groups.values())), params, bytes(salt))
+        request.sequences = [Sequence(request, tokens, index) for index, tokens in enumerate(groups.values())]
+        request.live = list(request.sequences)
+        return request
+
+    def allocate(self, *words: str, salt: int = 0, max_tokens: int = 99, **options: int) -> bool:
+        groups = groups_of(words)
+        request = self.request(groups, salt, max_tokens)
+        self.sequences |= zip(groups, request.sequences, strict=True)
+        return self.manager.allocate(request.live, **options)
+
+    def find(self, *tokens: str, salt: int = 0) -> int:
+        request = self.request({"sought": numbers_of(tokens)}, salt)
+        return len(self.manager.find_prefix(request.live[0]))
+
+    def compute(self, name: str, num_tokens: str | None = None) -> None:
+        seq = self.sequences[name]
+        seq.num_scheduled_tokens = int(num_tokens or seq.num_tokens - seq.num_computed_tokens)
+        self.manager.publish(seq)
+        seq.num_computed_tokens += seq.num_scheduled_tokens
+
+    def token(self, name: str, token: str) -> None:
+        """A token that has no slot yet."""
+        self.sequences[name].token_ids.append(int(token))
+
+    def append(self, *words: str) -> list[list[int]] | None:
+        """Returns the copies, with blocks numbered as in the tables before and after them."""
+        for name, tokens in groups_of(words).items():
+            seq = self.sequences[name]
+            seq.token_ids += tokens
+        before = [list(other.block_table) for other in seq.request.sequences]
+        copies = self.manager.append_slots(seq.request.live)
+        if not copies:
+            return copies
+        after = [other.block_table for other in seq.request.sequences]
+        return renumbered([*before, *after, *map(list, copies)])[2 * len(before) :]
+
+    def trim(self, name: str, num_tokens: str | None = None) -> None:
+        self.manager.trim(self.sequences[name], None if num_tokens is None else int(num_tokens))
+
+    def free(self, *names: str) -> None:
+        for name in names:
+            self.manager.free(self.sequences[name])
+
+    def fork(self, name: str, child: str) -> None:
+        parent = self.sequences[name]
+        index = len(parent.request.sequences)
+        self.sequences[child] = self.manager.fork(parent, index)
+        parent.request.sequences.append(self.sequences[child])
+        parent.request.live.append(self.sequences[child])
+
+    def fork_samples(self, name: str, *tokens: str) -> list[list[float]]:
+        """The samples are called A0, A1, … Returns their log-probabilities."""
+        request = self.sequences[name].request
+        samples = [Sample(token_id, -1.0 - token_id) for token_id in numbers_of(tokens)]
+        given = list(samples)
+        beam_search.fork_samples(request, samples, self.manager)
+        assert samples == given, "`fork_samples` has changed the list of samples that it was given."
+        assert request.live is not request.sequences, (
+            "`request.live` and `request.sequences` are the same list."
+        )
+        for index, seq in enumerate(request.sequences):
+            self.sequences[f"{name}{index}"] = seq
+        return [seq.token_logprobs for seq in request.sequences]
+
+    # ── commands: host memory ─────────────────────────────────────────────────────────────────────
+
+    def swap_out(self, name: str) -> list[list[int]] | None:
+        request = self.sequences[name].request
+        tables = [list(seq.block_table) for seq in request.live]
+        moves = self.swapper.swap_out(request)
+        return numbered_moves(moves, tables, [seq.host_table for seq in request.live])
+
+    def swap_in(self, name: str, num_reserved: int = 0) -> list[list[int]] | None:
+        request = self.sequences[name].request
+        host_tables = [list(seq.host_table) for seq in request.live]
+        moves = self.swapper.swap_in(request, num_reserved)
+        return numbered_moves(moves, host_tables, [seq.block_table for seq in request.live])
+
+    def release_host(self, name: str) -> None:
+        self.swapper.release(self.sequences[name].request)
+
+
+def numbered_moves(
+    moves: list[Move] | None, before: list[list[int]], after: list[list[int]]
+) -> list[list[int]] | None:
+    """The moves in any order, with sources numbered as in the tables before, and destinations as after."""
+    if moves is None:
+        return None
+    sources = renumbered([*before, [source for source, _ in moves]])[-1]
+    destinations = renumbered([*after, [destination for _, destination in moves]])[-1]
+    return sorted(map(list, zip(sources, destinations, strict=True)))
+
+
+def name_of(key: bytes | None) -> str:
+    """Of a block that was published by its name, or the hash of a real key."""
+    return key.decode() if key is not None and len(key) < 8 else short_key(key or b"")
