@@ -94,7 +94,9 @@ def filter_cases() -> Iterator[tuple[str, Tensor, list[Row]]]:
     for number in range(60):
         torch.manual_seed(number)
         rows = [{name: rng.choice(values) for name, values in RANDOM} for _ in range(1 + number % 4)]
-        yield "Random logits", 2 * torch.randn(len(rows), (1, 2, 5, 30, 3000)[number % 5]), rows
+        yield "Random logits", 2 * torch.randn(len(rows), (1, 2, 5, 30, 300)[number % 5]), rows
+    falling = torch.arange(40000.0).flip(0) / 1e4
+    yield "top_k may be large", falling.repeat(3, 1), [{"top_k": k} for k in (100, 3000, 35000)]
 
 
 def kept(probs: Tensor) -> list[str]:

@@ -104,7 +104,10 @@ def cases() -> Iterator[Case]:
         splits = [(0, *keys) for keys in zip([0, *ends[:-1]], ends, strict=True)]
         yield Case(rule, torch.ones(1, 1, 1), [(k, v)], splits, block_size)
     far = torch.ones(20, 1, 1, dtype=HALF)
-    yield Case("A cache may have more than 2^31 elements", far[:1], [(far, far)], [(0, 0, 20)], 4, gap=2**29)
+    # Of the five blocks two are so far away, one in each tile of keys.
+    yield Case(
+        "A cache may have more than 2^31 elements", far[:1], [(far, far)], [(0, 0, 20)], 4, gap=2**31 // 3
+    )
     for heads, group, head_dim, block_size, dtype in SIZES:
         torch.manual_seed(head_dim)
         q = (3 * torch.randn(4, heads * group, head_dim)).to(dtype)
@@ -128,7 +131,7 @@ def store(case: Case) -> tuple[Tensor, ...]:
     head_stride = (case.block_size + 1) * head_dim
     strides = (2 * num_heads * head_stride + case.gap, head_stride, head_dim, 1)
     shape = (num_blocks, num_heads, case.block_size, head_dim)
-    memory = torch.empty(num_blocks * strides[0], dtype=case.q.dtype)
+    memory = torch.empty((num_blocks - 1) * strides[0] + 2 * num_heads * head_stride, dtype=case.q.dtype)
     caches = [memory.as_strided(shape, strides, first).fill_(NAN) for first in (0, num_heads * head_stride)]
     no_block = 1 << 30  # stands behind a context
     tables = torch.full((num_seqs + 2, num_blocks + 2), no_block, dtype=torch.int32)
