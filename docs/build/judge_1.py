@@ -104,9 +104,8 @@ def reference_cases() -> Iterator[Case]:
             caches = (scatter(x[:, :num_keys], block_size, table) for x in (k, v))
             yield rule, (2 * q.flatten(0, 1), *caches, table, num_keys, 0.5, score_mod)
     cache = torch.randn(4, 1, 2, 1)
-    look = lambda scores, q, k: scores + k - k.min()  # noqa: E731
     rule = "Read block by block: a score_mod adds to a score how many keys of its block are before it"
-    yield rule, (torch.ones(1, 1), cache, cache, [3, 0, 2], 5, 1.0, look)
+    yield rule, (torch.ones(1, 1), cache, cache, [3, 0, 2], 5, 1.0, lambda s, q, k: s + k - k.min())
 
 
 @pytest.mark.function("gather_context")

@@ -138,7 +138,7 @@ def test_draw_tokens(rule: str, probs: Tensor, u: Tensor) -> None:
     check(f"{rule} (each row has {shown(probs[0, :8])} …)", draw_tokens, probs, u)
 
 
-def told(samples: list[Sample]) -> list[str]:
+def in_words(samples: list[Sample]) -> list[str]:
     """Samples in words. In a row without a finite log-probability any token will do."""
     words = []
     for token in samples:
@@ -156,4 +156,4 @@ def test_sample(rule: str, rows: list[Row]) -> None:
     logits = torch.tensor([FIVE] * len(rows)).log() + 5
     for number, row in enumerate(rows):
         logits[number] *= math.nan if row.get("nan") else 1
-    check(f"{rule} (probabilities {FIVE}, rows {rows})", sample, logits, metadata_of(rows), view=told)
+    check(f"{rule} (probabilities {FIVE}, rows {rows})", sample, logits, metadata_of(rows), view=in_words)

@@ -161,9 +161,9 @@ def test_decode_kernel(case: Case) -> None:
     q[:] = 2 * case.q
     output = torch.full((len(case.splits), num_heads, head_dim), NAN)
     lse = torch.full((len(case.splits), num_heads), NAN)
-    told = f"{case.rule} (blocks of {case.block_size}, {dtype}, scale_log2 0.5)"
+    title = f"{case.rule} (blocks of {case.block_size}, {dtype}, scale_log2 0.5)"
     launch(
-        told,
+        title,
         decode_kernel,
         (len(case.splits), num_kv_heads),
         *(q, k_cache, v_cache, tables, rows, torch.tensor(case.splits), output, lse),
@@ -185,7 +185,7 @@ def test_decode_kernel(case: Case) -> None:
             wrong = difference(found[split].to(precision), expected.to(precision))
             where = f"split {split}, the keys {first} to {end - 1} of sequence {seq}"
             is_right = first == end or not wrong  # a split without keys is padding
-            assert is_right, f"{told}: of the {what} that `decode_kernel` writes for {where}, {wrong}."
+            assert is_right, f"{title}: of the {what} that `decode_kernel` writes for {where}, {wrong}."
 
 
 ALL_COUNT = "All splits count, also more than CHUNK"
@@ -221,10 +221,10 @@ def test_reduce_kernel(
 ) -> None:
     _, num_heads, head_dim = partial.shape
     out = torch.full((len(firsts) - 1, num_heads, head_dim), NAN, dtype=dtype)
-    told = f"{rule}, firsts {firsts}, CHUNK 4, {dtype}"
+    title = f"{rule}, firsts {firsts}, CHUNK 4, {dtype}"
     tensors = (partial, lse, torch.tensor(firsts), out)
-    launch(told, reduce_kernel, (len(out), num_heads), *tensors, HEAD_DIM=head_dim, DIM_PAD=16, CHUNK=4)
+    launch(title, reduce_kernel, (len(out), num_heads), *tensors, HEAD_DIM=head_dim, DIM_PAD=16, CHUNK=4)
     for seq, (first, end) in enumerate(zip(firsts[:-1], firsts[1:], strict=True)):
         weights = (LN_2 * lse[first:end].double()).softmax(0)[..., None]
         wrong = difference(out[seq], (weights * partial[first:end]).sum(0).to(dtype))
-        assert not wrong, f"{told}: of what `reduce_kernel` writes for sequence {seq}, {wrong}."
+        assert not wrong, f"{title}: of what `reduce_kernel` writes for sequence {seq}, {wrong}."

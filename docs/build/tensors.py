@@ -32,7 +32,9 @@ def check(
     found = function(*arguments)
     names = list(inspect.signature(function).parameters)[: len(arguments)]
     inputs = [
-        f"{name} {told(argument)}" for name, argument in zip(names, before, strict=True) if told(argument)
+        f"{name} {described(argument)}"
+        for name, argument in zip(names, before, strict=True)
+        if described(argument)
     ]
     case = f"{rule}: `{getattr(function, '__name__', '')}` of {', '.join(inputs)}"
     assert found is not None or right is None, f"{case}: it returns nothing."
@@ -57,7 +59,7 @@ def is_same(old: Any, new: Any) -> bool:
     return all(is_same(x, getattr(new, name)) for name, x in fields.items() if isinstance(x, Tensor))
 
 
-def told(argument: Any) -> str:
+def described(argument: Any) -> str:
     """An argument in a sentence; "" if it has no numbers."""
     if isinstance(argument, Tensor) and (argument.numel() > 8 or argument.isnan().any()):
         return f"{list(argument.shape)} ({str(argument.dtype).removeprefix('torch.')})"
