@@ -124,15 +124,24 @@ def test_all_reduce(dtype: torch.dtype) -> None:
 @pytest.mark.function("gather")
 @pytest.mark.parametrize(("rule", "x"), [
     ("Rank 0 has the columns of all ranks, another rank its own", torch.arange(1.0, 5.0).view(2, 2)),
-    ("The x that is sent must be contiguous", torch.arange(1.0, 7.0).view(2, 3).T),
+    ("The x may be a transposed one", torch.arange(1.0, 7.0).view(2, 3).T),
 ])  # fmt: skip
-def test_gather(rule: str, x: Tensor) -> None:
+def test_gather(rule: str, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    send = dist.gather
+
+    def checked(x: Tensor, *arguments: Any, **options: Any) -> None:
+        assert x.is_contiguous(), (
+            f"{rule}, but `gather` must send a contiguous tensor: not every group takes others."
+        )
+        send(x, *arguments, **options)
+
+    monkeypatch.setattr(dist, "gather", checked)
     xs = [x, 10 * x, 100 * x]
     right = [torch.cat(xs, dim=1), 10 * x, 100 * x]
     for rank, found in enumerate(on_ranks(3, lambda ranks: ranks.gather(xs[ranks.rank]))):
         wrong = difference(found, right[rank]) or difference(xs[rank], x * 10**rank)
         assert not wrong, (
-            f"{rule}: {shown(x)} times 1, 10 and 100 on three ranks; of `gather` on rank {rank} {wrong}."
+            f"{rule}: {shown(x)} times 1, 10, 100 on three ranks; of `gather` on rank {rank} {wrong}."
         )
 
 
