@@ -20,7 +20,7 @@ def test_the_engine_cuts_as_predicted() -> None:
     for case in CASES:
         assert case in predicted, f"`predicted` has no numbers for ({case})."
     pytest.importorskip(
-        "triton", reason="the numbers are Triton's: it is installed on Linux with x86-64 only"
+        "triton", reason="the numbers are Triton's, which the package installs on Linux with x86-64 only"
     )
     from nanopaged.kernels.paged_attention import split_contexts
 
