@@ -145,27 +145,31 @@ def test_a_broken_invariant_ends_the_run_at_its_step() -> None:
     assert playground.run(small(), {})["failure"] is None, "the next run has the source again"
 
 
-def test_an_exception_is_reported_at_its_line() -> None:
-    """That of the changed file, even if the exception is raised in another one that it calls."""
-    own = change("scheduler.py", "self._preempt(self.running.pop(), batch)", "self._preempt(None, batch)")
+@pytest.mark.parametrize(
+    ("file", "old", "new", "line", "message"),
+    [
+        # raised in `_preempt`, which the changed line calls
+        ("scheduler.py", "self.running.pop()", "None", "request.live", "AttributeError: 'NoneType' object"),
+        ("swap.py", "class Swapper:", "class Swapper", "class Swapper", "SyntaxError: "),
+        ("block_manager.py", "if self.free_ids:", "assert 0 > 1\n        if 1:", "0 > 1", "AssertionError: "),
+        ("block_manager.py", "if self.free_ids:", "raise SystemExit\n        if 1:", "raise", "SystemExit: "),
+    ],
+)
+def test_an_exception_is_reported_at_its_line(file: str, old: str, new: str, line: str, message: str) -> None:
     rows = [{"prompt": "to be or not", "max_tokens": 6}] * 3
-    result = playground.run({"num_blocks": 4, "enable_prefix_caching": False, "requests": rows}, own)
-    failure, lines = result["failure"], lines_of(result["page"])
-    assert (failure["kind"], failure["file"]) == ("source", "nanopaged/scheduler.py")
-    assert failure["message"].startswith("AttributeError: 'NoneType' object has no attribute")
-    assert "request.live" in own[failure["file"]].splitlines()[failure["line"] - 1]
-    assert failure["step"] == len(lines) - 1
-    assert lines[-1]["failed"] == "AttributeError"
+    changes = change(file, old, new)
+    result = playground.run({"num_blocks": 4, "enable_prefix_caching": False, "requests": rows}, changes)
+    failure = result["failure"]
+    assert (failure["kind"], failure["file"]) == ("source", f"nanopaged/{file}")
+    assert failure["message"].startswith(message)
+    assert line in changes[failure["file"]].splitlines()[failure["line"] - 1]
+    if result["page"] is not None:
+        lines = lines_of(result["page"])
+        assert failure["step"] == len(lines) - 1
+        assert lines[-1]["failed"] == message.partition(":")[0]
 
-    broken = change("swap.py", "class Swapper:", "class Swapper")
-    failure = playground.run(small(), broken)["failure"]
-    line = 1 + broken["nanopaged/swap.py"].splitlines().index("class Swapper")
-    assert failure.pop("message").startswith("SyntaxError: ")
-    assert failure == {"kind": "source", "file": "nanopaged/swap.py", "line": line, "step": 0}
 
-    leaves = change("block_manager.py", "if self.free_ids:", "raise SystemExit\n        if self.free_ids:")
-    assert playground.run(small(), leaves)["failure"]["message"] == "SystemExit: raise SystemExit"
-
+def test_an_exception_of_the_rank_is_reported() -> None:
     failure = playground.run(small(rank="lambda request: request.age"), {})["failure"]
     assert (failure["file"], failure["line"]) == ("rank", 1)
     assert failure["message"] == "AttributeError: 'Request' object has no attribute 'age'"
@@ -199,13 +203,10 @@ def test_the_page_has_a_field_for_each_setting() -> None:
 
 
 def test_the_functions_of_the_editor_exist() -> None:
-    functions = of_script("playground.js", r"const FUNCTIONS = \{(.*?)\};")
-    for file, names in re.findall(r"(\w+): \[(.*?)\]", functions):
+    for file, names in re.findall(r"(\w+): \[(.*?)\]", of_script("playground.js", r"FUNCTIONS = \{(.*?)\};")):
         source = (ROOT / "nanopaged" / f"{file}.py").read_text(encoding="utf-8")
-        for owner, member in re.findall(r'"(?:(\w+)\.)?(\w+)"', names):
-            assert re.search(rf"^(class {owner}\b.*^ +)?(def |self\.){member}[(:]", source, re.M | re.S), (
-                member
-            )
+        for member in re.findall(r'(\w+)"', names):
+            assert re.search(rf"(def |self\.){member}[(:]", source), member
 
 
 def test_the_worker_fetches_the_files_that_a_run_imports() -> None:
@@ -221,11 +222,6 @@ def test_the_worker_fetches_the_files_that_a_run_imports() -> None:
 FRAMES = "[...document.querySelectorAll('iframe')]"
 DRAWN = f"{FRAMES}.every((frame) => frame.contentWindow.trace)"
 STEPS = f"{FRAMES}.map((frame) => +frame.contentDocument.getElementById('slider').value)"
-SLIDE = f"""((picture, step) => {{
-  const slider = {FRAMES}[picture].contentDocument.getElementById("slider");
-  slider.value = step;
-  slider.oninput();
-}})(...arguments)"""
 TYPE = """((old, changed) => {
   const [choice, text] = ["function", "text"].map((id) => document.getElementById(id));
   choice.value = "block_manager BlockManager.take";
@@ -278,9 +274,6 @@ class Playground(Browser):
             self.until("document.getElementById('function').value")
         self.run(TYPE, old, new)
 
-    def sees(self, id: str) -> bool:
-        return self.run("document.getElementById(arguments[0]).checkVisibility()", id)
-
     def pictures(self) -> list[list[dict[str, Any]]]:
         """What each picture was given: the header and the lines of its page, without the times."""
         steps = "map((frame) => frame.contentDocument.getElementById('steps').textContent)"
@@ -316,7 +309,7 @@ def opened(browser: Browser, site: Site) -> Iterator[Playground]:
 
 @pytest.mark.slow
 def test_a_preset_opens_with_its_pictures(opened: Playground) -> None:
-    """The browser computes every line that CPython does. The shorter of two runs stays at its end."""
+    """The browser computes every line that CPython does, so it also draws the same."""
     opened.open()
     kinds: set[str] = set()
     for name, preset in PRESETS.items():
@@ -328,32 +321,20 @@ def test_a_preset_opens_with_its_pictures(opened: Playground) -> None:
         assert opened.run(STEPS) == [min(step, run.num_steps) for run in runs]
         kinds.update(kind for run in runs for events in run.events for kind in events)
     assert kinds >= {"copy", "preempt", "swap", "hit", "evict", "fork", "beams", "chunk"}
-    opened.go("#preset=reserved")
-    for picture, step, steps in [(0, 99, [4, 4]), (1, 99, [4, 12]), (1, 1, [1, 1])]:
-        opened.run(SLIDE, picture, step)
-        assert opened.run(STEPS) == steps
 
 
 @pytest.mark.slow
 def test_settings_are_changed_in_the_form(opened: Playground) -> None:
     """They run at once and stand in the address. Wrong ones are refused, and the last pictures stay."""
     opened.open("#preset=prefix-hit")
-    shown = opened.pictures()
     opened.set_field("#block_size-left", "2")
     run = Run(PRESETS["prefix-hit"]["settings"] | {"block_size": 2})
-    link = opened.run("location.hash")
-    opened.run("history.back()")
-    opened.wait()
-    assert opened.pictures() == shown
-    opened.open(link)
+    opened.open(opened.run("location.hash"))
     assert opened.pictures() == [[run.header, *run.lines]]
-    assert opened.text("title") == PRESETS["prefix-hit"]["title"]
-
     opened.set_field("#requests > :nth-child(2) [name=max_tokens]", "0")
     assert opened.text("problem") == "request 2: “output” is 0, but must be at least 1"
     marked = "[...document.querySelectorAll('[aria-invalid]')].map((field) => field.ariaLabel)"
     assert opened.run(marked) == ["output of request 2"]
-    assert opened.sees("old")
     assert opened.pictures() == [[run.header, *run.lines]]
 
 
@@ -393,27 +374,17 @@ def test_the_source_is_changed(opened: Playground) -> None:
     opened.press_run("#reset")
     assert opened.pictures() == [before]
 
-
-@pytest.mark.slow
-def test_mistakes_in_the_source(opened: Playground) -> None:
-    """A syntax error and an exception at their lines; a loop without an end is stopped."""
-    opened.open("#preset=copy-on-write")
-    opened.change("if self.free_ids:", "if self.free_ids")
+    opened.change("if self.free_ids:", "if self.free_blocks:")
     opened.press_run()
     (line,) = opened.texts("#numbers .wrong")
-    wrong = f"SyntaxError: expected ':' (nanopaged/block_manager.py, line {line})"
-    assert opened.text("problem").startswith(wrong)
-
-    opened.change("if self.free_ids", "if self.free_blocks:")
-    opened.press_run()
     wrong = "Step 1 failed. AttributeError: 'BlockManager' object has no attribute 'free_blocks'"
-    assert opened.texts("figure .problem")[0].startswith(wrong)
-    assert opened.texts("#numbers .wrong") == [line]
+    (problem,) = opened.texts("figure .problem")
+    assert problem.startswith(wrong)
+    assert f"block_manager.py, line {line})" in problem
 
     opened.change("if self.free_blocks:", "while len(self.free_ids) < 9: pass\n        if self.free_ids:")
     opened.click("#form .run")
     opened.until("document.getElementById('told').textContent.startsWith('Step 3')")
     opened.press_run("#stop")
     assert opened.texts("figure .problem")[0].startswith("The run was stopped, in step 3. A changed loop may")
-    whole, stopped = opened.pictures()
-    assert stopped == whole[:3], "the steps before it are there"
+    assert opened.pictures() == [before, before[:3]], "the steps before it are there"

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from time import sleep
-from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -56,8 +55,7 @@ def test_a_dead_link_fails_the_build(
         ('<a href="b.html#there">', None),
         ('<a href="#here" id="here">', None),
         ('<a href="play/tour.html#19">', None),  # the tour's own script reads the number
-        ('<a href="https://arxiv.org/abs/2309.06180">', None),
-        ('<img src="data:,">', None),
+        ('<a href="https://arxiv.org/abs/2309.06180"><img src="data:,">', None),
         ('<a href="b.html#nowhere">', "a.html links to b.html#nowhere, which has no such anchor"),
         ('<a href="/b.html">', "a.html links to /b.html, which does not exist"),
         ('<script src="https://cdn.org/a.js">', "a.html loads https://cdn.org/a.js from another server"),
@@ -75,7 +73,6 @@ def test_what_is_found(tmp_path: Path, html: str, fault: str | None) -> None:
     ("page", "link", "target"),
     [
         ("docs/book/03-blocks.md", "../../nanopaged/swap.py", "../source/nanopaged/swap.py.md"),
-        ("docs/zh/03-blocks.md", "../../nanopaged/swap.py", "../source/nanopaged/swap.py.md"),
         ("docs/README.md", "book/exercises", "source/docs/book/exercises/README.md"),
         ("README.md", "docs/zh/README.md", "zh/README.md"),
         ("docs/zh/03-blocks.md", "../play/tour.html#19", "../play/tour.html#19"),
@@ -196,21 +193,18 @@ def test_the_search_loads_when_asked_and_finds_chapters_first(site: Site, browse
 
 @pytest.mark.slow
 def test_the_button_of_the_front_page_writes_a_token(site: Site, browser: Browser) -> None:
-    """The figure shows one frame at a time, up to the last; the copy takes frames of its own."""
-    figure = ElementTree.parse(ROOT / "docs" / "book" / "figures" / "write_a_token.svg")
+    """The figure shows one frame at a time, up to the last, and begins again."""
     browser.driver.get(site.root + "index.html")
-    status = "document.querySelector('.live [role=status]').textContent"
+    captions = [browser.texts(".live [role=status]")]
     shown = "[...document.querySelectorAll('.live g')].filter((g) => g.style.visibility !== 'hidden')"
-    captions = [browser.run(status)]
-    while browser.run("document.querySelector('.live button').textContent") == "Write a token":
+    while browser.texts(".live button") == ["Write a token"]:
         browser.click(".live button")
-        captions.append(browser.run(status))
+        captions.append(browser.texts(".live [role=status]"))
         things = browser.run(f"{shown}.map((g) => g.dataset.of)")
         assert len({*things}) == len(things) >= 5 + 2 + 1, "one state of each thing"
-    assert len(captions) == len(figure.findall(".//{http://www.w3.org/2000/svg}g[@data-of='caption']"))
-    assert "is copied" in captions[2]
+    assert len(captions) == len(browser.texts(".live g[data-of=caption]"))
     browser.click(".live button")
-    assert browser.run(status) == captions[0]
+    assert browser.texts(".live [role=status]") == captions[0]
 
 
 @pytest.mark.slow
