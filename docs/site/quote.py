@@ -1,7 +1,7 @@
 """Bring up to date what pages repeat. Run it after a change of the source or of an English page.
 
-    python docs/site/quote.py                             # rewrites pages, and names them
-    python docs/site/quote.py append_slots=grow_tables    # first renames this word in all pages
+    python docs/site/quote.py                      # rewrites pages, and names them
+    python docs/site/quote.py old_name=new_name    # first renames this word in all pages
 
 - A block of Python that begins with `# FILE: NAME` quotes that function or class; `# …` is a gap. The first
   and the last line beside a gap are found again by their likeness, so a quotation follows a renaming.
