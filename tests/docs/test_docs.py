@@ -23,7 +23,7 @@ from doc_pages import KINDS, ROOT, blocks_of, copy_repository, execute, quote, r
 DOCS = ROOT / "docs"
 PAGES = quote.ENGLISH + quote.CHINESE
 FIGURES = [
-    file for file in sorted((DOCS / "book" / "figures").glob("*.py")) if file.stem not in ("svg", "chinese")
+    file for file in sorted((DOCS / "book" / "figures").glob("*.py")) if file.with_suffix(".svg").exists()
 ]
 
 
@@ -97,15 +97,15 @@ def test_python_prints_what_the_page_shows(page: Path, copy: Path) -> None:
     run_python(page, copy)
 
 
-SLOW = {"10-parallel", "11-measuring"}  # two ranks, a bench
-COMMANDS = [
-    pytest.param(page, marks=[pytest.mark.slow] * (page.stem in SLOW))
-    for page in pages_to_run("console", "sh")
-]
+COMMANDS = []
+for page in pages_to_run("console", "sh"):
+    breaks = any(block.kind == "diff" for block in blocks_of(page))
+    COMMANDS.append(pytest.param(page, marks=[pytest.mark.slow] * breaks))
 
 
 @pytest.mark.parametrize("page", COMMANDS, ids=named)
 def test_commands_print_what_the_page_shows(page: Path, copy: Path) -> None:
+    """A chapter that breaks the source runs tests, which takes seconds. That their names exist is quick."""
     run_commands(page, copy)
 
 
@@ -125,14 +125,20 @@ def help_of(file: str) -> str:
 
 @each_page
 def test_commands_have_their_options(page: Path) -> None:
-    """`python file.py --option`, in a block or in a sentence: the file exists, and has the option."""
-    commands = r"python ([\w/]+\.py)((?: [^`\n|#]*)?)"
-    for file, options in re.findall(commands, page.read_text(encoding="utf-8")):
+    """`python file.py --option`, in a block or in a sentence: the file exists, and has the option.
+
+    `python -m pytest file.py -k name`: the file has that name.
+    """
+    text = page.read_text(encoding="utf-8")
+    for file, options in re.findall(r"python ([\w/]+\.py)((?: [^`\n|#]*)?)", text):
         if file == "script.py":  # the reader's own
             continue
         assert (ROOT / file).exists(), f"{page.name}: there is no {file}"
         for option in re.findall(r" (--[\w-]+)", options):
             assert re.search(rf"{option}\b", help_of(file)), f"{page.name}: {file} has no {option}"
+    tests = r"python -m pytest (?:-q )?\"?((?:docs|tests)/[\w/]+\.py)(?:::| -k \"?)?(\w*)"
+    for file, name in re.findall(tests, text):
+        assert name in (ROOT / file).read_text(encoding="utf-8"), f"{page.name}: {file} has no {name}"
 
 
 # ── references ────────────────────────────────────────────────────────────────────────────────────
@@ -182,14 +188,12 @@ def test_links_resolve(page: Path) -> None:
 
 
 LIBRARIES = {"torch", "numpy", "transformers", "triton", "ray"}
-# Names of other programs that the docs set or mention, which no file of ours has.
-FOREIGN = {"MASTER_PORT", "NCCL_SOCKET_IFNAME", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "THP_MEM_ALLOC_ENABLE"}
 
 
 @cache
 def known_words() -> frozenset[str]:
     """Every word in the project's Python files, and in the names of its files."""
-    words = {*dir(builtins), *keyword.kwlist, *FOREIGN}
+    words = {*dir(builtins), *keyword.kwlist}
     for file in ROOT.rglob("*"):
         if any(part.startswith(".") for part in file.relative_to(ROOT).parts):
             continue
@@ -201,7 +205,10 @@ def known_words() -> frozenset[str]:
 
 @each_page
 def test_names_exist(page: Path) -> None:
-    """Inline code that looks like a name is a name of the source. Other projects' names stand in italics."""
+    """Inline code that looks like a name is a name of the source. Other projects' names stand in italics.
+
+    Names in capitals may be variables of the environment, which other programs read.
+    """
     known = set(known_words())
     for block in blocks_of(page):
         if block.kind == "python":
@@ -214,7 +221,7 @@ def test_names_exist(page: Path) -> None:
             if parts[0] in LIBRARIES:
                 continue
             for part in parts:
-                looks_like_code = "_" in part or re.search("[a-z][A-Z]", part)
+                looks_like_code = ("_" in part and not part.isupper()) or re.search("[a-z][A-Z]", part)
                 assert part in known or not looks_like_code, f"{page.name}: `{code}` names {part}"
 
 
