@@ -116,7 +116,7 @@ def run_commands(page: Path, copy: Path) -> str:
             continue
         where = f"{page.name}:{block.line}"
         for command, shown in commands_of(block):
-            if REAL_MODEL in command or not (shown or TEST_OF_FORK in command):
+            if REAL_MODEL in command or not (shown or diff or TEST_OF_FORK in command):
                 continue
             done = execute(command, copy)
             failed = done.returncode != 0
