@@ -94,6 +94,9 @@ def changed_pages() -> dict[Path, str]:
     for page in CHINESE:
         blocks = from_english(page, blocks_in(texts[page]), blocks_in(wanted[english(page)]))
         wanted[page] = with_blocks(page, texts[page], blocks)
+    for pattern in SIZES:
+        if not any(re.search(pattern, text, re.MULTILINE) for text in wanted.values()):
+            raise LookupError(f"no page says {pattern}: change SIZES in quote.py")
     sizes = sizes_of_package()
     sized = {page: with_sizes(text, sizes) for page, text in wanted.items()}
     return {page: text for page, text in sized.items() if text != texts[page]}
