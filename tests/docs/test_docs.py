@@ -9,12 +9,14 @@ import builtins
 import io
 import json
 import keyword
+import os
 import re
 import runpy
 import sys
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 from urllib.parse import unquote
 
 import pytest
@@ -113,14 +115,15 @@ def test_commands_print_what_the_page_shows(page: Path, copy: Path) -> None:
 @cache
 def help_of(file: str) -> str:
     """What `python file --help` prints."""
-    arguments, paths = sys.argv, sys.path
-    sys.argv, sys.path = [file, "--help"], [str((ROOT / file).parent), *paths]
     printed = io.StringIO()
-    try:
-        with redirect_stdout(printed), suppress(SystemExit):
-            runpy.run_path(str(ROOT / file), run_name="__main__")
-    finally:
-        sys.argv, sys.path = arguments, paths
+    with (
+        patch.dict(os.environ),
+        patch.object(sys, "argv", [file, "--help"]),
+        patch.object(sys, "path", [str((ROOT / file).parent), *sys.path]),
+        redirect_stdout(printed),
+        suppress(SystemExit),
+    ):
+        runpy.run_path(str(ROOT / file), run_name="__main__")
     return printed.getvalue()
 
 
