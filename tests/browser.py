@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from shutil import which
@@ -18,15 +20,16 @@ OPTIONS += [
     f"--disable-{what}" for what in ("gpu", "quic", "background-networking", "component-update", "sync")
 ]
 
-
 # The contrast is that of WCAG 2. Behind a text is the nearest background, or the colours of its gradient.
 # They are painted, so that all notations are read.
-CONTRASTS = """(() => {
+CONTRASTS = """((selector) => {
   const canvas = Object.assign(document.createElement("canvas"), { width: 1, height: 1 });
   const context = canvas.getContext("2d", { willReadFrequently: true });
   const luminance = (colour) => {
-    context.fillStyle = colour;
-    context.fillRect(0, 0, 1, 1);
+    for (const paint of [getComputedStyle(document.body).backgroundColor, colour]) {  // it may have an alpha
+      context.fillStyle = paint;
+      context.fillRect(0, 0, 1, 1);
+    }
     const linear = [...context.getImageData(0, 0, 1, 1).data].map((value) => value / 255)
       .map((value) => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
@@ -37,7 +40,7 @@ CONTRASTS = """(() => {
     return colours[0] === "rgba(0, 0, 0, 0)" ? behind(element.parentElement) : colours;
   };
   const least = {};
-  for (const element of document.body.querySelectorAll("*")) {
+  for (const element of document.querySelectorAll(selector)) {
     const hasText = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
     if (!hasText || element.disabled || !element.checkVisibility({ visibilityProperty: true })) continue;
     const text = luminance(getComputedStyle(element).color), name = `${element.tagName}.${element.className}`;
@@ -48,7 +51,7 @@ CONTRASTS = """(() => {
     }
   }
   return least;
-})()"""
+})(...arguments)"""
 
 
 class Browser:
@@ -66,6 +69,13 @@ class Browser:
     def run(self, script: str, *arguments: Any) -> Any:
         """The value of a JavaScript expression; `arguments` are its arguments[0], arguments[1], …"""
         return self.driver.execute_script(f"return {script}", *arguments)
+
+    def until(self, condition: str, seconds: float = 60) -> None:
+        """Wait until the expression is true."""
+        end = time.monotonic() + seconds
+        while not self.run(condition):
+            assert time.monotonic() < end, f"{condition}\n{self.run('document.body.innerText')}"
+            time.sleep(0.02)
 
     def text(self, id: str) -> str:
         return self.run("document.getElementById(arguments[0]).textContent", id)
@@ -90,9 +100,9 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.command("Emulation.setEmulatedMedia", features=[scheme])
 
-    def contrasts(self) -> dict[str, float]:
+    def contrasts(self, selector: str = "body *") -> dict[str, float]:
         """Tag and class of each text that is shown → its least contrast with what is behind it."""
-        return self.run(CONTRASTS)
+        return self.run(CONTRASTS, selector)
 
     def logs(self) -> tuple[list[str], list[str]]:
         """Messages of the console, and addresses that were asked for, since the last call."""
@@ -103,25 +113,16 @@ class Browser:
 
 
 class Site:
-    """A folder behind a web server. `sent` counts the bytes of the files that it has sent."""
+    """A folder behind a web server, at the address `root`."""
 
     def __init__(self, folder: Path) -> None:
-        site, self.sent = self, 0
-
-        class Handler(SimpleHTTPRequestHandler):
-            def __init__(self, *arguments: Any) -> None:
-                super().__init__(*arguments, directory=str(folder))
-
-            def log_message(self, *_: Any) -> None: ...
-
-            def copyfile(self, source: Any, outputfile: Any) -> None:
-                data = source.read()
-                site.sent += len(data)
-                outputfile.write(data)
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(folder)))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         self.root = f"http://127.0.0.1:{server.server_port}/"
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None: ...
 
 
 @contextmanager

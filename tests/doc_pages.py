@@ -4,10 +4,10 @@ The kinds of fenced block:
 
     python                          runs; the blocks of a page share a namespace
     output                          what the block before it prints
-    console                         `$ command` lines, which must succeed, and their output
+    console                         `$ command` lines, and their output; those with an output run
     sh                              commands without output
     text                            a drawing, which is not checked
-    python, first line # FILE: NAME a quotation: the other lines stand in this function or class
+    python, first line # FILE: NAME a quotation, see docs/site/quote.py
     diff, first line --- FILE       a broken variant of the source: the console block after it must fail
 
 In an output, … is any text in a line (a line of its own: any lines), and ≈ 12.3 is any number.
@@ -18,55 +18,29 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from programs import Done, environment, run_line, run_program
 
 ROOT = Path(__file__).parents[1]
-FENCE = re.compile(
-    r"^```(\w*)\n(?:(?:# |--- )([\w/]+\.py(?:: [\w.]+)?)\n)?(.*?)^```$", re.MULTILINE | re.DOTALL
-)
+sys.path.append(str(ROOT / "docs" / "site"))
+
+import quote  # noqa: E402
+
+Block, blocks_of = quote.Block, quote.blocks_of
+
 KINDS = {"python", "output", "console", "sh", "diff", "text"}
 
-# Measurements that take minutes: test_scripts.py runs these scripts with small sizes, and test_docs.py looks
-# up their options. Here only the commands run whose output a page shows.
+# Measurements that take minutes: test_scripts.py runs these scripts with small sizes.
 MEASUREMENTS = ["bench.py"] + [
     f"docs/experiments/{file.name}"
     for file in sorted((ROOT / "docs" / "experiments").glob("*.py"))
     if "def main()" in file.read_text(encoding="utf-8") and file.stem not in ("train_tiny", "tutorials")
 ]
-# Commands that need what a test does not have, and what runs them instead.
-ELSEWHERE = {
-    "python3 -m venv": ".ci/run",
-    "pip install": ".ci/run installs the extra `test`, which contains the others that work without a GPU",
-    "experiments/real_model.py": "tests/model/test_real_model.py, where the model's package is installed",
-    "server.py Qwen": "the test beside it starts the server",
-    "--peer-python PATH": "tests/docs/test_scripts.py, with a module in place of vLLM",
-    "docs/experiments/train_tiny.py": "tests/docs/test_scripts.py, which takes one small step",
-    "torchrun": "tests/model/test_parallel.py, with a script of its own",
-    "nanopaged.kernels.build": "tests/kernels/test_cpp.py, which builds into a folder of its own",
-    "--ignore=tests/docs": "the whole suite, by .ci/run",
-}
-
-
-@dataclass
-class Block:
-    """A fenced block of a page."""
-
-    kind: str
-    title: str  # of a quotation FILE: NAME, of a diff FILE, otherwise empty
-    text: str  # without the line of the title
-    line: int  # the first line of the text
-
-
-def blocks_of(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
-    return [
-        Block(found[1], found[2] or "", found[3], text.count("\n", 0, found.start(3)) + 1)
-        for found in FENCE.finditer(text)
-    ]
+REAL_MODEL = "docs/experiments/real_model.py"  # run by test_real_model.py where the model is installed
+TEST_OF_FORK = "-m pytest docs/forks/"
 
 
 def copy_repository(folder: Path) -> Path:
@@ -123,41 +97,27 @@ def run_python(page: Path, copy: Path) -> None:
 
 def commands_of(block: Block) -> Iterator[tuple[str, str]]:
     """The commands of a console or sh block, each with the output shown. `> ` continues a command."""
-    command, shown = None, ""
-    for line in block.text.splitlines():
-        if block.kind == "sh":
-            command = f"{command or ''}{line}\n"
-            if not line.endswith("\\"):
-                yield re.sub(r"( +#.*)?\n$", "", command), ""
-                command = None
-        elif line.startswith("$ "):
-            if command is not None:
-                yield command, shown
-            command, shown = line[2:], ""
-        elif line.startswith("> "):
-            command = f"{command}\n{line[2:]}"
-        else:
-            shown += line + "\n"
-    if command is not None:
-        yield command, shown
+    if block.kind == "sh":
+        for command in block.text.replace("\\\n", "").splitlines():
+            yield command.partition(" #")[0].rstrip(), ""
+        return
+    for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        command, _, shown = re.sub(r"\n> ", "\v", part).partition("\n")
+        yield command.replace("\v", "\n"), shown
 
 
 def run_commands(page: Path, copy: Path) -> str:
-    """Run the commands of a page, and compare what they print. Returns everything that they printed."""
+    """Run the commands that a page shows with an output, and compare it. Returns all that they printed."""
     diff, everything = None, ""
     for block in blocks_of(page):
         if block.kind == "diff":
-            diff, original = block, break_source(copy, block, page.name)
+            diff, original = block, break_source(copy, block)
         if block.kind not in ("console", "sh"):
             continue
         where = f"{page.name}:{block.line}"
         for command, shown in commands_of(block):
-            if any(name in command for name in ELSEWHERE):
+            if REAL_MODEL in command or not (shown or diff or TEST_OF_FORK in command):
                 continue
-            if not shown and any(f"python {name}" in command for name in MEASUREMENTS):
-                continue
-            if not shown and "python example.py" in command:
-                command += " --max-tokens 4"
             done = execute(command, copy)
             failed = done.returncode != 0
             assert failed == (diff is not None), f"{where}: $ {command}\n{done.stdout}{done.stderr}"
@@ -170,14 +130,12 @@ def run_commands(page: Path, copy: Path) -> str:
     return everything
 
 
-def break_source(copy: Path, diff: Block, page: str) -> str:
+def break_source(copy: Path, diff: Block) -> str:
     """Apply a diff without line numbers to the copy. Returns the file as it was."""
-    where = f"{page}:{diff.line}"
     original = (copy / diff.title).read_text(encoding="utf-8")
-    lines = diff.text.splitlines()
-    assert all(line[:1] in ("", " ", "+", "-") for line in lines), f"{where}: not a diff"
-    old = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "+")
-    new = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "-")
-    assert original.count(old) == 1, f"{where}: these lines stand {original.count(old)} times in {diff.title}"
+    lines = diff.text.splitlines(keepends=True)
+    old = "".join(line[1:] for line in lines if line[0] != "+")
+    new = "".join(line[1:] for line in lines if line[0] != "-")
+    assert original.count(old) == 1, f"these lines stand {original.count(old)} times in {diff.title}:\n{old}"
     (copy / diff.title).write_text(original.replace(old, new), encoding="utf-8")
     return original

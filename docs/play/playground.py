@@ -193,30 +193,38 @@ def run(
             "invariant", "steps" (too many), and "source", an exception, which also has "file" and "line".
         printed: what the source printed.
     """
-    printed, failure, step, clock = StringIO(), None, 0, 0
-    ours = package(frozenset(changes.items()))
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(printed), ours.imported():
+    printed = StringIO()
+    failure = None
+    step = clock = 0
+    doing = "settings"
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(printed):
         page = Path(folder) / "run.html"
         try:
-            engine, arrivals = prepare(settings, page)
-            with page.open(encoding="utf-8") as added:
-                while (arrivals or engine.requests) and failure is None:
-                    if step == MOST_STEPS:
-                        failure = {"kind": "steps", "message": f"The run ends here, after {step:,} steps."}
-                        break
-                    step, clock = step + 1, clock + 1
-                    tell(step, added.read())
-                    if not engine.requests:  # steps in which nothing runs are left out
-                        clock = max(clock, int(arrivals[0][0]))
-                    while arrivals and arrivals[0][0] < clock + 1:
-                        arrival, request = arrivals.pop(0)
-                        request.arrival_time = arrival  # in steps, so that a run can be repeated
-                        engine.requests[request.request_id] = request
-                        engine.scheduler.add(request)  # `engine.queue` would take the time
-                    engine.step()
-                    failure = check(engine, changes)
+            with package(frozenset(changes.items())).imported():
+                engine, arrivals = prepare(settings, page)
+                with page.open(encoding="utf-8") as added:
+                    while arrivals or engine.requests:
+                        if step == MOST_STEPS:
+                            failure = {
+                                "kind": "steps",
+                                "message": f"The run ends here, after {step:,} steps.",
+                            }
+                            break
+                        step += 1
+                        clock += 1
+                        tell(step, added.read())
+                        if not engine.requests:  # steps in which nothing runs are left out
+                            clock = max(clock, int(arrivals[0].arrival_time))
+                        while arrivals and arrivals[0].arrival_time < clock + 1:
+                            request = arrivals.pop(0)
+                            engine.requests[request.request_id] = request
+                            engine.scheduler.add(request)  # `engine.queue` would take the time
+                        doing = "source"
+                        engine.step()
+                        doing = "invariant"
+                        engine.check_invariants()
         except BaseException as error:  # the reader's source may raise SystemExit
-            failure = explain(error, changes, "source" if step else "settings")
+            failure = explain(error, changes, doing)
         text = page.read_text(encoding="utf-8") if step else None
     return {
         "page": text,
@@ -225,17 +233,18 @@ def run(
     }
 
 
-def prepare(settings: Settings, page: Path) -> tuple[Any, list[tuple[float, Any]]]:
-    """The engine, and (arrival in steps, request) in the order of arrival.
+def prepare(settings: Settings, page: Path) -> tuple[Any, list[Any]]:
+    """The engine, and the requests in the order of arrival. That is a step, so a run can be repeated.
 
     Raises:
         TypeError, ValueError: a setting is wrong, or a request can never be served.
     """
-    from nanopaged import BeamSearchParams, EngineConfig, SamplingParams
+    from nanopaged import EngineConfig
     from nanopaged.engine import LLMEngine
 
     options = filled(settings, ENGINE | {"rank": "", "requests": []})
-    rank, rows = str(options.pop("rank")).strip(), options.pop("requests")
+    rank = str(options.pop("rank")).strip()
+    rows = options.pop("requests")
     for name, least in (("num_blocks", 1), ("block_size", 1), ("num_host_blocks", 0)):
         at_most(name, options[name], MOST_BLOCKS, least)
     if options["preemption"] == "auto":
@@ -244,27 +253,14 @@ def prepare(settings: Settings, page: Path) -> tuple[Any, list[tuple[float, Any]
     if not rows:
         raise ValueError("there is no request: add one")
 
-    tokenizer, asked, longest = Tokenizer(), [], 1
+    tokenizer = Tokenizer()
     runner = StandIn(tokenizer, options["num_blocks"], options["num_host_blocks"])
+    asked = []
     for number, row in enumerate(rows, start=1):
         with naming(number):
             row = filled(row, REQUEST)
-            at_most("arrival", row["arrival"], MOST_STEPS, least=1)
-            at_most("max_tokens", row["max_tokens"], MOST_STEPS, least=1)
-            rules = {"max_tokens": row["max_tokens"], "ignore_eos": True}
-            if row["beam_width"] == 0:
-                params = SamplingParams(n=row["n"], **rules)
-            elif row["n"] != 1:
-                raise ValueError(
-                    f"n is {row['n']}, but a beam search has n = 1: set beam_width to 0, or n to 1"
-                )
-            else:
-                at_most("beam_width", row["beam_width"], len(WORDS) // 2)  # each beam proposes twice as many
-                params = BeamSearchParams(beam_width=row["beam_width"], **rules)
-            token_ids = tokenizer.encode(str(row["prompt"]))
-            longest = max(longest, len(token_ids) + params.max_tokens)
-            asked.append((row["arrival"], token_ids, params))
-
+            asked.append((row["arrival"], tokenizer.encode(str(row["prompt"])), params_of(row)))
+    longest = max(len(token_ids) + params.max_tokens for _, token_ids, params in asked)
     config = EngineConfig(trace=page, **options)
     budget = config.max_num_batched_tokens
     if not config.enable_chunked_prefill and budget < longest:
@@ -272,23 +268,39 @@ def prepare(settings: Settings, page: Path) -> tuple[Any, list[tuple[float, Any]
             f"max_num_batched_tokens is {budget}, but without chunked prefill a text must fit in one step, "
             f"and the longest here has {longest} tokens: raise it, or switch chunked prefill on"
         )
-    MODEL.tokenizer, MODEL.vocab_size = tokenizer, len(tokenizer.words)
+    MODEL.tokenizer = tokenizer
+    MODEL.vocab_size = len(tokenizer.words)
     MODEL.max_position_embeddings = longest
     engine = LLMEngine(config, runner)
     engine.prompts.tokenizer = None  # prompts come as tokens, and nothing is detokenised
-    arrivals = []
+    requests = []
     for number, (arrival, token_ids, params) in enumerate(asked, start=1):
         with naming(number):
             request = engine.prompts.make_request(f"request {number}", token_ids, params)
-            arrivals.append((arrival + number / 1000, request))
+        request.arrival_time = arrival + number / 1000
+        requests.append(request)
     if rank:
-        function = eval(compile(rank, "rank", "eval"), {})
-        if not callable(function):
+        engine.scheduler.rank = eval(compile(rank, "rank", "eval"), {})
+        if not callable(engine.scheduler.rank):
             raise ValueError(
-                f"rank is {function!r}, but must be a function: lambda request: request.arrival_time"
+                f"rank is {engine.scheduler.rank!r}, but must be a function: "
+                "lambda request: request.arrival_time"
             )
-        engine.scheduler.rank = function
-    return engine, sorted(arrivals, key=lambda arrival: arrival[0])
+    return engine, sorted(requests, key=lambda request: request.arrival_time)
+
+
+def params_of(row: dict[str, Any]) -> Any:
+    """`SamplingParams`, or `BeamSearchParams` if the request has a beam width. Raises as `prepare`."""
+    from nanopaged import BeamSearchParams, SamplingParams
+
+    at_most("arrival", row["arrival"], MOST_STEPS, least=1)
+    at_most("max_tokens", row["max_tokens"], MOST_STEPS, least=1)
+    if row["beam_width"] == 0:
+        return SamplingParams(n=row["n"], max_tokens=row["max_tokens"], ignore_eos=True)
+    if row["n"] != 1:
+        raise ValueError(f"n is {row['n']}, but a beam search has n = 1: set beam_width to 0, or n to 1")
+    at_most("beam_width", row["beam_width"], len(WORDS) // 2)  # each beam proposes twice as many
+    return BeamSearchParams(beam_width=row["beam_width"], max_tokens=row["max_tokens"], ignore_eos=True)
 
 
 def filled(given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -316,15 +328,6 @@ def naming(number: int) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise type(error)(f"request {number}: {error}") from error
-
-
-def check(engine: Any, changes: dict[str, str]) -> dict[str, Any] | None:
-    """The failure if an invariant is broken."""
-    try:
-        engine.check_invariants()
-    except BaseException as error:
-        return explain(error, changes, "invariant")
-    return None
 
 
 def explain(error: BaseException, changes: dict[str, str], kind: str) -> dict[str, Any]:

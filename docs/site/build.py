@@ -40,22 +40,6 @@ PRESET = re.compile(
 )
 # The figure that the site shows with a button.
 LIVE = re.compile(r"!\[[^\]]+\]\([\w./]*figures/write_a_token\.svg\)")
-# Where pages were before they had these folders: old addresses lead on.
-MOVED = [("book/", ""), ("reference/", ""), ("records/", ""), ("build/", "rebuild/")]
-MOVED += [("play/tour.html", "tour.html"), ("play/index.html", "playground/index.html")]
-# Chapters that are pages of reference now, and the one that has another number.
-CHAPTERS = [("reference/wrong-claims.html", "12-wrong-claims.html")]
-CHAPTERS += [("reference/after-2023.html", "14-after-2023.html")]
-CHAPTERS += [("book/12-forks.html", "13-forks.html")]
-MOVED += CHAPTERS + [(page, f"book/{old}") for page, old in CHAPTERS]
-MOVED += [("zh/wrong-claims.html", "zh/12-wrong-claims.html")]
-MOVED_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>nanopaged: this page has moved</title>
-<script>location.replace("{to}" + location.hash)</script>
-<noscript><meta http-equiv="refresh" content="0; url={to}"></noscript>
-<p>This page has moved: <a href="{to}">{to}</a></p>
-</html>
-"""
 
 
 def main() -> None:
@@ -67,34 +51,35 @@ def main() -> None:
     if args.folder.exists() and any(args.folder.iterdir()) and not (args.folder / "search.json").exists():
         parser.error(f"{args.folder} has files, and is no site: name another folder")
     if not args.no_playground:
-        fetch_pyodide()
+        run([sys.executable, str(PLAYGROUND / "fetch.py")], ROOT)
 
     with tempfile.TemporaryDirectory() as temporary:
-        copy_pages(Path(temporary), not args.no_playground)
-        for settings in ("zensical.toml", "zh.toml"):
-            command = [sys.executable, "-m", "zensical", "build", "--config-file", settings]
-            done = subprocess.run(command, cwd=temporary, capture_output=True, text=True)
-            if done.returncode:
-                sys.exit(done.stdout + done.stderr)
-        html = Path(temporary) / "html"
-        shutil.copytree(Path(temporary) / "html-zh" / "zh", html / "zh", dirs_exist_ok=True)
-        finish(html)
-        if not args.no_playground:
-            copy_playground(html)
-        lead_on(html)
-        faults = list(find_faults(html))
-        if faults:
+        html = generate(Path(temporary), playground=not args.no_playground)
+        if faults := list(find_faults(html)):
             sys.exit("\n".join(faults))
         shutil.rmtree(args.folder, ignore_errors=True)
         shutil.copytree(html, args.folder)
     print(f"{args.folder}: {len(list(args.folder.rglob('*.html')))} pages")
 
 
-def fetch_pyodide() -> None:
-    """Have docs/play/pyodide, unless it is there."""
-    done = subprocess.run([sys.executable, PLAYGROUND / "fetch.py"], stdout=subprocess.DEVNULL)
+def generate(folder: Path, playground: bool) -> Path:
+    """Make the site in a folder inside of this one."""
+    copy_pages(folder, playground)
+    for settings in ("zensical.toml", "zh.toml"):
+        run([sys.executable, "-m", "zensical", "build", "--config-file", settings], folder)
+    html = folder / "html"
+    shutil.copytree(folder / "html-zh" / "zh", html / "zh", dirs_exist_ok=True)
+    finish(html)
+    if playground:
+        copy_playground(html)
+    return html
+
+
+def run(command: list[str], folder: Path) -> None:
+    """Run a command; if it fails, end with what it printed."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        sys.exit("the playground needs Pyodide; --no-playground builds the site without the playground")
+        sys.exit(done.stdout + done.stderr)
 
 
 # ── before the generator ──────────────────────────────────────────────────────────────────────────
@@ -311,16 +296,6 @@ def copy_playground(html: Path) -> None:
         assert meta.format(old) in text
         text = text.replace(meta.format(old), meta.format(new))
     write(index, text)
-
-
-def lead_on(html: Path) -> None:
-    """Write a page at each address that a page had before it moved. It leads to the new one."""
-    for file in list(html.rglob("*.html")):
-        new = file.relative_to(html).as_posix()
-        for folder, old in MOVED:
-            if new.startswith(folder) and not (html / (before := old + new.removeprefix(folder))).exists():
-                to = posixpath.relpath(new, posixpath.dirname(before))
-                write(html / before, MOVED_PAGE.format(to=to))
 
 
 class Page(HTMLParser):

@@ -1,31 +1,31 @@
-"""README and docs: every code block and command runs, its output is as shown, and every reference resolves.
+"""README and docs: code and commands print what is shown, quotations are current, and references resolve.
 
 The kinds of block, and what is compared, are described in doc_pages.py.
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
 import io
 import json
 import keyword
-import pkgutil
+import os
 import re
-import textwrap
-import tokenize
+import runpy
+import sys
+from contextlib import redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 from urllib.parse import unquote
 
 import pytest
-from doc_pages import FENCE, KINDS, ROOT, Block, blocks_of, copy_repository, execute, run_commands, run_python
-from programs import environment, run_program
+from doc_pages import KINDS, ROOT, blocks_of, copy_repository, execute, quote, run_commands, run_python
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = quote.ENGLISH + quote.CHINESE
 FIGURES = [
-    file for file in sorted((DOCS / "book" / "figures").glob("*.py")) if file.stem not in ("svg", "chinese")
+    file for file in sorted((DOCS / "book" / "figures").glob("*.py")) if file.with_suffix(".svg").exists()
 ]
 
 
@@ -33,50 +33,66 @@ def named(page: Path) -> str:
     return page.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/")
 
 
-def pages_to_run(*kinds: str) -> list[Path]:
-    """The pages with blocks of these kinds.
-
-    A fork's own page runs in test_forks.py. Chinese pages have the code of English ones (test_chinese.py).
-    """
-    pages = [page for page in PAGES if page.parent.parent != DOCS / "forks" and page.parent != DOCS / "zh"]
-    return [page for page in pages if any(b.kind in kinds and not b.title for b in blocks_of(page))]
-
-
 each_page = pytest.mark.parametrize("page", PAGES, ids=named)
+CHINESE = [page for page in quote.CHINESE if page.name != "README.md"]  # that one is shorter
+each_chinese_page = pytest.mark.parametrize("page", CHINESE, ids=named)
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A copy of the project, to run a page in. (Chapter 9 runs Triton's interpreter, which Linux has.)"""
-    return copy_repository(tmp_path)
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project, to run pages in. (Chapter 9 runs Triton's interpreter, which Linux has.)"""
+    return copy_repository(tmp_path_factory.mktemp("docs"))
 
 
 # ── code ──────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_pages_repeat_what_the_source_says() -> None:
+    stale = [named(page) for page in quote.changed_pages()]
+    assert stale == [], "run python docs/site/quote.py"
+
+
+def test_quotations_follow_the_source() -> None:
+    """A renamed name, a new line between two quoted ones, and a line that is gone."""
+    source = [
+        "def f(n):\n",
+        "    m = 2 * n\n",
+        "    print(m)\n",
+        "    for i in range(n):\n",
+        "        g(i)\n",
+    ]
+    text = "size = 2 * number\n# …\nfor i in range(number):\n    g(i)\n"
+    shown = "m = 2 * n\n# …\nfor i in range(n):\n    g(i)\n"
+    assert quote.refresh_quotation(text, source) == shown
+    assert quote.refresh_quotation("m = 2 * n\ng(i)\n", source).count("\n") == 4
+    with pytest.raises(LookupError, match="has no line like 'return None'"):
+        quote.refresh_quotation("m = 2 * n\nreturn None\n", source)
+    diff = "-    for i in range(number):\n+    for i in range(1, number):\n         g(i)\n"
+    assert quote.refresh_diff(diff, source) == diff.replace("number", "n")
+
+
 @each_page
 def test_every_block_is_of_a_known_kind(page: Path) -> None:
     """A misspelled kind would not be checked; an output needs a block that prints it."""
-    text = page.read_text(encoding="utf-8")
     blocks = blocks_of(page)
-    fences = re.findall(r"^ *```", text, flags=re.MULTILINE)
+    fences = re.findall(r"^ *```", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert len(fences) == 2 * len(blocks), "a fence is indented, not closed, or has an unknown option"
-    indented = re.search(r"\n\n {4,}\S.*", prose_of(page))
-    assert indented is None, f"a code block without a fence is not checked: {indented[0].strip()}"
-    before = Block("", "", "", 0)
-    for block in blocks:
+    assert {block.kind for block in blocks} <= KINDS
+    before = ["", *[f"{block.kind} {block.title}" for block in blocks]]
+    for block, previous in zip(blocks, before, strict=False):
         where = f"{page.name}:{block.line}"
-        assert block.kind in KINDS, f"{where}: no kind, or an unknown one: {block.kind!r}"
-        if block.kind == "output":
-            assert (before.kind, before.title) == ("python", ""), f"{where}: an output of what?"
-        if block.kind == "text":
-            assert not re.search(r"^(\$ |>>> )", block.text, flags=re.MULTILINE), (
-                f"{where}: text with commands"
-            )
-        if before.kind == "diff":
-            assert block.kind == "console", f"{where}: a diff is followed by the test that catches it"
-        before = block
-    assert before.kind != "diff"
+        assert block.kind != "output" or previous == "python ", f"{where}: an output of what?"
+        assert block.kind == "console" or not previous.startswith("diff"), f"{where}: what fails?"
+
+
+def pages_to_run(*kinds: str) -> list[Path]:
+    """The pages with blocks of these kinds. A fork's own page runs in test_forks.py."""
+    pages = []
+    for page in quote.ENGLISH:
+        runs = any(block.kind in kinds and not block.title for block in blocks_of(page))
+        if runs and page.parent.parent != DOCS / "forks":
+            pages.append(page)
+    return pages
 
 
 @pytest.mark.parametrize("page", pages_to_run("python"), ids=named)
@@ -84,57 +100,49 @@ def test_python_prints_what_the_page_shows(page: Path, copy: Path) -> None:
     run_python(page, copy)
 
 
-SLOW = {"10-parallel", "11-measuring"}  # two ranks, a bench
-COMMANDS = [
-    pytest.param(page, marks=[pytest.mark.slow] * (page.stem in SLOW))
-    for page in pages_to_run("console", "sh")
-]
+COMMANDS = []
+for page in pages_to_run("console", "sh"):
+    breaks = any(block.kind == "diff" for block in blocks_of(page))
+    COMMANDS.append(pytest.param(page, marks=[pytest.mark.slow] * breaks))
 
 
 @pytest.mark.parametrize("page", COMMANDS, ids=named)
 def test_commands_print_what_the_page_shows(page: Path, copy: Path) -> None:
+    """A chapter that breaks the source runs tests, which takes seconds. That their names exist is quick."""
     run_commands(page, copy)
 
 
+@cache
+def help_of(file: str) -> str:
+    """What `python file --help` prints."""
+    printed = io.StringIO()
+    with (
+        patch.dict(os.environ),
+        patch.object(sys, "argv", [file, "--help"]),
+        patch.object(sys, "path", [str((ROOT / file).parent), *sys.path]),
+        redirect_stdout(printed),
+        suppress(SystemExit),
+    ):
+        runpy.run_path(str(ROOT / file), run_name="__main__")
+    return printed.getvalue()
+
+
 @each_page
-def test_quotations_stand_in_the_source(page: Path) -> None:
-    for block in blocks_of(page):
-        if block.kind != "python" or not block.title:
+def test_commands_have_their_options(page: Path) -> None:
+    """`python file.py --option`, in a block or in a sentence: the file exists, and has the option.
+
+    `python -m pytest file.py -k name`: the file has that name.
+    """
+    text = page.read_text(encoding="utf-8")
+    for file, options in re.findall(r"python ([\w/]+\.py)((?: [^`\n|#]*)?)", text):
+        if file == "script.py":  # the reader's own
             continue
-        where = f"{page.name}:{block.line}"
-        file, _, name = block.title.partition(": ")
-        source = definition(file, name)
-        position = 0
-        for part in re.split(r"^ *# …\n", textwrap.dedent(block.text), flags=re.MULTILINE):
-            if part.strip():
-                found = find_lines(part, source, position)
-                assert found is not None, f"{where}: not in {block.title}:\n{part}"
-                position = found
-
-
-def find_lines(part: str, source: str, position: int) -> int | None:
-    """Where the lines of `part` end in `source`, from `position` on; they may be indented alike there."""
-    for indent in ("", " " * 4, " " * 8, " " * 12, " " * 16):
-        lines = textwrap.indent(textwrap.dedent(part), indent)
-        found = source.find(lines, position)
-        if found >= 0 and (found == 0 or source[found - 1] == "\n"):
-            return found + len(lines)
-    return None
-
-
-def definition(file: str, name: str) -> str:
-    """The source of a function, method or class; of the file without a name."""
-    text = (ROOT / file).read_text(encoding="utf-8")
-    if not name:
-        return text
-    body, node = ast.parse(text).body, None
-    for part in name.split("."):
-        named_so = [each for each in body if getattr(each, "name", None) == part]
-        assert len(named_so) == 1, f"{file} has no {name}"
-        node, body = named_so[0], named_so[0].body
-    first = min([node.lineno, *[each.lineno for each in node.decorator_list]])
-    lines = text.splitlines(keepends=True)[first - 1 : node.end_lineno]
-    return textwrap.dedent("".join(lines))
+        assert (ROOT / file).exists(), f"{page.name}: there is no {file}"
+        for option in re.findall(r" (--[\w-]+)", options):
+            assert re.search(rf"{option}\b", help_of(file)), f"{page.name}: {file} has no {option}"
+    tests = r"python -m pytest (?:-q )?\"?((?:docs|tests)/[\w/]+\.py)(?:::| -k \"?)?(\w*)"
+    for file, name in re.findall(tests, text):
+        assert name in (ROOT / file).read_text(encoding="utf-8"), f"{page.name}: {file} has no {name}"
 
 
 # ── references ────────────────────────────────────────────────────────────────────────────────────
@@ -142,7 +150,7 @@ def definition(file: str, name: str) -> str:
 
 def prose_of(page: Path) -> str:
     """A page without its fenced blocks."""
-    return FENCE.sub("", page.read_text(encoding="utf-8"))
+    return quote.FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
 def slug_of(heading: str) -> str:
@@ -151,10 +159,18 @@ def slug_of(heading: str) -> str:
 
 
 @cache
-def anchors_of(page: Path) -> set[str]:
-    """The anchors of a page's headings, as code hosts make them: `## A b, c` → a-b-c."""
+def anchors_of(file: Path) -> set[str]:
+    """The anchors of a page's headings, as code hosts make them; of the tour, its steps and their parts."""
     anchors: set[str] = set()
-    for heading in re.findall(r"^#+ (.*)$", prose_of(page), flags=re.MULTILINE):
+    if file.name == "tour.html":
+        _, *steps = map(json.loads, file.read_text(encoding="utf-8").split('id="steps">\n')[1].splitlines())
+        for number, step in enumerate(steps, start=1):
+            parts = ["scheduled", "computed", "updated"]
+            if step.keys() & {"copies", "out", "in"}:
+                parts.append("copied")
+            anchors |= {str(number), *[f"{number}-{part}" for part in parts]}
+        return anchors
+    for heading in re.findall(r"^#+ (.*)$", prose_of(file), flags=re.MULTILINE):
         slug = slug_of(heading)
         number = sum(anchor == slug or re.fullmatch(rf"{slug}-\d+", anchor) is not None for anchor in anchors)
         anchors.add(f"{slug}-{number}" if number else slug)
@@ -163,7 +179,7 @@ def anchors_of(page: Path) -> set[str]:
 
 @each_page
 def test_links_resolve(page: Path) -> None:
-    """Files and headings. Addresses in the web are not asked."""
+    """Files, headings and steps of the tour. Addresses in the web are not asked."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
         if re.match(r"(https?|mailto):", target):
             continue
@@ -171,122 +187,46 @@ def test_links_resolve(page: Path) -> None:
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{page.name} links to {target}"
         assert file.is_relative_to(ROOT)
-        if anchor and file.suffix == ".md":
-            assert anchor in anchors_of(file), f"{page.name} links to {target}: no such heading"
+        if anchor and (file.suffix == ".md" or file.name == "tour.html"):
+            assert anchor in anchors_of(file), f"{page.name} links to {target}: nothing is there"
+
+
+LIBRARIES = {"torch", "numpy", "transformers", "triton", "ray"}
 
 
 @cache
-def known_names() -> frozenset[str]:
-    """Every name and every word of a string in the project's Python files, and in the names of its files."""
-    names = set(dir(builtins)) | set(keyword.kwlist)
+def known_words() -> frozenset[str]:
+    """Every word in the project's Python files, and in the names of its files."""
+    words = {*dir(builtins), *keyword.kwlist}
     for file in ROOT.rglob("*"):
         if any(part.startswith(".") for part in file.relative_to(ROOT).parts):
             continue
-        names |= set(re.findall(r"\w+", file.name))
-        if file.suffix != ".py" or file.name == Path(__file__).name:
-            continue
-        for token in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
-            if token.type == tokenize.NAME:
-                names.add(token.string)
-            elif token.type == tokenize.STRING or tokenize.tok_name[token.type].startswith("FSTRING"):
-                names |= set(re.findall(r"\w+", token.string))
-    return frozenset(names)
-
-
-LIBRARIES = ("torch", "numpy", "transformers", "triton", "ray")
-# Names of other programs that the docs set or mention, which no Python file of ours has.
-FOREIGN = {
-    "GOMP_SPINCOUNT",
-    "OMP_WAIT_POLICY",
-    "MASTER_PORT",
-    "NCCL_SOCKET_IFNAME",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
-    "THP_MEM_ALLOC_ENABLE",
-}
-
-
-def unknown_names(code: str) -> list[str]:
-    """The names in inline code that the project does not have: `Sequence.num_tokns` → num_tokns."""
-    unknown = []
-    for dotted in re.findall(r"(?<!\w)[A-Za-z_][\w.]*\w", "" if re.match(r"https?:|/", code) else code):
-        parts = dotted.split(".")
-        if parts[0] in LIBRARIES:
-            try:
-                pkgutil.resolve_name(dotted)
-            except (ImportError, AttributeError):
-                unknown.append(dotted)
-        else:
-            like_code = [part for part in parts if "_" in part or re.search("[a-z][A-Z]", part)]
-            unknown += [part for part in like_code if part not in known_names() | FOREIGN]
-    return unknown
+        words.update(re.findall(r"\w+", file.name))
+        if file.suffix == ".py":
+            words.update(re.findall(r"\w+", file.read_text(encoding="utf-8")))
+    return frozenset(words)
 
 
 @each_page
 def test_names_exist(page: Path) -> None:
-    """Inline code that looks like a name is a name of the source. Other projects' names stand in italics."""
-    defined = {
-        name
-        for block in blocks_of(page)
-        if block.kind == "python" and not block.title
-        for name in re.findall(r"\w+", block.text)
-    }
+    """Inline code that looks like a name is a name of the source. Other projects' names stand in italics.
+
+    Names in capitals may be variables of the environment, which other programs read.
+    """
+    known = set(known_words())
+    for block in blocks_of(page):
+        if block.kind == "python":
+            known.update(re.findall(r"\w+", block.text))
     for code in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose_of(page)):
-        unknown = [name for name in unknown_names(code) if name.split(".")[-1] not in defined]
-        assert not unknown, f"{page.name}: `{code}` names {', '.join(unknown)}"
-
-
-@cache
-def help_of(file: str) -> str:
-    return run_program([file, "--help"], ROOT, environment(PYTHONPATH=str(ROOT))).stdout
-
-
-@each_page
-def test_commands_have_their_options(page: Path) -> None:
-    """`python file.py --option`, in a block or in a sentence: the file exists, and has the option."""
-    commands = r"python ([\w/]+\.py)((?: [^`\n|#]*)?)"
-    for file, options in re.findall(commands, page.read_text(encoding="utf-8")):
-        if file == "script.py":  # the reader's own
+        if re.match(r"https?:|/", code):
             continue
-        assert (ROOT / file).exists(), f"{page.name}: there is no {file}"
-        for option in re.findall(r" (--[\w-]+)", options):
-            assert re.search(rf"{option}\b", help_of(file)), f"{page.name}: {file} has no {option}"
-
-
-def section(page: Path, anchor: str) -> str:
-    """A section with its subsections; without an anchor, what stands before the first heading."""
-    text = page.read_text(encoding="utf-8")
-    if not anchor:
-        return text.partition("\n## ")[0]
-    prose = FENCE.sub(lambda fenced: " " * len(fenced[0]), text)  # where # is no comment
-    headings = re.finditer(r"^(#+) (.*)$", prose, re.MULTILINE)
-    (found,) = (heading for heading in headings if slug_of(heading[2]) == anchor)
-    end = re.compile(rf"^#{{1,{len(found[1])}}} ", re.MULTILINE).search(prose, found.end())
-    return text[found.start() : end.start() if end else None]
-
-
-def test_the_minutes_of_the_evening_add_up() -> None:
-    text = (DOCS / "evening.md").read_text(encoding="utf-8")
-    *minutes, total = map(int, re.findall(r"^\| \**(\d+)\**", text, re.MULTILINE))
-    assert sum(minutes) == total
-    assert re.search(rf"\b{total} minutes", text)
-
-
-LINKING = [page for page in sorted(DOCS.rglob("0[1-8]-*.md")) if page.parent.name in ("book", "zh")]
-
-
-@pytest.mark.parametrize("page", LINKING, ids=named)
-def test_a_chapter_shows_its_steps_of_the_tour(page: Path) -> None:
-    """The step is in the tour, and has the part at which the chapter points."""
-    tour = (DOCS / "play" / "tour.html").read_text(encoding="utf-8")
-    _, *lines = map(json.loads, tour.split('id="steps">\n')[1].splitlines())
-    links = re.findall(r"\]\(\.\./play/tour\.html#(\d+)(?:-(\w+))?\)", page.read_text(encoding="utf-8"))
-    assert links
-    for step, part in links:
-        line = lines[int(step) - 1]
-        parts = {"", "scheduled", "computed", "updated"} | (
-            {"copied"} if line.keys() & {"copies", "out", "in"} else set()
-        )
-        assert part in parts, f"step {step} has no part {part!r}"
+        for dotted in re.findall(r"(?<!\w)[A-Za-z_][\w.]*\w", code):
+            parts = dotted.split(".")
+            if parts[0] in LIBRARIES:
+                continue
+            for part in parts:
+                looks_like_code = ("_" in part and not part.isupper()) or re.search("[a-z][A-Z]", part)
+                assert part in known or not looks_like_code, f"{page.name}: `{code}` names {part}"
 
 
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────
@@ -294,47 +234,37 @@ def test_a_chapter_shows_its_steps_of_the_tour(page: Path) -> None:
 
 MEASURED = re.compile(r"\]\(([^)\s#]*(?:benchmarks|cpu|reliability|gpu-status)\.md)#([^)]*)\)")
 FIGURE = re.compile(r"(?<![\w.,§])\d[\d,]*\.?\d+(?!\w)")
+SENTENCE = re.compile(r"(?<=[.:;])\s|(?<=[。；])|\n\n|\n(?=-)|\s*\|\s*")
+
+
+def section(page: Path, anchor: str) -> str:
+    """A section with its subsections; without an anchor, what stands before the first heading."""
+    text = page.read_text(encoding="utf-8")
+    if not anchor:
+        return text.partition("\n## ")[0]
+    prose = quote.FENCE.sub(lambda fenced: " " * len(fenced[0]), text)  # where # is no comment
+    headings = re.finditer(r"^(#+) (.*)$", prose, re.MULTILINE)
+    (found,) = (heading for heading in headings if slug_of(heading[2]) == anchor)
+    end = re.compile(rf"^#{{1,{len(found[1])}}} ", re.MULTILINE).search(prose, found.end())
+    return text[found.start() : end.start() if end else None]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "records"], ids=named)
 def test_quoted_figures_stand_where_they_were_measured(page: Path) -> None:
     """A sentence that links to a section of measurements has the figures of that section, or rounds them."""
-    for sentence in re.split(r"(?<=[.:;])\s|(?<=[。；])|\n\n|\n(?=-)|\s*\|\s*", prose_of(page)):
-        homes = {
-            section((page.parent / path).resolve(), anchor) for path, anchor in MEASURED.findall(sentence)
-        }
-        known = [float(figure.replace(",", "")) for home in homes for figure in FIGURE.findall(home)]
-        for figure in FIGURE.findall(re.sub(r"\]\([^)]*\)", "", sentence)) if homes else []:
+    for sentence in SENTENCE.split(prose_of(page)):
+        measured = []
+        for path, anchor in MEASURED.findall(sentence):
+            measured += FIGURE.findall(section((page.parent / path).resolve(), anchor))
+        if not measured:
+            continue
+        known = [float(figure.replace(",", "")) for figure in measured]
+        for figure in FIGURE.findall(re.sub(r"\]\([^)]*\)", "", sentence)):
             digits = len(figure.partition(".")[2])
-            assert float(figure.replace(",", "")) in {round(n, d) for n in known for d in (digits, 9)}, (
+            rounded = {round(number, digits) for number in known}
+            assert float(figure.replace(",", "")) in rounded.union(known), (
                 f"{page.name} quotes {figure}, which the section that it links to does not have: {sentence}"
             )
-
-
-def test_every_chapter_has_what_the_readme_says() -> None:
-    """An example by hand, an experiment, and a broken variant."""
-    for page in sorted((DOCS / "book").glob("[0-9]*.md"))[1:]:
-        kinds = {block.kind for block in blocks_of(page) if not block.title or block.kind == "diff"}
-        assert {"python", "console", "diff"} <= kinds, page.name
-        assert "by hand" in page.read_text(encoding="utf-8").lower(), page.name
-
-
-def test_a_fork_has_the_same_lines_in_every_table() -> None:
-    """test_forks.py counts those of the forks that are files."""
-    text = (DOCS / "forks" / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| [\[*]?(\w+)[^|]* \| (\d+) \|", text, re.MULTILINE)
-    assert len(set(rows)) == len(dict(rows)), rows
-
-
-def test_a_claim_about_an_engine_names_its_version_and_file() -> None:
-    head, *sections = re.split(
-        r"^## ", (DOCS / "reference" / "after-2023.md").read_text(encoding="utf-8"), flags=re.M
-    )
-    for text in sections:
-        for engine in ("vLLM", "SGLang", "mini-sglang", "transformers", "PyTorch"):
-            if re.search(rf"\b{engine}\b", text):
-                assert re.search(rf"\b{engine}\s+[0-9a-f.]{{5,}}\b", head), f"{engine}: which version?"
-                assert re.search(r"\*[\w/]+\.(py|rs|cpp)\*", text), f"which file?\n{text}"
 
 
 # ── pictures ──────────────────────────────────────────────────────────────────────────────────────
@@ -349,20 +279,57 @@ def test_figures_are_those_that_their_scripts_draw(script: Path, copy: Path) -> 
     done = execute([str(script.relative_to(ROOT))], copy)
     assert done.returncode == 0, done.stderr
     for picture in pictures:
-        drawn = (copy / picture.relative_to(ROOT)).read_text(encoding="utf-8")
-        assert drawn == picture.read_text(encoding="utf-8"), (
-            f"run python docs/book/figures/{script.name} again"
-        )
+        drawn = (copy / picture.relative_to(ROOT)).read_bytes()
+        assert drawn == picture.read_bytes(), f"run python docs/book/figures/{script.name} again"
 
 
-def test_every_picture_is_shown_with_its_script() -> None:
-    """A page that shows a figure says which command drew it."""
-    shown: set[str] = set()
+def test_every_picture_is_shown() -> None:
+    shown: set[Path] = set()
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
-            picture = (page.parent / target).resolve()
-            shown.add(picture.name)
-            assert re.search(rf"{picture.stem}\.py", text), f"{page.name}: which script drew {target}?"
-    pictures = {file.name for file in DOCS.rglob("*") if file.suffix in (".svg", ".png")}
-    assert shown == pictures, "pictures that no page shows, or that are missing"
+        for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            shown.add((page.parent / target).resolve())
+    assert shown == {file for file in DOCS.rglob("*") if file.suffix in (".svg", ".png")}
+
+
+# ── Chinese pages ─────────────────────────────────────────────────────────────────────────────────
+
+# The words of Chinese tutorials: a section of the glossary that the English page does not need.
+ONLY_CHINESE = re.compile(r"^## 中文资料里的叫法\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
+PART = re.compile(
+    quote.FENCE.pattern + r"|^(?P<heading>#+) |!\[[^\]]*\]\((?P<figure>[^)\s]+)\)|^(?P<row>\|).*\|$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def parts_of(page: Path) -> list[str]:
+    """Levels of headings, kinds of blocks, names of figures and rows of tables, in their order."""
+    parts = []
+    for found in PART.finditer(ONLY_CHINESE.sub("", page.read_text(encoding="utf-8"))):
+        figure = Path(found["figure"]).name if found["figure"] else None
+        parts.append(found["heading"] or figure or found["row"] or found["kind"])
+    return parts
+
+
+@each_chinese_page
+def test_a_chinese_page_has_the_parts_of_the_english_one(page: Path) -> None:
+    """Their code is compared with the quotations. Each links to the other in its third line."""
+    other = quote.english(page)
+    assert parts_of(page) == parts_of(other)
+    third, third_of_other = (file.read_text(encoding="utf-8").splitlines()[2] for file in (page, other))
+    assert third == f"[English](../{other.relative_to(DOCS).as_posix()})"
+    folder = "zh" if other.parent == DOCS else "../zh"
+    assert third_of_other == f"[中文]({folder}/{page.name})"
+
+
+@each_chinese_page
+def test_a_chinese_page_leads_to_chinese_pages_and_figures(page: Path) -> None:
+    """Where there are Chinese ones, except in its third line."""
+    own = {file.name for file in (DOCS / "zh").rglob("*")} - {"README.md"}
+    for line in page.read_text(encoding="utf-8").splitlines()[3:]:
+        for target in re.findall(r"\]\(\.\./([^)\s#]+)", line):
+            assert Path(target).name not in own, f"{page.name} links to ../{target}"
+
+
+def test_every_chapter_is_there_in_chinese() -> None:
+    chapters = {page.name for page in (DOCS / "book").glob("*.md")}
+    assert chapters <= {page.name for page in quote.CHINESE}

@@ -15,27 +15,23 @@ from programs import environment, load_file, run_program
 
 EXERCISES = {file.stem: file for file in sorted((ROOT / "docs" / "book" / "exercises").glob("*_[0-9].py"))}
 APPENDIX = ROOT / "docs" / "reference" / "wrong-claims.md"  # it has the exercises claims_1 and claims_2
-WRONG: dict[str, list[tuple[str, str, str]]] = {}  # exercise → (what is wrong, a piece, its replacement)
+PAGES = {page.name[:2]: page for page in (ROOT / "docs" / "book").glob("[0-9]*.md")} | {"claims": APPENDIX}
+WRONG = []  # exercise, what is wrong, a piece of the solution, its replacement
 for file in sorted((Path(__file__).parent / "wrong").glob("c*.py")):
-    lists = vars(import_module(f"wrong.{file.stem}")).items()
-    WRONG |= {
-        file.stem.removeprefix("ch") + name[5:]: wrong for name, wrong in lists if name.startswith("WRONG_")
-    }
+    for name, wrongs in vars(import_module(f"wrong.{file.stem}")).items():
+        if name.startswith("WRONG_"):
+            exercise = f"{file.stem.removeprefix('ch')}_{name[-1]}"
+            WRONG += [pytest.param(exercise, *wrong, id=f"{exercise}-{wrong[0]}") for wrong in wrongs]
 
 
-def page_of(exercise: str) -> Path:
-    if exercise.startswith("claims"):
-        return APPENDIX
-    (page,) = (ROOT / "docs" / "book").glob(f"{exercise[:2]}-*.md")
-    return page
+def page_of(exercise: str) -> str:
+    return PAGES[exercise.partition("_")[0]].read_text(encoding="utf-8")
 
 
 def solution_of(exercise: str) -> str:
     """The first block of Python in the solution that is folded in the chapter."""
-    sections = re.split(r"^### Exercise ", page_of(exercise).read_text(encoding="utf-8"), flags=re.MULTILINE)
-    (section,) = (each for each in sections[1:] if each.startswith(f"{int(exercise[-1])}:"))
-    folded = section[section.index("<details") : section.index("</details>")]
-    return re.search(r"^```python\n(.*?)^```$", folded, re.MULTILINE | re.DOTALL)[1]
+    start = rf"^### Exercise {exercise[-1]}:.*?<details.*?^```python\n(.*?)^```$"
+    return re.search(start, page_of(exercise), re.MULTILINE | re.DOTALL)[1]
 
 
 def check(exercise: str, solution: str) -> None:
@@ -44,24 +40,19 @@ def check(exercise: str, solution: str) -> None:
     exec(compile(solution, f"solution of {exercise}", "exec"), module.__dict__)
     checks = [getattr(module, name) for name in vars(module) if name.startswith("test_")]
     assert checks
-    for each in checks:
-        each()
+    for test in checks:
+        test()
 
 
 @pytest.mark.parametrize("exercise", EXERCISES)
 def test_the_solution_in_the_page_is_right(exercise: str) -> None:
-    page = page_of(exercise).read_text(encoding="utf-8")
-    assert f"python -m pytest docs/book/exercises/{exercise}.py" in page
+    assert f"python -m pytest docs/book/exercises/{exercise}.py" in page_of(exercise)
     check(exercise, solution_of(exercise))
 
 
-@pytest.mark.parametrize(
-    ("exercise", "wrong"),
-    [pytest.param(name, each, id=f"{name}-{each[0]}") for name, wrongs in WRONG.items() for each in wrongs],
-)
-def test_a_wrong_solution_is_told_why(exercise: str, wrong: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize(("exercise", "what", "piece", "replacement"), WRONG)
+def test_a_wrong_solution_is_told_why(exercise: str, what: str, piece: str, replacement: str) -> None:
     """By one sentence; a solution that raises an error of its own is rejected, too."""
-    what, piece, replacement = wrong
     right = solution_of(exercise)
     assert right.count(piece) == 1, f"the solution has {right.count(piece)} times {piece!r}"
     with pytest.raises(Exception) as rejected:  # noqa: PT011  any error of the solution's own
@@ -69,21 +60,21 @@ def test_a_wrong_solution_is_told_why(exercise: str, wrong: tuple[str, str, str]
     message = str(rejected.value).split("\nassert ")[0]
     assert "\n" not in message
     assert not message.startswith("assert "), "a check without a sentence"
-    print(f"{exercise}  {what}: {message}")
 
 
-def test_each_exercise_has_wrong_solutions() -> None:
-    for page in [*sorted((ROOT / "docs" / "book").glob("[0-9]*.md")), APPENDIX]:
-        for number in re.findall(r"^### Exercise (\d+):", page.read_text(encoding="utf-8"), re.MULTILINE):
-            assert f"{'claims' if page == APPENDIX else page.name[:2]}_{number}" in EXERCISES
-    assert all(len(WRONG[exercise]) >= 3 for exercise in EXERCISES)
+def test_each_exercise_has_a_check_and_wrong_solutions() -> None:
+    in_pages = []
+    for chapter, page in PAGES.items():
+        numbers = re.findall(r"^### Exercise (\d+):", page.read_text(encoding="utf-8"), re.MULTILINE)
+        in_pages += [f"{chapter}_{number}" for number in numbers]
+    assert sorted(in_pages) == sorted(EXERCISES)
+    assert EXERCISES.keys() == {wrong.values[0] for wrong in WRONG}
 
 
 def test_a_failure_is_one_sentence() -> None:
     """As a reader runs it: a starter file says that it is not written yet, without a traceback."""
-    done = run_program(
-        ["-m", "pytest", "docs/book/exercises/01_1.py"], ROOT, environment(PYTHONPATH=str(ROOT))
-    )
+    arguments = ["-m", "pytest", "docs/book/exercises/01_1.py"]
+    done = run_program(arguments, ROOT, environment(PYTHONPATH=str(ROOT)))
     assert done.returncode == 1
     assert "Not written yet." in done.stdout
     assert "Traceback" not in done.stdout
