@@ -2,20 +2,119 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from programs import load_file
-
 PARTS = ("scheduled", "copied", "computed", "updated")
-tour = load_file(Path(__file__).parents[1] / "docs" / "experiments" / "tour.py")
-find_events = tour.find_events
+Line = dict[str, Any]
+"""A step; `Recorder` in nanopaged/trace.py describes its fields. The states are whole, see `read_trace`."""
 
 
-def read_trace(page: Path | str) -> list[dict[str, Any]]:
-    """The line of the engine, and those of the steps with whole states, of a page or of its text."""
-    return tour.read_lines(page.read_text(encoding="utf-8") if isinstance(page, Path) else page)
+def read_trace(page: Path | str) -> list[Line]:
+    """The line of the engine, and those of the steps with whole states, of a page or of its text.
+
+    `seqs` of a state is a list of (request, index, number of computed tokens, block table, host table, finish
+    reason, tokens).
+    """
+    text = page.read_text(encoding="utf-8") if isinstance(page, Path) else page
+    header, *lines = map(json.loads, text.split('id="steps">\n')[1].splitlines())
+    state: dict[str, Any] = {}
+    for line in lines:
+        if "failed" in line:
+            state = {}
+        for part in ("scheduled", "updated")["failed" in line :]:
+            state = change(state, line.get(part, {}))
+            line[part] = whole(state)
+    return [header, *lines]
+
+
+def change(old: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The state, name → lists, after these changes of a line."""
+    state = dict(old)
+    for name, lists in changes.items():
+        before = state.pop(name, [[]] * len(lists))
+        if lists:
+            state[name] = [change_list(*pair) for pair in zip(before, lists, strict=True)]
+    return state
+
+
+def change_list(old: list[Any], changes: list[list[Any]]) -> list[Any]:
+    removed, added = changes
+    gone = set(removed)
+    return [item for place, item in enumerate(old) if place not in gone] + added
+
+
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with its fields by name."""
+    names = ("queue", "running", "cached", "keys")
+    queue, (num_running,), cached, keys = (state.get(name, [[]])[0] for name in names)
+    sequences = []
+    for name in (name for name in state if "." in name):
+        number, index = map(int, name.split("."))
+        (reason, computed), tokens, table, host = state[name]
+        sequences.append((number, index, computed, table, host, reason, tokens))
+    queues = {"running": queue[:num_running], "waiting": queue[num_running:], "cached": cached}
+    return queues | {"seqs": sequences, "keys": dict(keys)}
+
+
+def find_events(lines: list[Line]) -> list[dict[str, str]]:
+    """For each step, kind of event → the part of the step in which it happens."""
+    requests = {fields[0]: fields for line in lines for fields in line.get("requests", [])}
+    events, before = [], {"running": [], "waiting": [], "cached": [], "keys": {}}
+    for line in lines:
+        events.append(events_of(line, before, requests))
+        before = line["updated"]
+    return events
+
+
+def events_of(line: Line, before: dict[str, Any], requests: dict[int, list[Any]]) -> dict[str, str]:
+    """As the page finds them, where it says what has happened.
+
+    Args:
+        before: the state after the step before.
+        requests: number → what the trace says of it.
+    """
+    if "failed" in line:
+        return {"fail": "failed"}
+    now, after = line["scheduled"], line["updated"]
+    came_in = {block_id for _, block_id in line.get("in", [])}
+    in_use = {block_id for row in now["seqs"] for block_id in row[3]}
+    lengths = {(row[0], row[1]): len(row[6]) for row in now["seqs"]}
+    num_seqs = Counter(row[0] for row in now["seqs"])
+    hits = decodes = chunks = forks = beams = False
+    for number, index, computed, table, *_ in now["seqs"]:
+        admitted = index == 0 and number in line.get("admitted", ())
+        hits |= admitted and computed > 0 and not came_in.intersection(table)
+        for _, _, num in (its for its in line.get("batch", ()) if its[:2] == [number, index]):
+            is_decode = num == 1 and lengths[number, index] > requests[number][2]
+            decodes |= is_decode
+            chunks |= not is_decode and computed + num < lengths[number, index]
+    for number, index, _, _, _, reason, tokens in after["seqs"]:
+        forks |= num_seqs[number] == 1 and index > 0 and reason is None
+        longer = len(tokens) > lengths.get((number, index), 0)
+        beams |= requests[number][4] and num_seqs[number] > 1 and reason is None and longer
+    ended = [{(row[0], row[1]) for row in state["seqs"] if row[5]} for state in (now, after)]
+    left = {*before["running"], *before["waiting"]} - {*now["running"], *now["waiting"]}
+    keys = after["keys"]
+    lost = {block_id for block_id, key in before["keys"].items() if keys.get(block_id) != key} & in_use
+    was_reset = {*before["cached"]} - in_use - {*now["cached"]}  # by reset_prefix_cache
+    happened = {
+        "scheduled": {
+            "finish": bool(left),  # aborted
+            "arrive": "requests" in line,
+            "preempt": "preempted" in line,
+            "admit": "admitted" in line,
+            "hit": hits,
+            "evict": bool(lost) and not was_reset,
+        },
+        "copied": {"copy": "copies" in line, "swap": "out" in line or "in" in line},
+        "computed": {"decode": decodes, "chunk": chunks},
+        "updated": {"fork": forks, "beams": beams, "finish": bool(ended[1] - ended[0])},
+    }
+    return {kind: part for part, kinds in happened.items() for kind, happens in kinds.items() if happens}
 
 
 def parts_of(line: dict[str, Any]) -> list[str]:

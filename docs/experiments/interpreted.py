@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 
-from common import at_least, make_parser
+from lib.common import at_least, make_parser
 
 from nanopaged.terminal import run_program
 
@@ -27,7 +27,7 @@ def main() -> None:
 
     import numpy as np
     import torch
-    from decode_case import DecodeCase, KVSizes
+    from lib.decode_case import DecodeCase, KVSizes
     from torch.nn.utils.rnn import pad_sequence
 
     from nanopaged.attention.reference_backend import reference_paged_attention
@@ -37,21 +37,18 @@ def main() -> None:
     except ImportError as error:
         raise SystemExit(f"Triton, which pip installs on Linux only, cannot be imported: {error}") from None
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(0)
     sizes = KVSizes(num_layers=1, num_kv_heads=2, group=2, head_dim=64, dtype=torch.float32)
-    case = DecodeCase(args.keys, args.block_size, sizes, torch.device("cpu"), args.seed)
-    unused = set(range(len(case.cache.data))).difference(*case.tables)
-    case.cache.data[list(unused)] = math.nan
-    for table, n in zip(case.tables, args.keys, strict=True):
-        for cache in (case.k, case.v):
-            cache[table[-1], :, n - (len(table) - 1) * args.block_size :] = math.nan  # behind the last key
+    case = DecodeCase(args.keys, args.block_size, sizes, torch.device("cpu"), seed=0)
     scale = sizes.head_dim**-0.5
-    expected = torch.stack(
-        [
-            reference_paged_attention(q, case.k, case.v, table, n, scale)
-            for q, table, n in zip(case.q, case.tables, args.keys, strict=True)
-        ]
-    )
+    is_key = torch.zeros(len(case.cache.data), args.block_size, dtype=torch.bool)
+    expected = []
+    for q, table, num_keys in zip(case.q, case.tables, args.keys, strict=True):
+        for position in range(num_keys):
+            is_key[table[position // args.block_size], position % args.block_size] = True
+        expected.append(reference_paged_attention(q, case.k, case.v, table, num_keys, scale))
+    for cache in (case.k, case.v):  # [num_blocks, num_kv_heads, block_size, head_dim]
+        cache.transpose(1, 2)[~is_key] = math.nan
 
     tables = pad_sequence([torch.tensor(table, dtype=torch.int32) for table in case.tables], batch_first=True)
     print(f"sequences of {args.keys} keys, blocks of {args.block_size}")
@@ -68,7 +65,7 @@ def main() -> None:
             firsts=torch.from_numpy(firsts),
             scale=scale,
         )
-        difference = (out - expected).abs().max().item()  # NaN is not below anything
+        difference = (out - torch.stack(expected)).abs().max().item()  # NaN is not below anything
         verdict = "below 0.000001" if difference < 1e-6 else f"{difference}"
         longest = int((splits[:, 2] - splits[:, 1]).max())
         print(f"{cuts:4}  {longest:15}  {len(splits) * sizes.num_kv_heads:8}  {verdict}")

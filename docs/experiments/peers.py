@@ -1,11 +1,14 @@
-"""Output tokens per second of other engines next to nanopaged, on the random requests of bench.py.
+"""Output tokens a second of nanopaged and of another engine, on several kinds of random requests.
 
     python docs/experiments/peers.py transformers             its continuous batching
-    python docs/experiments/peers.py vllm --peer-python vllm-venv/bin/python --threads 1
-    python docs/experiments/peers.py nano-vllm --peer-python nano-venv/bin/python --requests 256
+    python docs/experiments/peers.py vllm --peer-python vllm-venv/bin/python --threads 1 --kinds mixed long
+    python docs/experiments/peers.py nano-vllm --peer-python nano-venv/bin/python --kinds large
 
-Each side runs in a process of its own, because an engine is slower in a process that has freed memory. All
-sides load the same random weights. nano-vllm has no greedy decoding, so it samples as in its own benchmark.
+Each side has a process of its own, because an engine is slower in a process that has freed memory, and all
+sides load the same random weights. They take turns: a round that warms up, then --rounds of them with new
+prompts, so that no prefix cache helps beyond the prefix that a kind has. The rates are medians: output tokens
+a second of wall time, and of CPU time of all threads. (The packages' own messages go to the standard error.)
+nano-vllm has no greedy decoding, so it samples as in its own benchmark.
 """
 
 from __future__ import annotations
@@ -14,29 +17,54 @@ import argparse
 import importlib
 import json
 import os
+import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
 
-from common import DTYPES, ROOT, at_least, machine, make_parser
+from lib.common import DTYPES, ROOT, SHAPES, at_least, machine, make_parser
 
-from nanopaged.terminal import one_line, run_program
+from nanopaged.terminal import run_program
 
 Requests = list[tuple[list[int], int]]  # token ids of a prompt, number of tokens to generate
 Times = dict[str, float]  # seconds, and cpu_seconds of all threads
 Job = dict[str, Any]  # what `serve` loads, and in which Python
-SERVE = "serve"  # the argument of a process that `run_job` starts
-SHAPES = ["test", "28m", "100m", "qwen3-0.6b"]  # those of bench.py
+SERVE = "serve"  # the argument of a process that `Side` starts
+
+# Number of requests, the tokens that all begin with, least and most tokens of their own, of the output
+KINDS = {
+    "mixed": (32, 0, 16, 256, 16, 256),
+    "mixed-8": (8, 0, 16, 256, 16, 256),
+    "one": (1, 0, 128, 128, 128, 128),
+    "long": (8, 0, 1500, 1500, 32, 32),
+    "shared-0": (32, 0, 32, 32, 64, 64),
+    "shared-1024": (32, 1024, 32, 32, 64, 64),
+    "shared-1800": (32, 1800, 32, 32, 64, 64),
+    "large": (256, 0, 100, 1024, 100, 1024),
+}
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    add_arguments(parser)
+    add = parser.add_argument
+    add("peer", choices=["vllm", "nano-vllm", "transformers"])
+    add("--peer-python", default=sys.executable, help="of an environment with the peer")
+    add("--kinds", nargs="+", choices=KINDS, default=["mixed"], help="of requests")
+    add("--backends", nargs="+", default=["auto"], help="of nanopaged: attention_backend")
+    add("--shape", choices=SHAPES, default="100m", help="sizes of the model with random weights")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and K/V")
+    add("--budget", type=at_least(1), default=2048, help="tokens in a step (max_num_batched_tokens)")
+    add("--max-num-seqs", type=at_least(1), default=256, help="sequences in a step")
+    add("--threads", type=at_least(1), help="of each side, on a CPU; without it, torch's choice")
+    add("--seed", type=int, default=0, help="of everything random")
+    add("--rounds", type=at_least(1), default=3, help="of each kind")
     args = parser.parse_args()
     if shutil.which(args.peer_python) is None:
         parser.error(f"{args.peer_python} is not a program that can be run")
@@ -47,40 +75,53 @@ def main() -> None:
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    rates: dict[str, list[float]] = {"nanopaged": [], args.peer: []}
-    with tempfile.TemporaryDirectory() as folder:
-        bench.save_random_weights(folder, args)
-        try:
-            requests = bench.draw_requests(bench.SHAPES[args.shape][-1], args)
-        except ValueError as error:
-            parser.error(one_line(error))
-        num_output = sum(n for _, n in requests)
-        print(f"{len(requests)} requests, {num_output} output tokens; ", end="")
-        print(f"shape {args.shape}, {args.dtype}; {machine()}", flush=True)
-        for _ in range(args.repeat):
-            for name, runs in rates.items():
-                times = run_job(make_job(name, folder, args), requests)
-                runs.append(num_output / times["seconds"])
-                print(f"{name}: {runs[-1]:.1f} output tokens/s, {times['cpu_seconds']:.1f} CPU seconds")
-    for name, runs in rates.items():
-        print(f"{name:10} median {statistics.median(runs):8.1f}, {min(runs):8.1f} to {max(runs):8.1f}")
+    if args.threads == 1 and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {0})  # vLLM binds its thread to core 0: all sides have the same core
+    with tempfile.TemporaryDirectory() as model, ExitStack() as stack:
+        bench.save_random_weights(model, args)
+        sides = {args.peer: stack.enter_context(closing(Side(make_job(args.peer, model, args))))}
+        for backend in args.backends:
+            job = make_job("nanopaged", model, args)
+            job["options"]["attention_backend"] = backend
+            sides[f"nanopaged, {backend}"] = stack.enter_context(closing(Side(job)))
+        print(f"shape {args.shape}, {args.dtype}; {machine()}")
+        print(f"{'':12}" + "".join(f"{name:>22}" for name in sides) + f"    over {args.peer}, wall and CPU")
+        for kind in args.kinds:
+            print(f"{kind:12}{compare(kind, sides, args)}", flush=True)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("peer", choices=["vllm", "nano-vllm", "transformers"])
-    add("--peer-python", default=sys.executable, help="of an environment with the peer")
-    add("--shape", choices=SHAPES, default="100m", help="sizes of the model with random weights")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and K/V")
-    add("--requests", type=at_least(1), default=32, help="how many")
-    add("--min-input", type=at_least(1), default=16, metavar="TOKENS", help="lengths are drawn uniformly")
-    add("--max-input", type=at_least(1), default=256, metavar="TOKENS", help="from minimum to maximum")
-    add("--min-output", type=at_least(1), default=16, metavar="TOKENS", help="lengths are drawn uniformly")
-    add("--max-output", type=at_least(1), default=256, metavar="TOKENS", help="from minimum to maximum")
-    add("--budget", type=at_least(1), default=2048, help="tokens in a step (max_num_batched_tokens)")
-    add("--max-num-seqs", type=at_least(1), default=256, help="sequences in a step")
-    add("--threads", type=at_least(1), help="of each side, on a CPU; default: torch's choice")
-    add("--repeat", type=at_least(1), default=1, help="rounds; the sides take turns")
+def compare(kind: str, sides: dict[str, Side], args: argparse.Namespace) -> str:
+    """The medians of each side, and of the ratios of each round."""
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for i in range(args.rounds + 1):
+        requests = draw_requests(kind, args.shape, args.seed + i)
+        num_tokens = sum(n for _, n in requests)
+        for name, side in sides.items():
+            times = side.run(requests)
+            if i > 0:
+                rates[name].append((num_tokens / times["seconds"], num_tokens / times["cpu_seconds"]))
+    peer, *ours = rates.values()
+    cells = ""
+    for rounds in rates.values():
+        wall, cpu = (statistics.median(column) for column in zip(*rounds, strict=True))
+        cells += f"{wall:11.1f} {cpu:10.1f}"
+    for rounds in ours:
+        for column in (0, 1):
+            ratios = [mine[column] / other[column] for mine, other in zip(rounds, peer, strict=True)]
+            cells += f"{statistics.median(ratios):8.2f}"
+    return cells
+
+
+def draw_requests(kind: str, shape: str, seed: int) -> Requests:
+    """Those of bench.py, after a common beginning."""
+    import bench
+
+    num_requests, num_shared, *lengths = KINDS[kind]
+    names = ["min_input", "max_input", "min_output", "max_output"]
+    sizes = argparse.Namespace(requests=num_requests, seed=seed, **dict(zip(names, lengths, strict=True)))
+    vocab_size = bench.SHAPES[shape][-1]
+    shared = random.Random(seed).choices(range(vocab_size), k=num_shared)
+    return [(shared + prompt, n) for prompt, n in bench.draw_requests(vocab_size, sizes)]
 
 
 def make_job(name: str, model: str, args: argparse.Namespace) -> Job:
@@ -111,39 +152,61 @@ def make_job(name: str, model: str, args: argparse.Namespace) -> Job:
     return job
 
 
-def start(job: Job) -> subprocess.Popen[str]:
-    """Start a process that loads the engine of a job. Each line of requests is answered by their times."""
-    import torch
+class Side:
+    """An engine in a process of its own.
 
-    process = subprocess.Popen(
-        [job["python"], __file__, SERVE],
-        env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())} | job["environment"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C is for this process, which ends the other
-    )
-    print(json.dumps(job), file=process.stdin, flush=True)
-    return process
+    On a CPU the process stays, and is stopped between two runs where the system can do that: an idle vLLM
+    takes 1 to 2 % of a core. On a GPU it ends, because the other side needs its memory.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.process: subprocess.Popen[str] | None = None
+
+    def run(self, requests: Requests) -> Times:
+        import torch
+
+        if self.process is None:
+            self.process = self._start()
+        elif os.name == "posix":
+            self.process.send_signal(signal.SIGCONT)
+        times = self._ask(self.process, requests)
+        if torch.cuda.is_available():
+            self.close()
+        elif os.name == "posix":
+            self.process.send_signal(signal.SIGSTOP)
+        return times
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        import torch
+
+        process = subprocess.Popen(
+            [self.job["python"], __file__, SERVE],
+            env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())} | self.job["environment"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process, which ends the other
+        )
+        print(json.dumps(self.job), file=process.stdin, flush=True)
+        return process
+
+    def _ask(self, process: subprocess.Popen[str], requests: Requests) -> Times:
+        print(json.dumps(requests), file=process.stdin, flush=True)
+        for line in process.stdout:  # among those of the engine itself
+            if line.startswith("Times "):
+                return json.loads(line.removeprefix("Times "))
+        failed = f"{self.job['package']} failed in {self.job['python']}"
+        raise SystemExit(f"{failed}: is it installed? Its output is above.")
 
 
-def ask(process: subprocess.Popen[str], job: Job, requests: Requests) -> Times:
-    """Let a process run the requests."""
-    print(json.dumps(requests), file=process.stdin, flush=True)
-    for line in process.stdout:  # among those of the engine itself
-        if line.startswith("Times "):
-            return json.loads(line.removeprefix("Times "))
-    raise SystemExit(f"{job['package']} failed in {job['python']}: is it installed? Its output is above.")
-
-
-def run_job(job: Job, requests: Requests) -> Times:
-    """Return the time of the requests in a new process."""
-    process = start(job)
-    try:
-        return ask(process, job, requests)
-    finally:
-        process.kill()
-        process.communicate()
+# ── the process of a side ─────────────────────────────────────────────────────────────────────────
 
 
 class ContinuousBatching:
@@ -156,10 +219,9 @@ class ContinuousBatching:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         self.model.to("cuda" if torch.cuda.is_available() else "cpu")
 
-    def generate(self, prompts: list[list[int]], params: dict | list[dict]) -> None:
+    def generate(self, prompts: list[list[int]], params: list[dict]) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        params = params if isinstance(params, list) else [params] * len(prompts)
         lengths = [options["max_tokens"] for options in params]
         batching = ContinuousBatchingConfig()
         if self.model.device.type == "cpu":  # a GPU chooses the size of its pool; here it has room for all
@@ -199,7 +261,7 @@ def serve() -> None:
         if job["package"] == "vllm":
             prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
             warm_up = [{"prompt_token_ids": prompt} for prompt in warm_up]
-        llm.generate(warm_up, package.SamplingParams(max_tokens=3, **options))
+        llm.generate(warm_up, [package.SamplingParams(max_tokens=3, **options)] * len(warm_up))
         params = [package.SamplingParams(max_tokens=n, **options) for _, n in requests]
         wall = time.perf_counter()
         cpu = time.process_time()

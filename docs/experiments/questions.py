@@ -1,13 +1,11 @@
 """What paging does for 60 real questions: steps at equal memory, shared blocks, and tokens computed.
 
     python docs/experiments/questions.py            # seconds: only the lengths of the answers are needed
-    python docs/experiments/questions.py --model    # minutes: the model answers, with samples and beams too
+    python docs/experiments/questions.py --model    # minutes: the model answers; differences are named
 
 A chat model, SmolLM2-135M-Instruct (real_model.py), answered each question greedily in float32, until its
 answer ended or had 160 tokens. QUESTIONS has the lengths, which go through the real scheduler and block
-manager without the model. `--model` lets the model answer again, and names each length that differs.
-
-At equal memory, five rules say when a request may start (PagedAttention, §6.2):
+manager without the model. At equal memory, five rules say when a request may start (PagedAttention, §6.2):
 
     max      a range of slots is free for the longest text possible, 2,048 tokens
     limit    a range for the prompt and max_tokens, the most that this answer may have
@@ -21,12 +19,21 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-from common import make_parser
-from memory import KINDS, Lengths, Reserve, run_contiguous, run_paged
-from no_model import NoModel, Run, make_request, make_scheduler, serve_all
+from lib.common import make_parser
+from lib.no_model import (
+    KINDS,
+    Lengths,
+    NoModel,
+    Reserve,
+    Run,
+    make_request,
+    make_scheduler,
+    run_contiguous,
+    run_paged,
+    serve_all,
+)
 
-from nanopaged import BeamSearchParams, SamplingParams
-from nanopaged.config import Params
+from nanopaged import SamplingParams
 from nanopaged.terminal import run_program
 
 if TYPE_CHECKING:
@@ -107,19 +114,15 @@ QUESTIONS = [
     (38, 42, 75, "What is the longest river in Africa?"),
     (40, 20, 160, "What are the main parts of a plant cell?"),
     (40, 25, 41, "How far away is the moon from the earth?"),
-    (
-        53,
-        118,
-        160,
-        "If a train travels 60 kilometres in 45 minutes, what is its speed in kilometres per hour?",
-    ),
+    (53, 118, 160, "If a train travels 60 kilometres in 45 minutes, "
+                   "what is its speed in kilometres per hour?"),
     (52, 106, 48, "A shirt costs 40 euros and is reduced by 15 percent. What does it cost now?"),
     (46, 22, 15, "Sort these words alphabetically: pear, apple, fig, cherry, banana."),
     (49, 15, 16, "Summarise: The meeting was moved from Monday to Thursday, because two speakers are ill."),
     (45, 55, 50, "Correct the grammar: She don't like going to school by the bus."),
     (43, 31, 48, 'Is the sentence "I love this film" positive or negative?'),
     (46, 95, 160, 'Give three synonyms for "quick" and use each of them in a sentence.'),
-]
+]  # fmt: skip
 Question = tuple[int, int, int, str]
 
 
@@ -137,9 +140,8 @@ def lengths_of(questions: list[Question], with_system: bool) -> Lengths:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", action="store_true", help="let the model answer")
-    args = parser.parse_args()
-    if args.model:
-        ask_model(args.seed)
+    if parser.parse_args().model:
+        ask_model()
     else:
         compare_pools()
         compare_prefix_caching()
@@ -177,23 +179,10 @@ def compare_pools() -> None:
         print(f"{rule:7}{steps}{shares}{usages[0].at_once:10.1f}")
 
 
-def replay(
-    questions: list[Question],
-    num_blocks: int,
-    with_system: bool = False,
-    enable_prefix_caching: bool = True,
-    preemption: str = "recompute",
-) -> Run:
+def replay(questions: list[Question], num_blocks: int, with_system: bool = False, **options: Any) -> Run:
     """Serve the questions with an engine's defaults. Tokens do not matter, except where prompts are equal."""
-    scheduler = make_scheduler(
-        num_blocks,
-        BLOCK_SIZE,
-        max_num_seqs=256,
-        max_num_batched_tokens=2048,
-        enable_prefix_caching=enable_prefix_caching,
-        watermark=0.05,
-        preemption=preemption,
-    )
+    limits = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "watermark": 0.05}
+    scheduler = make_scheduler(num_blocks, BLOCK_SIZE, **limits, **options)
     rng = random.Random(0)
     common = [0] * (NUM_COMMON_WITH_SYSTEM if with_system else NUM_COMMON)
     for i, (num_prompt, num_answer) in enumerate(lengths_of(questions, with_system)):
@@ -225,22 +214,15 @@ def compare_preemption() -> None:
 # ── with the model ────────────────────────────────────────────────────────────────────────────────
 
 
-def ask_model(seed: int) -> None:
-    """Compare the record with the model's answers, and let samples and beams share blocks."""
+def ask_model() -> None:
+    """Compare the record with the model's answers."""
     from real_model import find_real_model
 
     from nanopaged import LLM
 
     llm = LLM(find_real_model(), dtype="float32", num_blocks=2000)
-    wrong = check_record(llm, QUESTIONS, False) + check_record(llm, QUESTIONS, True)
+    wrong = check_record(llm, QUESTIONS, with_system=False) + check_record(llm, QUESTIONS, with_system=True)
     print("\n".join(wrong) or "all lengths are as recorded")
-    some = QUESTIONS[::4]
-    samples = SamplingParams(n=4, temperature=0.8, seed=seed, max_tokens=MAX_TOKENS)
-    beams = BeamSearchParams(beam_width=4, max_tokens=MAX_TOKENS)
-    print(f"\nblocks saved, {len(some)} questions           within requests    in the pool")
-    for name, with_system in (("", False), (", after the system prompt", True)):
-        print(f"{'4 samples' + name:35}{measure_sharing(llm, some, with_system, samples)}", flush=True)
-        print(f"{'4 beams' + name:35}{measure_sharing(llm, some, with_system, beams)}", flush=True)
 
 
 def chat_prompts(llm: LLM, questions: list[Question], with_system: bool) -> list[dict[str, Any]]:
@@ -263,15 +245,6 @@ def check_record(llm: LLM, questions: list[Question], with_system: bool) -> list
         if lengths != recorded:
             wrong.append(f"{lengths} instead of {recorded} tokens: {output.prompt}")
     return wrong
-
-
-def measure_sharing(llm: LLM, questions: list[Question], with_system: bool, params: Params) -> str:
-    """Shares of the block tables' entries that need no block of their own, over all steps."""
-    engine = llm.engine
-    for i, prompt in enumerate(chat_prompts(llm, questions, with_system)):
-        engine.scheduler.add(engine.prompts.make_request(str(i), prompt, params))
-    run = serve_all(engine.scheduler, engine.runner)
-    return f"{1 - run.num_of_requests / run.num_entries:18.1%}{1 - run.num_used / run.num_entries:15.1%}"
 
 
 if __name__ == "__main__":

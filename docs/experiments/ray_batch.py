@@ -2,11 +2,11 @@
 
     python docs/experiments/ray_batch.py PROMPTS_FOLDER RESULTS_FOLDER --engines 2
 
-A line of the prompt files is JSON with a "prompt" and, when sampling, a "seed" of its own; with --text it is
-the prompt itself. A result is a JSON line with all fields of the prompt's line and the "output". Results are
-in no particular order. Ray uses the cluster that RAY_ADDRESS names, or one that runs on this machine, or
-starts one here. On several machines, nanopaged must be installed on each, and both folders must be in storage
-that all of them see (a network file system, s3://…). What happens on failures: docs/reference/ray.md.
+A line of the prompt files is JSON with a "prompt" and, when sampling, a "seed" of its own. A result is a JSON
+line with all fields of the prompt's line and the "output". Results are in no particular order. Ray uses the
+cluster that RAY_ADDRESS names, or one that runs on this machine, or starts one here. On several machines,
+nanopaged must be installed on each, and both folders must be in storage that all of them see (a network file
+system, s3://…). What happens on failures: docs/reference/ray.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from common import at_least, make_parser
+from lib.common import at_least, make_parser
 
 from nanopaged.terminal import run_program
 
@@ -45,10 +45,7 @@ class Engine:
 def run(args: argparse.Namespace) -> None:
     import ray
 
-    if args.text:
-        prompts = ray.data.read_text(args.prompts, drop_empty_lines=True).rename_columns({"text": "prompt"})
-    else:
-        prompts = ray.data.read_json(args.prompts)
+    prompts = ray.data.read_json(args.prompts)  # it also connects to the cluster
     num_gpus = args.tensor_parallel_size if "GPU" in ray.cluster_resources() else None
     results = prompts.map_batches(
         Engine,
@@ -65,16 +62,17 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("prompts", metavar="PROMPTS_FOLDER", help="with .jsonl files, or text files (--text)")
-    parser.add_argument("results", metavar="RESULTS_FOLDER", help="must not exist yet")
-    parser.add_argument("--text", action="store_true", help="each line is a prompt, not JSON")
-    parser.add_argument("--model", help="a folder or hub id, instead of the tiny model")
-    parser.add_argument("--engines", type=at_least(1), default=2, help="actors, each with an engine")
-    parser.add_argument("--tensor-parallel-size", type=at_least(1), default=1, help="GPUs of an engine")
-    parser.add_argument("--cpus", type=float, default=0.5, help="CPU cores of an engine, without GPUs")
-    parser.add_argument("--batch-size", type=at_least(1), default=1024, help="prompts sent to an engine")
-    parser.add_argument("--max-tokens", type=at_least(1), default=64, help="of an output")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    add = parser.add_argument
+    add("prompts", metavar="PROMPTS_FOLDER", help="with .jsonl files")
+    add("results", metavar="RESULTS_FOLDER", help="must not exist yet")
+    add("--model", help="a folder or hub id, instead of the tiny model")
+    add("--engines", type=at_least(1), default=2, help="actors, each with an engine")
+    add("--tensor-parallel-size", type=at_least(1), default=1, help="GPUs of an engine")
+    add("--cpus", type=float, default=0.5, help="CPU cores of an engine, without GPUs")
+    add("--batch-size", type=at_least(1), default=1024, help="prompts sent to an engine")
+    add("--max-tokens", type=at_least(1), default=64, help="of an output")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--seed", type=int, default=0, help="of rows without one")
     run(parser.parse_args())
 
 

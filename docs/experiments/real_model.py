@@ -9,13 +9,12 @@ them into a bfloat16 checkpoint of 269 MB, in the folder $NANOPAGED_CACHE or ~/.
 formats of this one file; it is not a general reader of GGUF.
 """
 
-import argparse
 import json
+import math
 import os
 import struct
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,85 +49,73 @@ NAMES = {
 }
 
 
-@dataclass
 class Reader:
     """A GGUF file, read from `position` on."""
 
-    data: np.ndarray  # [num_bytes], uint8
-    position: int = 0
+    def __init__(self, file: Path) -> None:
+        self.data = np.memmap(file, mode="r")  # [num_bytes], uint8
+        self.position = 0
 
-    def numbers(self, form: str) -> tuple[Any, ...]:
-        """The next numbers, of the types that `form` names in the letters of `struct`."""
-        size = struct.calcsize(f"<{form}")
-        values = struct.unpack(f"<{form}", self.data[self.position : self.position + size].tobytes())
-        self.position += size
-        return values
-
-    def number(self, letter: str) -> Any:
-        return self.numbers(letter)[0]
+    def take(self, form: str) -> Any:
+        """The next value, of the type that `struct` gives this letter."""
+        (value,) = struct.unpack_from(f"<{form}", self.data, self.position)
+        self.position += struct.calcsize(f"<{form}")
+        return value
 
     def text(self) -> str:
-        (value,) = self.numbers(f"{self.number('Q')}s")
-        return value.decode()
+        return self.take(f"{self.take('Q')}s").decode()
 
     def value(self, code: int) -> Any:
         """The next value of the type with this code."""
         if code == TEXT:
             return self.text()
         if code == LIST:
-            item_code = self.number("I")
-            return [self.value(item_code) for _ in range(self.number("Q"))]
-        return self.number(NUMBERS[code])
-
-
-@dataclass
-class TensorInfo:
-    name: str
-    shape: list[int]
-    code: int  # of the format of its numbers
-    offset: int  # in bytes, from where the weights begin
+            item_code = self.take("I")
+            return [self.value(item_code) for _ in range(self.take("Q"))]
+        return self.take(NUMBERS[code])
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The fields of a GGUF file, and its tensors as float32."""
-    reader = Reader(np.memmap(file, mode="r"))
-    magic, version, num_tensors, num_fields = reader.numbers("4sIQQ")
+    reader = Reader(file)
+    magic = reader.take("4s")
+    version = reader.take("I")
     if magic != b"GGUF" or version != 3:
         raise ValueError(f"{file} begins with {magic!r}, version {version}, not with GGUF, version 3")
+    num_tensors = reader.take("Q")
+    num_fields = reader.take("Q")
     fields = {}
     for _ in range(num_fields):
         name = reader.text()
-        fields[name] = reader.value(reader.number("I"))
-    infos = []
+        fields[name] = reader.value(reader.take("I"))
+    places = {}  # name → shape, format of its numbers, bytes from where the weights begin
     for _ in range(num_tensors):
         name = reader.text()
-        shape = [reader.number("Q") for _ in range(reader.number("I"))]
+        shape = [reader.take("Q") for _ in range(reader.take("I"))]
         shape.reverse()  # GGUF has the innermost dimension first
-        infos.append(TensorInfo(name, shape, code=reader.number("I"), offset=reader.number("Q")))
+        places[name] = (shape, reader.take("I"), reader.take("Q"))
     start = -(-reader.position // ALIGNMENT) * ALIGNMENT  # rounded up
-    tensors = {info.name: read_tensor(reader.data[start + info.offset :], info) for info in infos}
+    tensors = {}
+    for name, (shape, code, offset) in places.items():
+        tensors[name] = read_numbers(reader.data[start + offset :], math.prod(shape), code).reshape(shape)
     return fields, tensors
 
 
-def read_tensor(data: np.ndarray, info: TensorInfo) -> np.ndarray:
-    """The tensor at the beginning of these bytes, as float32."""
-    num = int(np.prod(info.shape))
-    if info.code == 0:  # float32
-        values = data[: num * 4].view("f4")
-    elif info.code == 8:  # Q8_0: blocks of a scale in float16 and 32 numbers of 8 bits
+def read_numbers(data: np.ndarray, num: int, code: int) -> np.ndarray:
+    """The numbers at the beginning of these bytes, as float32."""
+    if code == 0:  # float32
+        return data[: num * 4].view("f4")
+    if code == 8:  # Q8_0: blocks of a scale in float16 and 32 numbers of 8 bits
         blocks = data[: num // 32 * 34].reshape(-1, 34)
-        scales = blocks[:, :2].view("f2").astype("f4")
-        values = blocks[:, 2:].view("i1") * scales
-    elif info.code == 3:  # Q4_1: blocks of a scale, a minimum, and 16 bytes that hold two numbers each
+        return blocks[:, 2:].view("i1") * blocks[:, :2].view("f2").astype("f4")
+    if code == 3:  # Q4_1: blocks of a scale, a minimum, and 16 bytes that hold two numbers each
         blocks = data[: num // 32 * 20].reshape(-1, 20)
         scales = blocks[:, 0:2].view("f2").astype("f4")
         minima = blocks[:, 2:4].view("f2").astype("f4")
         pairs = blocks[:, 4:]
         numbers = np.concatenate((pairs & 15, pairs >> 4), axis=1)  # the low halves are the first 16
-        values = numbers * scales + minima
-    else:
-        raise ValueError(f"{info.name} has the GGUF format {info.code}, which is not read here")
-    return values.astype("f4").reshape(info.shape)
+        return numbers * scales + minima
+    raise ValueError(f"GGUF format {code} is not read here")
 
 
 def convert(file: Path, folder: Path) -> None:
@@ -241,10 +228,10 @@ def find_real_model(home: Path | None = None) -> Path:
 
 
 def main() -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    question = "What is the capital of France?"
-    parser.add_argument("question", nargs="?", default=question, help=f"default: {question}")
+    from lib.common import make_parser
+
+    parser = make_parser(__doc__)
+    parser.add_argument("question", nargs="?", default="What is the capital of France?", help="asked")
     args = parser.parse_args()
     print(ORIGIN)
     folder = find_real_model()
@@ -259,7 +246,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import common  # noqa: F401 (makes nanopaged importable from a checkout)
+    import lib.common  # noqa: F401 (makes nanopaged importable from a checkout)
 
     from nanopaged.terminal import run_program
 

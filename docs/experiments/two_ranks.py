@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING, Any
 
-from common import at_least, make_parser
+from lib.common import make_parser
 
 from nanopaged.terminal import run_program
 
@@ -18,21 +18,22 @@ if TYPE_CHECKING:
     from nanopaged import LLM
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 15], [3, 5, 7, 9, 17, 19]]  # 7 and 6 tokens, of which 4 are the same
+MAX_TOKENS = 6
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--max-tokens", type=at_least(4), default=6, help="generated for each prompt")
-    args = parser.parse_args()
+    make_parser(__doc__).parse_args()
 
-    from nanopaged import LLM
+    from nanopaged import LLM, SamplingParams
 
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     columns, tokens, messages = [], [], []
     for size in (1, 2):
-        llm = LLM(tensor_parallel_size=size, dtype="float32", block_size=4, num_blocks=16, seed=args.seed)
-        messages, num_all_reduces = watch(llm)
-        tokens.append(generate(llm, args.max_tokens))
-        columns.append(held(llm) | {"all-reduces of a step": num_all_reduces[0] // args.max_tokens})
+        llm = LLM(tensor_parallel_size=size, dtype="float32", block_size=4, num_blocks=16)
+        num_all_reduces = watch(llm, messages)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        tokens.append([output.outputs[0].token_ids for output in outputs])
+        columns.append(held(llm) | {"all-reduces of a step": num_all_reduces[0] // MAX_TOKENS})
         del llm  # the worker ends
     print(f"{'each rank has':24}{'1 rank':>8}{'2 ranks':>9}")
     for name, value in columns[0].items():
@@ -48,11 +49,12 @@ def main() -> None:
         print(f"  step {number}: {message.metadata.block_tables}")
 
 
-def watch(llm: LLM) -> tuple[list[Any], list[int]]:
+def watch(llm: LLM, messages: list[Any]) -> list[int]:
     """Keep the messages of the engine's steps as a worker reads them, and count its all-reduces."""
-    ranks, messages, num_all_reduces = llm.engine.runner.ranks, [], [0]
+    ranks = llm.engine.runner.ranks
+    num_all_reduces = [0]
     if ranks is None:
-        return messages, num_all_reduces
+        return num_all_reduces
     send, all_reduce = ranks.send, ranks.all_reduce
 
     def kept(message: Any) -> None:
@@ -64,14 +66,7 @@ def watch(llm: LLM) -> tuple[list[Any], list[int]]:
         return all_reduce(x)
 
     ranks.send, ranks.all_reduce = kept, counted
-    return messages, num_all_reduces
-
-
-def generate(llm: LLM, max_tokens: int) -> list[list[int]]:
-    from nanopaged import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    return num_all_reduces
 
 
 def held(llm: LLM) -> dict[str, int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from memory import TRACES, draw_lengths, run_contiguous
+from lib.no_model import TRACES, draw_lengths, run_contiguous
 
 
 def rounded(unit: int) -> Callable[[int, int], int]:

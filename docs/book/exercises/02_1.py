@@ -10,7 +10,7 @@ from pathlib import Path
 from nanopaged import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from no_model import NoModel, make_request, make_scheduler
+from lib.no_model import NoModel, make_request, make_scheduler
 
 
 def steps(num_prompt: int, num_output: int, budget: int) -> list[int]:

@@ -11,7 +11,7 @@ from nanopaged import SamplingParams
 from nanopaged.model_runner import prepare
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from no_model import NoModel, make_request, make_scheduler
+from lib.no_model import NoModel, make_request, make_scheduler
 
 
 def lay_out(sequences: list[tuple[int, int, int, list[int]]], block_size: int) -> tuple[list[int], list[int]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from nanopaged import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from no_model import NoModel, make_request, make_scheduler
+from lib.no_model import NoModel, make_request, make_scheduler
 
 
 def steps_with_failure(num_prompt: int, num_output: int, budget: int, fail_at: int) -> list[int]:

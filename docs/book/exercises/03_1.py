@@ -10,7 +10,7 @@ from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from no_model import make_request
+from lib.no_model import make_request
 
 free: list[int] = []  # six numbers: the free blocks after each event
 share: float | None = None  # percent of the blocks that are in use in the end

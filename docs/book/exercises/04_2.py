@@ -10,7 +10,7 @@ from nanopaged import SamplingParams
 from nanopaged.sequence import Request
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from no_model import NoModel, make_request, make_scheduler
+from lib.no_model import NoModel, make_request, make_scheduler
 
 arrived: dict[str, int] = {}  # request id → the step before which it arrives; the check fills it
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 
-from no_model import make_request
+from lib.no_model import make_request
 
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 
-from no_model import NoModel, make_request, make_scheduler, rank_again
+from lib.no_model import NoModel, make_request, make_scheduler, rank_again
 
 from nanopaged import SamplingParams
 from nanopaged.scheduler import Scheduler

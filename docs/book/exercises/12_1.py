@@ -13,7 +13,7 @@ from nanopaged import SamplingParams
 from nanopaged.sequence import Request, Sample
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from no_model import NoModel, make_request, make_scheduler, rank_again
+from lib.no_model import NoModel, make_request, make_scheduler, rank_again
 
 
 def longest_output_first(request: Request) -> Any:

@@ -15,7 +15,7 @@ from nanopaged.scheduler import Scheduler
 from nanopaged.snapshot import check_blocks
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from no_model import NoModel, make_request
+from lib.no_model import NoModel, make_request
 
 
 class LfuBlockManager(BlockManager):

@@ -13,7 +13,7 @@ from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Sequence
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from no_model import NoModel, make_request
+from lib.no_model import NoModel, make_request
 
 
 class CountingBlockManager(BlockManager):

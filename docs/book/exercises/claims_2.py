@@ -9,7 +9,7 @@ from pathlib import Path
 from nanopaged import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from no_model import NoModel, make_request, make_scheduler, num_used_blocks
+from lib.no_model import NoModel, make_request, make_scheduler, num_used_blocks
 
 
 def blocks_in_use(num_requests: int, prompt: int, output: int, block_size: int) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from svg import COLORS, FAINT, GREY, INK, PAPER, Drawing
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from no_model import make_request
+from lib.no_model import make_request
 
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager

@@ -13,7 +13,7 @@ from pathlib import Path
 from svg import COLORS, GREY, Drawing
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from no_model import NoModel, make_request, make_scheduler
+from lib.no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
 

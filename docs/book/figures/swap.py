@@ -9,7 +9,7 @@ from svg import COLORS, FAINT, GREY, PAPER, Drawing
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 
-from no_model import NoModel, make_request, make_scheduler
+from lib.no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
 from nanopaged.scheduler import Scheduler

@@ -1,4 +1,4 @@
-"""The slots of one small pool in the same step of a run, under each allocation of experiments/memory.py.
+"""The slots of one small pool in the same step of a run, under each kind of allocation.
 
 python docs/book/figures/waste.py
 """
@@ -12,15 +12,15 @@ from string import ascii_uppercase
 from svg import GREY, INK, PAPER, Drawing
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-import memory
-from no_model import NoModel, make_request, make_scheduler
+from lib import no_model
+from lib.no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
 
 NUM_SLOTS, BLOCK_SIZE, STEP = 320, 8, 24
-RULES = memory.reserve_rules(64)
+RULES = no_model.reserve_rules(64)
 NAMES = [*ascii_uppercase, *map(str, range(1, 27))]  # of the requests
-LENGTHS = memory.draw_lengths((10, 22), len(NAMES), seed=53, longest=64)
+LENGTHS = no_model.draw_lengths((10, 22), len(NAMES), seed=53, longest=64)
 
 Piece = tuple[int, int, str]  # (first slot, number of slots, kind)
 Range = tuple[int, int, str, int]  # (first slot, number of slots, its request, slots with a token)
@@ -32,12 +32,12 @@ def contiguous(policy: str) -> tuple[list[Piece], list[Range], int]:
     holes, running, waiting = [(0, NUM_SLOTS)], [], list(zip(NAMES, LENGTHS, strict=True))
     for _ in range(STEP):
         for ended in [each for each in running if each["tokens"] == each["final"]]:
-            memory.give_back(holes, ended["start"], ended["size"])
+            no_model.give_back(holes, ended["start"], ended["size"])
             running.remove(ended)
         while True:
             name, (num_input, num_output) = waiting[0]
             size = RULES[policy](num_input, num_output)
-            start = memory.take(holes, size)
+            start = no_model.take(holes, size)
             if start is None:
                 break
             final = num_input + num_output
@@ -96,12 +96,12 @@ def main() -> None:
     shown: set[str] = set()
     for row, policy in enumerate([*RULES, "paging"]):
         pieces, ranges, served = paging() if policy == "paging" else contiguous(policy)
-        totals = dict.fromkeys(memory.KINDS, 0)
+        totals = dict.fromkeys(no_model.KINDS, 0)
         y = TOP + 84 * row + 12
         for start, length, kind in sorted(pieces, key=lambda piece: piece[2] == "real"):
             totals[kind] += length
             if length > 0:
-                color = memory.KINDS[kind]
+                color = no_model.KINDS[kind]
                 # One token of eight would be hidden by the border that is drawn over it.
                 width = max(WIDTH * length, 5.0) if kind == "real" else WIDTH * length
                 drawing.box(LEFT + WIDTH * start, y, width, HEIGHT, fill=color, line=color)
@@ -120,7 +120,7 @@ def main() -> None:
         at_once = len({name for _, _, name, _ in ranges})
         text = f"{at_once} requests at once, {served} served before.  {shares}"
         drawing.text(LEFT, y + HEIGHT + 15, text, size=12, anchor="start", color=GREY)
-    for i, (kind, color) in enumerate(each for each in memory.KINDS.items() if each[0] in shown):
+    for i, (kind, color) in enumerate(each for each in no_model.KINDS.items() if each[0] in shown):
         drawing.box(LEFT + 105 * i, 16, 14, 14, fill=color, line=color)
         drawing.text(LEFT + 105 * i + 20, 23, kind, anchor="start")
     drawing.save()

@@ -1,0 +1,341 @@
+"""Times and rates of the engine on this machine, one subject at a time.
+
+    python docs/experiments/measure.py chunked
+    OMP_NUM_THREADS=1 python docs/experiments/measure.py kernel batch=1,32 context=1500,64-1024
+
+What is compared takes turns, the first round warms up, and a figure is the median of the rounds. Without
+`model=FOLDER` the weights are random. The subjects, and their options with the defaults:
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from lib.common import (
+    copy_bandwidth,
+    machine,
+    make_llm,
+    make_parser,
+    pick_device,
+    product_speed,
+    seconds_of,
+    time_call,
+)
+
+from nanopaged.terminal import run_program
+
+if TYPE_CHECKING:
+    from nanopaged import LLMEngine, SamplingParams
+
+Numbers = tuple[int, ...]
+Subject = Callable[..., None]
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    from nanopaged import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def draw_prompt(engine: LLMEngine, rng: random.Random, num_tokens: int) -> list[int]:
+    return rng.choices(range(engine.vocab_size), k=num_tokens)
+
+
+def medians(rounds: list[tuple[float, ...]]) -> list[float]:
+    """The median of each column."""
+    return [median(column) for column in zip(*rounds, strict=True)]
+
+
+def chunked(
+    running: int = 8,
+    prompt: int = 1500,
+    budget: Numbers = (64, 128, 256, 512),
+    rounds: int = 5,
+    shape: str = "28m",
+    dtype: str = "float32",
+    model: str = "",
+) -> None:
+    """How long running requests wait for a token while a long prompt is computed, in chunks and whole."""
+    if min(budget) <= running:
+        raise ValueError(f"a budget of {min(budget)} leaves no room for a prompt after {running} decodes")
+    print("budget  usual, ms  longest, ms  first token of the prompt, ms")
+    room = prompt + running + 8
+    for most in (*budget, room):
+        num_steps = 12 + prompt // (most - running)  # at most, for one prompt
+        llm = make_llm(
+            shape,
+            dtype,
+            model,
+            enable_prefix_caching=False,
+            max_num_batched_tokens=most,
+            max_model_len=max(room, 20 + 2 * num_steps),
+        )
+        rng = random.Random(0)
+        times = [one_long_prompt(llm.engine, rng, running, prompt, num_steps) for _ in range(rounds + 1)]
+        usual, longest, done = medians(times[1:])
+        name = "whole" if most == room else most
+        print(f"{name:>6} {1e3 * usual:10.1f} {1e3 * longest:12.1f} {1e3 * done:30.1f}", flush=True)
+
+
+def one_long_prompt(
+    engine: LLMEngine, rng: random.Random, running: int, prompt: int, num_steps: int
+) -> tuple[float, float, float]:
+    """Seconds: a step without the prompt, the longest step with it, all steps until its first token."""
+    names = [f"running {i}" for i in range(running)]
+    for name in names:
+        engine.add_request(name, draw_prompt(engine, rng, 20), greedy(2 * num_steps))
+    for _ in range(2):
+        engine.step()
+    usual = [seconds_of(engine.step) for _ in range(8)]
+    engine.add_request("long", draw_prompt(engine, rng, prompt), greedy(1))
+    steps = []
+    while "long" in engine.requests:
+        steps.append(seconds_of(engine.step))
+    for name in names:
+        engine.abort_request(name)
+    return median(usual), max(steps), sum(steps)
+
+
+def kernel(
+    batch: Numbers = (1, 8, 32),
+    context: tuple[str, ...] = ("128", "64-1024"),
+    kv_heads: int = 8,
+    group: int = 4,
+    head_dim: int = 128,
+    dtype: str = "float32",
+) -> None:
+    """One layer's decode over blocks, in PyTorch and (in place) in C++, and over dense K/V.
+
+    A context is a number of keys, or a range. On a GPU the decode over blocks is the Triton kernel.
+    """
+    import torch
+    from lib.decode_case import DecodeCase, KVSizes
+
+    from nanopaged.kernels import build
+
+    device = pick_device()
+    on_gpu = device.type == "cuda"
+    bandwidth = copy_bandwidth(device)
+    print(f"copying memory: {bandwidth / 1e9:.1f} GB/s, read and written; the shares are of it")
+    print(f"{'decode':10} {'batch':>5} {'context':>10} {'us':>9} {'GB/s':>7} {'share':>6}")
+    sizes = KVSizes(2, kv_heads, group, head_dim, getattr(torch, dtype))
+    for num_seqs, keys in product(batch, context):
+        low, _, high = keys.partition("-")
+        if not 1 <= int(low) <= int(high or low):
+            raise ValueError(f"{keys} is not a length, or a range from low to high")
+        rng = random.Random(0)
+        lens = [rng.randint(int(low), int(high or low)) for _ in range(num_seqs)]
+        case = DecodeCase(lens, 16, sizes, device, seed=0)
+        calls = {"paged": case.paged(backend="auto" if on_gpu else "torch"), "dense": case.dense()}
+        if not on_gpu and build.library_path().exists():
+            calls["in place"] = case.paged(backend="cpp")
+        for name, call in calls.items():
+            with torch.inference_mode():
+                seconds = time_call(call, device)
+            rate = case.num_bytes / seconds
+            figures = f"{1e6 * seconds:9.1f} {rate / 1e9:7.1f} {rate / bandwidth:6.1%}"
+            print(f"{name:10} {num_seqs:5} {keys:>10} {figures}", flush=True)
+
+
+def one_file(rounds: int = 5, shrink: int = 1) -> None:
+    """docs/one_file.py beside the engine: the same tokens of the tiny model, output tokens a second.
+
+    The small pool has a quarter of the blocks needed, so the engine recomputes K/V, or swaps it.
+    """
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import one_file
+
+    from nanopaged import LLM
+
+    print(f"{'':26}{'one_file':>9}{'engine':>9}{'ratio':>7}{'swap':>9}")
+    rng = random.Random(0)
+    for name, num_requests, num_input, num_output, part in (
+        ("1 request", 1, 64, 64, 1.0),
+        ("32 requests", 32, 64, 64, 1.0),
+        ("32 requests, small pool", 32, 64, 64, 0.25),
+        ("8 long prompts", 8, 1500, 32, 1.0),
+    ):
+        num_tokens = max(2, num_output // shrink)
+        prompts = [[rng.randrange(3, 1000) for _ in range(num_input // shrink)] for _ in range(num_requests)]
+        blocks_of_one = -(-(num_input // shrink + num_tokens) // one_file.BLOCK_SIZE)
+        num_blocks = max(blocks_of_one, int(part * num_requests * blocks_of_one))
+        options = {"dtype": "float32", "num_blocks": num_blocks, "device": "cpu"}
+        llms = [LLM(preemption=preemption, **options) for preemption in ("recompute", "swap")]
+        times = []
+        for _ in range(rounds + 1):
+            began = time.perf_counter()
+            expected = one_file.generate(prompts, num_tokens, num_blocks)
+            seconds = [time.perf_counter() - began]
+            for llm in llms:
+                llm.engine.reset_prefix_cache()
+                began = time.perf_counter()
+                outputs = llm.generate(prompts, greedy(num_tokens), use_tqdm=False)
+                seconds.append(time.perf_counter() - began)
+                assert [output.outputs[0].token_ids for output in outputs] == expected, "the tokens differ"
+            times.append(tuple(seconds))
+        total = sum(len(token_ids) for token_ids in expected)
+        alone, engine, swapping = (total / seconds for seconds in medians(times[1:]))
+        print(f"{name:26}{alone:9.0f}{engine:9.0f}{engine / alone:7.1f}{swapping:9.0f}", flush=True)
+
+
+def roofline(
+    batch: Numbers = (1, 8, 32),
+    context: Numbers = (256,),
+    steps: int = 20,
+    shape: str = "100m",
+    dtype: str = "float32",
+    model: str = "",
+) -> None:
+    """A prefill and a decode step against the least time that this machine's memory and arithmetic allow.
+
+    The limit is the larger of bytes of weights and K/V / bandwidth of a copy, and operations / speed of a
+    large product. Milliseconds; host is scheduling and bookkeeping.
+    """
+    bandwidth = copy_bandwidth(pick_device())
+    speed = product_speed(dtype)
+    print(f"measured limits: {bandwidth / 1e9:.1f} GB/s, {speed / 1e9:,.0f} GFLOP/s")
+    print(f"{'step':22} {'ms':>9} {'host':>7} {'model':>9} {'GB':>7} {'GFLOP':>8} {'limit':>8} {'share':>6}")
+    engine = make_llm(
+        shape,
+        dtype,
+        model,
+        enable_prefix_caching=False,
+        max_num_seqs=max(batch) + 8,  # a larger pool, since a reserve of it stays free
+        max_num_batched_tokens=max(8192, *batch),
+        max_model_len=max(context) + steps + 8,
+    ).engine
+    time_steps(engine, min(3, *batch), min(context), steps)  # a warm-up
+    for num_keys, num_seqs in product(context, batch):
+        prefill, *decodes = time_steps(engine, num_seqs, num_keys, steps)
+        rows = {"prefill": prefill, "decode": [median(column) for column in zip(*decodes[1:-1], strict=True)]}
+        for name, (host, in_model, num_bytes, operations) in rows.items():
+            limit = max(num_bytes / bandwidth, operations / speed)
+            times = f"{1e3 * (host + in_model):9.2f} {1e3 * host:7.2f} {1e3 * in_model:9.2f}"
+            work = f"{num_bytes / 1e9:7.3f} {operations / 1e9:8.1f}"
+            share = f"{1e3 * limit:8.2f} {limit / (host + in_model):6.1%}"
+            print(f"{f'{name} {num_seqs} x {num_keys}':22} {times} {work} {share}", flush=True)
+
+
+def time_steps(
+    engine: LLMEngine, batch: int, context: int, num_steps: int
+) -> list[tuple[float, float, float, float]]:
+    """Of the prefill and of each decode step: seconds of the host, of the model runner, bytes, operations."""
+    runner = engine.runner
+    config = runner.model.config
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim  # q and o, k and v
+    in_layers = config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+    output = config.vocab_size * config.hidden_size
+    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim  # of a token
+    pair = 4 * config.num_layers * config.num_heads * config.head_dim  # operations for a query and a key
+    execute = runner.execute  # replaced by a function that also takes the time
+    steps = []
+
+    def timed_execute(scheduled: Any) -> Any:
+        num_tokens = sum(seq.num_scheduled_tokens for seq in scheduled.sequences)
+        num_keys = num_tokens + sum(seq.num_computed_tokens for seq in scheduled.sequences)
+        if num_tokens > batch:
+            # A prompt's token attends to half of the prompt on average; only last tokens meet the output.
+            num_bytes = runner.dtype.itemsize * in_layers
+            operations = 2 * num_tokens * in_layers + pair * num_tokens * context / 2
+        else:
+            num_bytes = runner.dtype.itemsize * (in_layers + output + kv * num_keys)
+            operations = 2 * num_tokens * (in_layers + output) + pair * num_keys
+        began = time.perf_counter()
+        result = execute(scheduled)
+        steps.append((time.perf_counter() - began, num_bytes, operations))
+        return result
+
+    rng = random.Random(0)
+    for i in range(batch):
+        engine.add_request(str(i), draw_prompt(engine, rng, context), greedy(num_steps + 4))
+    runner.execute = timed_execute
+    rows = []
+    while engine.has_unfinished_requests():
+        whole = seconds_of(engine.step)
+        in_model, num_bytes, operations = steps[-1]
+        rows.append((whole - in_model, in_model, num_bytes, operations))
+    runner.execute = execute
+    return rows
+
+
+def tracing(sequences: Numbers = (1, 8, 32, 128), steps: int = 300, blocks: int = 4096) -> None:
+    """What a trace costs: decode steps of two equal engines with the tiny model, one of them with a trace."""
+    from nanopaged import EngineConfig, LLMEngine
+
+    print("sequences  without, us  with, us  difference, us  share")
+    for num_seqs in sequences:
+        with tempfile.TemporaryDirectory() as folder:
+            engines = []
+            for trace in (None, Path(folder, "run.html")):
+                engine = LLMEngine(EngineConfig(num_blocks=blocks, num_host_blocks=0, trace=trace))
+                for i in range(num_seqs):
+                    text = f"{i}. Once more unto the breach, dear friends, once more"
+                    engine.add_request(str(i), text, greedy(steps + 10))
+                while engine.scheduler.waiting or engine.scheduler.running[-1].awaits_fork:
+                    engine.run_step()
+                engines.append(engine)
+            times = []
+            for _ in range(steps):
+                without, traced = (1e6 * seconds_of(engine.run_step) for engine in engines)
+                times.append((without, traced, traced - without))
+        without, traced, more = medians(times)
+        print(f"{num_seqs:9} {without:12.0f} {traced:9.0f} {more:15.0f} {more / without:6.1%}", flush=True)
+
+
+# ── the program ───────────────────────────────────────────────────────────────────────────────────
+
+SUBJECTS: dict[str, Subject] = {
+    subject.__name__: subject for subject in (chunked, kernel, one_file, roofline, tracing)
+}
+
+
+def main() -> None:
+    parser = make_parser(__doc__ + "".join(f"\n{describe(subject)}" for subject in SUBJECTS.values()))
+    parser.add_argument("subject", choices=SUBJECTS)
+    parser.add_argument("options", nargs="*", metavar="NAME=VALUE")
+    args = parser.parse_args()
+    subject = SUBJECTS[args.subject]
+    try:
+        options = dict(read_option(subject, option) for option in args.options)
+        print(machine())
+        subject(**options)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def describe(subject: Subject) -> str:
+    """The options of a subject with their defaults, and its docstring."""
+    options = []
+    for option in inspect.signature(subject).parameters.values():
+        values = option.default if isinstance(option.default, tuple) else [option.default]
+        options.append(f"{option.name}={','.join(map(str, values))}")
+    text = textwrap.indent(inspect.cleandoc(subject.__doc__), " " * 4)
+    return f"  {subject.__name__} {' '.join(options)}\n{text}\n"
+
+
+def read_option(subject: Subject, text: str) -> tuple[str, Any]:
+    """An option of the command line, with a value of its default's type."""
+    name, _, value = text.partition("=")
+    option = inspect.signature(subject).parameters.get(name)
+    if option is None:
+        raise ValueError(f"{subject.__name__} has no option {name}")
+    several = isinstance(option.default, tuple)
+    kind = type(option.default[0] if several else option.default)
+    values = [kind(part) for part in (value.split(",") if several else [value])]
+    if kind is int and min(values) < 1:
+        raise ValueError(f"{name} must be at least 1")
+    return name, tuple(values) if several else values[0]
+
+
+if __name__ == "__main__":
+    run_program(main)
