@@ -23,7 +23,7 @@ from doc_pages import KINDS, ROOT, blocks_of, copy_repository, execute, quote, r
 DOCS = ROOT / "docs"
 PAGES = quote.ENGLISH + quote.CHINESE
 FIGURES = [
-    file for file in sorted((DOCS / "book" / "figures").glob("*.py")) if file.stem not in ("svg", "chinese")
+    file for file in sorted((DOCS / "book" / "figures").glob("*.py")) if file.stem not in ("svg", "runs")
 ]
 
 

@@ -67,5 +67,5 @@ for block in snapshot.blocks:
         drawing.box(
             POOL_X, pool_y[block.block_id], BLOCK_SIZE * SLOT, 24, "free", PAPER, FAINT, 11, dashed=True
         )
-drawing.text(LOGICAL_X, 350, "The number in a slot is the position of its token.", 12, "start", GREY)
+drawing.note(LOGICAL_X, 350, "The number in a slot is the position of its token.")
 drawing.save()

@@ -108,7 +108,5 @@ for i, (name, (fill, line)) in enumerate(colors.items()):
     (table,) = (r.sequences[0].block_table for r in after.requests if r.request_id == name)
     drawing.box(LEFT + i * 226, 332, 20, 20, name, fill, line, 12)
     drawing.text(LEFT + 28 + i * 226, 342, f"block table {', '.join(map(str, table))}", 12, "start", line)
-drawing.text(
-    LEFT, 306, "The number in a square is the position of its token; dark edges are new.", 12, "start", GREY
-)
+drawing.note(LEFT, 306, "The number in a square is the position of its token; dark edges are new.")
 drawing.save()
