@@ -28,17 +28,8 @@ for x, text in (
 def draw_slots(x: float, y: float, positions: list[int], fill: str, line: str) -> None:
     """A block, with the positions of its tokens in its slots."""
     for i in range(BLOCK_SIZE):
-        is_filled = i < len(positions)
-        drawing.box(
-            x + i * SLOT,
-            y,
-            SLOT,
-            24,
-            str(positions[i]) if is_filled else "",
-            fill if is_filled else PAPER,
-            line,
-            12,
-        )
+        text, color = (str(positions[i]), fill) if i < len(positions) else ("", PAPER)
+        drawing.box(x + i * SLOT, y, SLOT, 24, text, color, line, 12)
 
 
 pool_y = {block.block_id: 62 + block.block_id * ROW for block in snapshot.blocks}
