@@ -6,6 +6,7 @@ A wrong solution of tests/docs/wrong is the right one with a piece of it replace
 from __future__ import annotations
 
 import re
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from doc_pages import ROOT
 from programs import environment, load_file, run_program
 
+sys.path.append(str(ROOT / "docs" / "experiments"))  # as conftest.py of the exercises does
 EXERCISES = {file.stem: file for file in sorted((ROOT / "docs" / "book" / "exercises").glob("*_[0-9].py"))}
 APPENDIX = ROOT / "docs" / "reference" / "wrong-claims.md"  # it has the exercises claims_1 and claims_2
 PAGES = {page.name[:2]: page for page in (ROOT / "docs" / "book").glob("[0-9]*.md")} | {"claims": APPENDIX}

@@ -1,7 +1,4 @@
-"""Exercise 0.1, a pool without preemption: see docs/book/00-map.md.
-
-python -m pytest docs/book/exercises/00_1.py
-"""
+"""Exercise 0.1, a pool without preemption: see docs/book/00-map.md."""
 
 from nanopaged import LLM, SamplingParams
 

@@ -1,7 +1,4 @@
-"""Exercise 1.1, predict the waste: see docs/book/01-why-paging.md.
-
-python -m pytest docs/book/exercises/01_1.py
-"""
+"""Exercise 1.1, predict the waste: see docs/book/01-why-paging.md."""
 
 from nanopaged import LLM, SamplingParams
 

@@ -1,14 +1,8 @@
-"""Exercise 1.2, ranges of equal length: see docs/book/01-why-paging.md.
-
-python -m pytest docs/book/exercises/01_2.py
-"""
+"""Exercise 1.2, ranges of equal length: see docs/book/01-why-paging.md."""
 
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 from lib.no_model import TRACES, draw_lengths, run_contiguous
 
 

@@ -1,7 +1,4 @@
-"""Exercise 1.3, is a decode step ever compute-bound?: see docs/book/01-why-paging.md.
-
-python -m pytest docs/book/exercises/01_3.py
-"""
+"""Exercise 1.3, is a decode step ever compute-bound?: see docs/book/01-why-paging.md."""
 
 WEIGHTS = 8_030_261_248 - 128_256 * 4096  # of Llama-3-8B that a step reads: all but the input embedding
 OPERATIONS = 989e12  # bfloat16 operations that an H200 computes in a second

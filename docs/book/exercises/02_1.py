@@ -1,16 +1,10 @@
-"""Exercise 2.1, predict the steps: see docs/book/02-one-request.md.
-
-python -m pytest docs/book/exercises/02_1.py
-"""
+"""Exercise 2.1, predict the steps: see docs/book/02-one-request.md."""
 
 import random
-import sys
-from pathlib import Path
+
+from lib.no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from lib.no_model import NoModel, make_request, make_scheduler
 
 
 def steps(num_prompt: int, num_output: int, budget: int) -> list[int]:

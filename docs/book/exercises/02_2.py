@@ -1,17 +1,11 @@
-"""Exercise 2.2, lay out a batch: see docs/book/02-one-request.md.
-
-python -m pytest docs/book/exercises/02_2.py
-"""
+"""Exercise 2.2, lay out a batch: see docs/book/02-one-request.md."""
 
 import random
-import sys
-from pathlib import Path
+
+from lib.no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
 from nanopaged.model_runner import prepare
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from lib.no_model import NoModel, make_request, make_scheduler
 
 
 def lay_out(sequences: list[tuple[int, int, int, list[int]]], block_size: int) -> tuple[list[int], list[int]]:

@@ -1,15 +1,8 @@
-"""Exercise 2.3, what a failure costs: see docs/book/02-one-request.md.
+"""Exercise 2.3, what a failure costs: see docs/book/02-one-request.md."""
 
-python -m pytest docs/book/exercises/02_3.py
-"""
-
-import sys
-from pathlib import Path
+from lib.no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from lib.no_model import NoModel, make_request, make_scheduler
 
 
 def steps_with_failure(num_prompt: int, num_output: int, budget: int, fail_at: int) -> list[int]:

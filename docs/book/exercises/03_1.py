@@ -1,16 +1,9 @@
-"""Exercise 3.1, count the free blocks: see docs/book/03-blocks.md.
+"""Exercise 3.1, count the free blocks: see docs/book/03-blocks.md."""
 
-python -m pytest docs/book/exercises/03_1.py
-"""
-
-import sys
-from pathlib import Path
+from lib.no_model import make_request
 
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from lib.no_model import make_request
 
 free: list[int] = []  # six numbers: the free blocks after each event
 share: float | None = None  # percent of the blocks that are in use in the end

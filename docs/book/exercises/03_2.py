@@ -1,7 +1,4 @@
-"""Exercise 3.2, a paged cache of your own: see docs/book/03-blocks.md.
-
-python -m pytest docs/book/exercises/03_2.py
-"""
+"""Exercise 3.2, a paged cache of your own: see docs/book/03-blocks.md."""
 
 import math
 from typing import Any

@@ -1,7 +1,4 @@
-"""Exercise 3.3, paging moves K/V, it does not change it: see docs/book/03-blocks.md.
-
-python -m pytest docs/book/exercises/03_3.py
-"""
+"""Exercise 3.3, paging moves K/V, it does not change it: see docs/book/03-blocks.md."""
 
 import random
 

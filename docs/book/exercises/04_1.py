@@ -1,16 +1,10 @@
-"""Exercise 4.1, the scheduler in twenty lines: see docs/book/04-scheduling.md.
-
-python -m pytest docs/book/exercises/04_1.py
-"""
+"""Exercise 4.1, the scheduler in twenty lines: see docs/book/04-scheduling.md."""
 
 import random
-import sys
-from pathlib import Path
+
+from lib.no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from lib.no_model import NoModel, make_request, make_scheduler
 
 
 def plan(requests: dict[str, tuple[int, int]], budget: int, max_num_seqs: int) -> list[dict[str, int]]:

@@ -1,16 +1,9 @@
-"""Exercise 4.2, short prompts first, without starvation: see docs/book/04-scheduling.md.
+"""Exercise 4.2, short prompts first, without starvation: see docs/book/04-scheduling.md."""
 
-python -m pytest docs/book/exercises/04_2.py
-"""
-
-import sys
-from pathlib import Path
+from lib.no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
 from nanopaged.sequence import Request
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from lib.no_model import NoModel, make_request, make_scheduler
 
 arrived: dict[str, int] = {}  # request id → the step before which it arrives; the check fills it
 

@@ -1,7 +1,4 @@
-"""Exercise 4.3, prefill always wins: see docs/book/04-scheduling.md.
-
-python -m pytest docs/book/exercises/04_3.py
-"""
+"""Exercise 4.3, prefill always wins: see docs/book/04-scheduling.md."""
 
 import random
 

@@ -1,7 +1,4 @@
-"""Exercise 5.1, when do rows lose: see docs/book/05-attention.md.
-
-python -m pytest docs/book/exercises/05_1.py
-"""
+"""Exercise 5.1, when do rows lose: see docs/book/05-attention.md."""
 
 import random
 

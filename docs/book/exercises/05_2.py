@@ -1,7 +1,4 @@
-"""Exercise 5.2, combine splits, some of them empty: see docs/book/05-attention.md.
-
-python -m pytest docs/book/exercises/05_2.py
-"""
+"""Exercise 5.2, combine splits, some of them empty: see docs/book/05-attention.md."""
 
 import math
 

@@ -1,7 +1,4 @@
-"""Exercise 5.3, read a shared prefix once: see docs/book/05-attention.md.
-
-python -m pytest docs/book/exercises/05_3.py
-"""
+"""Exercise 5.3, read a shared prefix once: see docs/book/05-attention.md."""
 
 import random
 from collections import Counter

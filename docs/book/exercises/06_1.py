@@ -1,12 +1,4 @@
-"""Exercise 6.1, predict the hit: see docs/book/06-prefix-cache.md.
-
-python -m pytest docs/book/exercises/06_1.py
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
+"""Exercise 6.1, predict the hit: see docs/book/06-prefix-cache.md."""
 
 from lib.no_model import make_request
 

@@ -1,13 +1,6 @@
-"""Exercise 6.2, what a radix tree would find: see docs/book/06-prefix-cache.md.
-
-python -m pytest docs/book/exercises/06_2.py
-"""
+"""Exercise 6.2, what a radix tree would find: see docs/book/06-prefix-cache.md."""
 
 import random
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 
 from lib.no_model import make_request
 

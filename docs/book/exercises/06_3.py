@@ -1,7 +1,4 @@
-"""Exercise 6.3, pin a prefix: see docs/book/06-prefix-cache.md.
-
-python -m pytest docs/book/exercises/06_3.py
-"""
+"""Exercise 6.3, pin a prefix: see docs/book/06-prefix-cache.md."""
 
 import random
 

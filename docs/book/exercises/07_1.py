@@ -1,12 +1,4 @@
-"""Exercise 7.1, count the copies: see docs/book/07-sharing.md.
-
-python -m pytest docs/book/exercises/07_1.py
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
+"""Exercise 7.1, count the copies: see docs/book/07-sharing.md."""
 
 from lib.no_model import make_request
 

@@ -1,13 +1,6 @@
-"""Exercise 7.2, find the leak: see docs/book/07-sharing.md.
-
-python -m pytest docs/book/exercises/07_2.py
-"""
+"""Exercise 7.2, find the leak: see docs/book/07-sharing.md."""
 
 import random
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 
 from lib.no_model import make_request
 

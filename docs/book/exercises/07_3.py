@@ -1,7 +1,4 @@
-"""Exercise 7.3, beam search outside of the engine: see docs/book/07-sharing.md.
-
-python -m pytest docs/book/exercises/07_3.py
-"""
+"""Exercise 7.3, beam search outside of the engine: see docs/book/07-sharing.md."""
 
 import random
 from typing import Any

@@ -1,12 +1,4 @@
-"""Exercise 8.1, how many blocks are moved: see docs/book/08-preemption.md.
-
-python -m pytest docs/book/exercises/08_1.py
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
+"""Exercise 8.1, how many blocks are moved: see docs/book/08-preemption.md."""
 
 from lib.no_model import NoModel, make_request, make_scheduler
 

@@ -1,7 +1,4 @@
-"""Exercise 8.2, from which block size on is swapping cheaper: see docs/book/08-preemption.md.
-
-python -m pytest docs/book/exercises/08_2.py
-"""
+"""Exercise 8.2, from which block size on is swapping cheaper: see docs/book/08-preemption.md."""
 
 
 def swap_us(block_size: int, copies_per_block: int) -> float:

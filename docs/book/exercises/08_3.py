@@ -1,14 +1,7 @@
-"""Exercise 8.3, the victim that loses least: see docs/book/08-preemption.md.
-
-python -m pytest docs/book/exercises/08_3.py
-"""
+"""Exercise 8.3, the victim that loses least: see docs/book/08-preemption.md."""
 
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 
 from lib.no_model import NoModel, make_request, make_scheduler, rank_again
 

@@ -1,7 +1,4 @@
-"""Exercise 9.1, splits on paper: see docs/book/09-gpu.md.
-
-python -m pytest docs/book/exercises/09_1.py
-"""
+"""Exercise 9.1, splits on paper: see docs/book/09-gpu.md."""
 
 import numpy as np
 import pytest

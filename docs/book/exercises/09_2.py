@@ -1,7 +1,4 @@
-"""Exercise 9.2, the worst batch for padding: see docs/book/09-gpu.md.
-
-python -m pytest docs/book/exercises/09_2.py
-"""
+"""Exercise 9.2, the worst batch for padding: see docs/book/09-gpu.md."""
 
 import random
 

@@ -1,7 +1,4 @@
-"""Exercise 9.3, how even the work is: see docs/book/09-gpu.md.
-
-python -m pytest docs/book/exercises/09_3.py
-"""
+"""Exercise 9.3, how even the work is: see docs/book/09-gpu.md."""
 
 import random
 

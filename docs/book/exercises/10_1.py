@@ -1,7 +1,4 @@
-"""Exercise 10.1, bytes of a block on a rank: see docs/book/10-parallel.md.
-
-python -m pytest docs/book/exercises/10_1.py
-"""
+"""Exercise 10.1, bytes of a block on a rank: see docs/book/10-parallel.md."""
 
 from dataclasses import replace
 from pathlib import Path

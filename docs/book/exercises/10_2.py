@@ -1,7 +1,4 @@
-"""Exercise 10.2, the bias of the second matrix: see docs/book/10-parallel.md.
-
-python -m pytest docs/book/exercises/10_2.py
-"""
+"""Exercise 10.2, the bias of the second matrix: see docs/book/10-parallel.md."""
 
 import torch
 from torch import Tensor

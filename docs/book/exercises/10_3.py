@@ -1,7 +1,4 @@
-"""Exercise 10.3, a greedy token without all logits: see docs/book/10-parallel.md.
-
-python -m pytest docs/book/exercises/10_3.py
-"""
+"""Exercise 10.3, a greedy token without all logits: see docs/book/10-parallel.md."""
 
 import random
 

@@ -1,7 +1,4 @@
-"""Exercise 11.1, where does decode become compute-bound: see docs/book/11-measuring.md.
-
-python -m pytest docs/book/exercises/11_1.py
-"""
+"""Exercise 11.1, where does decode become compute-bound: see docs/book/11-measuring.md."""
 
 import random
 

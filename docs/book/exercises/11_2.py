@@ -1,7 +1,4 @@
-"""Exercise 11.2, an open load: see docs/book/11-measuring.md.
-
-python -m pytest docs/book/exercises/11_2.py
-"""
+"""Exercise 11.2, an open load: see docs/book/11-measuring.md."""
 
 import time
 from functools import cache

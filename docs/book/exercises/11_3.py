@@ -1,10 +1,4 @@
-"""Exercise 11.3, more goodput with one option: see docs/book/11-measuring.md.
-
-python -m pytest docs/book/exercises/11_3.py
-"""
-
-import sys
-from pathlib import Path
+"""Exercise 11.3, more goodput with one option: see docs/book/11-measuring.md."""
 
 changed: list[str] = []  # as on the command line of arrivals.py: "--option", "value"
 
@@ -18,7 +12,6 @@ ENGINE = ("max_num_seqs", "budget")  # the options of the engine, as arrivals.py
 def test_the_goodput_rises() -> None:
     if not changed:
         raise NotImplementedError
-    sys.path.append(str(Path(__file__).parents[2] / "experiments"))
     import arrivals
 
     try:

@@ -1,19 +1,13 @@
-"""Exercise 12.1, another victim: see docs/book/12-forks.md.
+"""Exercise 12.1, another victim: see docs/book/12-forks.md."""
 
-python -m pytest docs/book/exercises/12_1.py
-"""
-
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import Any
 
+from lib.no_model import NoModel, make_request, make_scheduler, rank_again
+
 from nanopaged import SamplingParams
 from nanopaged.sequence import Request, Sample
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from lib.no_model import NoModel, make_request, make_scheduler, rank_again
 
 
 def longest_output_first(request: Request) -> Any:

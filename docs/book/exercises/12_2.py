@@ -1,21 +1,15 @@
-"""Exercise 12.2, evict the least frequently used block: see docs/book/12-forks.md.
+"""Exercise 12.2, evict the least frequently used block: see docs/book/12-forks.md."""
 
-python -m pytest docs/book/exercises/12_2.py
-"""
-
-import sys
 from collections import Counter
 from itertools import count
-from pathlib import Path
 from random import Random
+
+from lib.no_model import NoModel, make_request
 
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.scheduler import Scheduler
 from nanopaged.snapshot import check_blocks
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from lib.no_model import NoModel, make_request
 
 
 class LfuBlockManager(BlockManager):

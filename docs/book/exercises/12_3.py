@@ -1,19 +1,13 @@
-"""Exercise 12.3, what evictions cost: see docs/book/12-forks.md.
+"""Exercise 12.3, what evictions cost: see docs/book/12-forks.md."""
 
-python -m pytest docs/book/exercises/12_3.py
-"""
-
-import sys
-from pathlib import Path
 from random import Random
+
+from lib.no_model import NoModel, make_request
 
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Sequence
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from lib.no_model import NoModel, make_request
 
 
 class CountingBlockManager(BlockManager):

@@ -1,7 +1,4 @@
-"""Exercise 1, recompute a table of the paper: see docs/reference/wrong-claims.md.
-
-python -m pytest docs/book/exercises/claims_1.py
-"""
+"""Exercise 1, recompute a table of the paper: see docs/reference/wrong-claims.md."""
 
 import torch
 

@@ -1,15 +1,8 @@
-"""Exercise 2, do ten requests need a tenth of the memory? See docs/reference/wrong-claims.md.
+"""Exercise 2, do ten requests need a tenth of the memory? See docs/reference/wrong-claims.md."""
 
-python -m pytest docs/book/exercises/claims_2.py
-"""
-
-import sys
-from pathlib import Path
+from lib.no_model import NoModel, make_request, make_scheduler, num_used_blocks
 
 from nanopaged import SamplingParams
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from lib.no_model import NoModel, make_request, make_scheduler, num_used_blocks
 
 
 def blocks_in_use(num_requests: int, prompt: int, output: int, block_size: int) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))  # for the scheduler without a model
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,14 +6,8 @@ lengths.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+from runs import NoModel, make_request, make_scheduler
 from svg import COLORS, FAINT, GREY, Drawing
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-
-from lib.no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
 
@@ -90,7 +84,7 @@ def main() -> None:
     x = LEFT
     for text, (fill, line) in legend:
         drawing.box(x, y, WIDTH - 2, 16, "", fill, line)
-        drawing.text(x + WIDTH + 6, y + 8, text, 12, "start", GREY)
+        drawing.note(x + WIDTH + 6, y + 8, text)
         x += WIDTH + 26 + 6.6 * len(text)
     drawing.text(LEFT + 22 * WIDTH, y + 8, "one column is one step", 12, "end", GREY)
     drawing.save()

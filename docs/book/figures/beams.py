@@ -7,13 +7,8 @@ The tables are those of docs/book/07-sharing.md: the block manager forks the par
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+from runs import make_request
 from svg import COLORS, FAINT, GREY, INK, PAPER, Drawing
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from lib.no_model import make_request
 
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
@@ -51,8 +46,8 @@ def main() -> None:
         color = COLORS[parent][1]
         drawing.line(LEFT + 4 * SIDE + 8, row(parent), RIGHT - 66, row(i), color, arrow=True, width=2)
     for i in {0, 1, 2, 3} - set(PARENTS):
-        drawing.text(LEFT + 4 * SIDE + 12, row(i), "no child", 12, "start", GREY)
-    drawing.text(LEFT, POOL, "the blocks, and how many tables have each", 12, "start", GREY)
+        drawing.note(LEFT + 4 * SIDE + 12, row(i), "no child")
+    drawing.note(LEFT, POOL, "the blocks, and how many tables have each")
     pool(drawing, "before", POOL + 14, counts, set())
     pool(drawing, "after", POOL + 54, [block.ref_count for block in manager.blocks], freed)
     drawing.text(LEFT + 13 * SIDE + 8, POOL + 54 + SIDE / 2, "4 freed, 0 copied", 12, "start", INK)

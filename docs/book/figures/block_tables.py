@@ -28,17 +28,8 @@ for x, text in (
 def draw_slots(x: float, y: float, positions: list[int], fill: str, line: str) -> None:
     """A block, with the positions of its tokens in its slots."""
     for i in range(BLOCK_SIZE):
-        is_filled = i < len(positions)
-        drawing.box(
-            x + i * SLOT,
-            y,
-            SLOT,
-            24,
-            str(positions[i]) if is_filled else "",
-            fill if is_filled else PAPER,
-            line,
-            12,
-        )
+        text, color = (str(positions[i]), fill) if i < len(positions) else ("", PAPER)
+        drawing.box(x + i * SLOT, y, SLOT, 24, text, color, line, 12)
 
 
 pool_y = {block.block_id: 62 + block.block_id * ROW for block in snapshot.blocks}
@@ -67,5 +58,5 @@ for block in snapshot.blocks:
         drawing.box(
             POOL_X, pool_y[block.block_id], BLOCK_SIZE * SLOT, 24, "free", PAPER, FAINT, 11, dashed=True
         )
-drawing.text(LOGICAL_X, 350, "The number in a slot is the position of its token.", 12, "start", GREY)
+drawing.note(LOGICAL_X, 350, "The number in a slot is the position of its token.")
 drawing.save()

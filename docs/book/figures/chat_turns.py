@@ -7,7 +7,7 @@ The numbers are those of a run of the tiny model, the same as in docs/book/06-pr
 
 from __future__ import annotations
 
-from svg import COLORS, GREY, INK, Drawing
+from svg import COLORS, INK, Drawing
 
 from nanopaged import LLM, SamplingParams
 
@@ -51,7 +51,7 @@ def main() -> None:
             x = LEFT + SCALE * place
             drawing.line(x, y + HEIGHT + 3, x, y + HEIGHT + 9, INK)
     note = f"The marks under a bar stand at multiples of the block size, {block_size} tokens."
-    drawing.text(LEFT, 26 + ROW * len(ends), note, 12, "start", GREY)
+    drawing.note(LEFT, 26 + ROW * len(ends), note)
     drawing.save()
 
 

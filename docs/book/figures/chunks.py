@@ -7,13 +7,8 @@ Both runs are the real scheduler's, without a model. A step takes as long as its
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+from runs import NoModel, make_request, make_scheduler
 from svg import COLORS, GREY, Drawing
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from lib.no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
 
@@ -65,7 +60,7 @@ def main() -> None:
     for i, name in enumerate("ABCP"):
         style = COLORS[4] if name == "P" else COLORS[i]
         drawing.box(390 + 98 * i, 17, 18, 18, "", *style)
-        drawing.text(414 + 98 * i, 26, "prompt" if name == "P" else f"decode {name}", 12, "start", GREY)
+        drawing.note(414 + 98 * i, 26, "prompt" if name == "P" else f"decode {name}")
     drawing.save()
 
 

@@ -49,7 +49,7 @@ def draw(drawing: Drawing, left: float, snapshot: Snapshot, title: str, pieces: 
         drawing.text(x, 62, f"block table of {seq.name}", 12, "start", owners[seq.name][1], bold=True)
         for place, block_id in enumerate(seq.block_table):
             drawing.box(x + place * 44, 76, 44, 26, str(block_id), *owners[seq.name])
-    drawing.text(left + 24, 132, "physical blocks", 12, "start", GREY)
+    drawing.note(left + 24, 132, "physical blocks")
     drawing.text(left + PANEL - 24, 132, "references", 12, "end", GREY)
     for block in snapshot.blocks[:4]:
         y = TOP + block.block_id * ROW

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 import torch
-from svg import COLORS, GREY, INK, Drawing
+from svg import COLORS, INK, Drawing
 
 from nanopaged.attention.reference_backend import reference_paged_attention
 
@@ -50,7 +50,7 @@ def main() -> None:
         drawing.text(24, y, text, 13, "start", bold=text in ("block", "output, acc / l"))
     notes = {182: "largest score", 208: "Σ exp(s − m)", 234: "Σ exp(s − m) · v"}
     for y, text in notes.items():
-        drawing.text(58, y, text, 12, "start", GREY)
+        drawing.note(58, y, text)
     m, l, acc = -math.inf, 0.0, 0.0
     for i, block in enumerate(TABLE):
         fill, line = COLORS[i]
@@ -76,14 +76,7 @@ def main() -> None:
         out = output(2 * i + 2)
         assert math.isclose(out, acc / l, rel_tol=1e-6)
         drawing.text(x + WIDTH / 2, 280, f"{out:.4f}", bold=True, mono=True)
-    drawing.text(
-        24,
-        310,
-        "× is the rescale factor exp(m − m'): 1 if the block does not raise the maximum.",
-        12,
-        "start",
-        GREY,
-    )
+    drawing.note(24, 310, "× is the rescale factor exp(m − m'): 1 if the block does not raise the maximum.")
     drawing.save()
 
 

@@ -49,7 +49,7 @@ def draw_rank(picture: Drawing, rank: int, share: object, snapshot: Snapshot, ta
     titles = ("rank 0: the process of the engine", "rank 1: a worker")
     picture.text(x + 14, 38, titles[rank], 14, "start", bold=True)
     roles = ("scheduler, block manager, model runner, sampler", "model runner; it does what a message says")
-    picture.text(x + 14, 58, roles[rank], 12, "start", GREY)
+    picture.note(x + 14, 58, roles[rank])
 
     for row, (name, table) in enumerate(tables.items()):
         y = 82 + 30 * row
@@ -57,11 +57,11 @@ def draw_rank(picture: Drawing, rank: int, share: object, snapshot: Snapshot, ta
         for column, block_id in enumerate(table):
             fill, line = color_of(block_id, tables)
             picture.box(x + 92 + 34 * column, y, 32, 24, str(block_id), fill, line)
-    picture.text(x + 200, 97, f"query heads {span(rank, share.num_heads)}", 12, "start", GREY)
+    picture.note(x + 200, 97, f"query heads {span(rank, share.num_heads)}")
     heads = span(rank, share.num_kv_heads)
-    picture.text(x + 200, 115, f"KV head {heads}", 12, "start", GREY)
+    picture.note(x + 200, 115, f"KV head {heads}")
     columns = span(rank, share.intermediate_size)
-    picture.text(x + 200, 133, f"MLP columns {columns}", 12, "start", GREY)
+    picture.note(x + 200, 133, f"MLP columns {columns}")
 
     picture.text(x + 14, 176, "blocks", 12, "start")
     for block in snapshot.blocks:

@@ -6,14 +6,10 @@ python docs/book/figures/saturation.py
 from __future__ import annotations
 
 import math
-import sys
 from itertools import pairwise
-from pathlib import Path
 
+from runs import arrivals
 from svg import COLORS, FAINT, GREY, Drawing
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-import arrivals
 
 MOST = 5.0  # requests a second, the end of both axes
 TOP, BOTTOM, WIDTH = 70, 290, 270

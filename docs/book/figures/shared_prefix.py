@@ -7,13 +7,8 @@ The requests are those of docs/book/06-prefix-cache.md, in the real scheduler; t
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+from runs import NoModel, make_request, make_scheduler
 from svg import COLORS, FAINT, GREY, INK, PAPER, Drawing
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from lib.no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
 from nanopaged.sequence import Sequence
@@ -59,13 +54,10 @@ def main() -> None:
             color=INK if shared else GREY,
             bold=shared,
         )
-    drawing.text(
+    drawing.note(
         LEFT,
         POOL + 82,
         "Numbers in a block are tokens. Full blocks are found; C computes block 5 for its last token.",
-        12,
-        "start",
-        GREY,
     )
     drawing.save()
 
@@ -86,7 +78,7 @@ def draw_table(drawing: Drawing, i: int, name: str, seq: Sequence, num_found: in
             x + 20, y + 13, pool_x(block_id) + 0.75 * 2 * SLOT, POOL - 2, style[1], arrow=True, width=1.2
         )
     text = f"{num_found} tokens found, {len(PROMPTS[name]) - num_found} computed"
-    drawing.text(LEFT + 370, y, text, 12, "start", GREY)
+    drawing.note(LEFT + 370, y, text)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def main() -> None:
     keys = SPLIT * BLOCK_SIZE
     num_splits = len(TABLE) // SPLIT
     drawing.text(24, 30, "KV cache", anchor="start", bold=True)
-    drawing.text(24, 48, "block id; scores of its keys", size=12, anchor="start", color=GREY)
+    drawing.note(24, 48, "block id; scores of its keys")
     for block in range(8):
         x = 212 + 72 * block
         fill, line, text = PAPER, GREY, ""
@@ -48,11 +48,11 @@ def main() -> None:
         drawing.box(x, 32, 64, 26, text, fill, line, dashed=block not in TABLE)
 
     drawing.text(24, 104, "Block table", anchor="start", bold=True)
-    drawing.text(24, 122, "split by its entries", size=12, anchor="start", color=GREY)
+    drawing.note(24, 122, "split by its entries")
     drawing.text(24, 180, "Programs", anchor="start", bold=True)
-    drawing.text(24, 198, "run at the same time", size=12, anchor="start", color=GREY)
+    drawing.note(24, 198, "run at the same time")
     drawing.text(24, 318, "Combine", anchor="start", bold=True)
-    drawing.text(24, 336, "w = exp(lse − LSE)", size=12, anchor="start", color=GREY)
+    drawing.note(24, 336, "w = exp(lse − LSE)")
     lses, outs = [], []
     for split in range(num_splits):
         fill, line = COLORS[split]

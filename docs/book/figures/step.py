@@ -41,26 +41,12 @@ for i, request in enumerate(after.requests):
     drawing.text(LEFT + 76, y, text, 11, "start", GREY)
     for position in range(len(before[seq.name].token_ids)):
         here = first <= position < end
-        drawing.box(
-            LEFT + position * (SQUARE + 2),
-            y + 14,
-            SQUARE,
-            SQUARE,
-            str(position),
-            fill if position < end else PAPER,
-            INK if here else FAINT if position >= end else line,
-            10,
-        )
+        x = LEFT + position * (SQUARE + 2)
+        style = (PAPER, FAINT) if position >= end else (fill, INK if here else line)
+        drawing.box(x, y + 14, SQUARE, SQUARE, str(position), *style, 10)
         if here:
             new_tokens.append((seq.name, position))
-            drawing.line(
-                LEFT + position * (SQUARE + 2),
-                y + 38,
-                LEFT + position * (SQUARE + 2) + SQUARE,
-                y + 38,
-                INK,
-                width=3,
-            )
+            drawing.line(x, y + 38, x + SQUARE, y + 38, INK, width=3)
     got = "3  update: it gets a token" if len(seq.token_ids) > len(before[seq.name].token_ids) else ""
     drawing.text(LEFT, y + 50, got or "3  update: no token yet, its prompt goes on", 11, "start", line)
 
@@ -91,24 +77,17 @@ for block in after.blocks:
     name, i = owners.get(block.block_id, ("", 0))
     for slot in range(BLOCK_SIZE):
         position = i * BLOCK_SIZE + slot
-        is_filled = slot < block.num_filled
-        is_new = (name, position) in new_tokens
-        drawing.box(
-            RIGHT + slot * (SQUARE + 2),
-            y,
-            SQUARE,
-            SQUARE,
-            str(position) if is_filled else "",
-            colors[name][0] if is_filled else PAPER,
-            INK if is_new else colors[name][1] if name else FAINT,
-            10,
-            dashed=not name,
-        )
+        fill, line = colors.get(name, (PAPER, FAINT))
+        if (name, position) in new_tokens:
+            line = INK
+        text = str(position)
+        if slot >= block.num_filled:
+            fill, text = PAPER, ""
+        x = RIGHT + slot * (SQUARE + 2)
+        drawing.box(x, y, SQUARE, SQUARE, text, fill, line, 10, dashed=not name)
 for i, (name, (fill, line)) in enumerate(colors.items()):
     (table,) = (r.sequences[0].block_table for r in after.requests if r.request_id == name)
     drawing.box(LEFT + i * 226, 332, 20, 20, name, fill, line, 12)
     drawing.text(LEFT + 28 + i * 226, 342, f"block table {', '.join(map(str, table))}", 12, "start", line)
-drawing.text(
-    LEFT, 306, "The number in a square is the position of its token; dark edges are new.", 12, "start", GREY
-)
+drawing.note(LEFT, 306, "The number in a square is the position of its token; dark edges are new.")
 drawing.save()

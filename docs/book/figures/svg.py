@@ -9,12 +9,16 @@ The same script writes the same bytes on every machine, and a test compares them
 
 from __future__ import annotations
 
+import json
+import re
 import sys
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 
-from chinese import FIGURES, in_chinese
-
+HERE = Path(__file__).parent
+sys.path.append(
+    str(HERE.parents[1] / "experiments")
+)  # for the scripts that run the scheduler without a model
 INK, GREY, FAINT, PAPER = "#1f2328", "#59636e", "#d1d9e0", "#ffffff"
 # Requests A, B, C, …: (fill, line).
 COLORS = [
@@ -97,6 +101,10 @@ class Drawing:
             f'stroke-width="{width:g}"{head}{dash}/>'
         )
 
+    def note(self, x: float, y: float, text: str) -> None:
+        """A line of explanation, from x on."""
+        self.text(x, y, text, 12, "start", GREY)
+
     def save(self) -> None:
         """Write the file with the name of the running script, beside it; in Chinese, to docs/zh/figures."""
         head = (
@@ -114,8 +122,30 @@ class Drawing:
             *self.parts,
             "</svg>",
         ]
-        svg, file = "\n".join(lines) + "\n", Path(sys.argv[0]).resolve().with_suffix(".svg")
-        file.write_text(svg, encoding="utf-8")
-        if file.stem in FIGURES:
-            translated = file.parents[2] / "zh" / "figures" / file.name
-            translated.write_text(in_chinese(svg), encoding="utf-8")
+        svg = "\n".join(lines) + "\n"
+        name = Path(sys.argv[0]).stem + ".svg"
+        (HERE / name).write_text(svg, encoding="utf-8")
+        (HERE.parents[1] / "zh" / "figures" / name).write_text(in_chinese(svg), encoding="utf-8")
+
+
+def in_chinese(svg: str) -> str:
+    """A figure with the labels of chinese.json, in which {} is a number; both languages have the same order.
+
+    Raises:
+        KeyError: a label is not in the file.
+    """
+    groups = json.loads((HERE / "chinese.json").read_text(encoding="utf-8"))
+    labels = {label: label for label in groups.pop("as in English")}
+    for group in groups.values():
+        labels |= group
+
+    def translate(found: re.Match[str]) -> str:
+        label = unescape(found[0])
+        number = r"\d+(?:[.,]\d+)*"
+        pattern = re.sub(number, "{}", label)
+        if pattern not in labels and not re.search("[A-Za-z]{2}", label):  # a name, or a number
+            return found[0]
+        return escape(labels[pattern].format(*re.findall(number, label)))
+
+    svg = svg.replace("<svg ", '<svg lang="zh" ', 1)  # the glyphs are those of Chinese, and not of Japanese
+    return re.sub(r"(?<=>)[^<>\n]+(?=</(?:text|title)>)", translate, svg)

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+from runs import NoModel, make_request, make_scheduler
 from svg import COLORS, FAINT, GREY, PAPER, Drawing
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-
-from lib.no_model import NoModel, make_request, make_scheduler
 
 from nanopaged import SamplingParams
 from nanopaged.scheduler import Scheduler
@@ -60,7 +54,7 @@ def main() -> None:
             continue
         device, host = places(scheduler, block_size=4)
         drawing.text(x, 24, f"after step {step}", 13, "start", bold=True)
-        drawing.text(x, 44, titles[step], 12, "start", GREY)
+        drawing.note(x, 44, titles[step])
         draw_row(drawing, x, 84, device)
         draw_row(drawing, x, 192, host)
         # An arrow begins in the panel before, where the block still holds what is copied.
@@ -75,7 +69,7 @@ def main() -> None:
             drawing.text(x - PANEL / 2 + (-12 if moves.swap_out else 96), 158, f"step {step}", 12, color=GREY)
         x += PANEL
     note = "B:4 is a block with the K/V of four tokens of B. An arrow is a copy, to where it is afterwards."
-    drawing.text(70, 248, note, 12, "start", GREY)
+    drawing.note(70, 248, note)
     drawing.save()
 
 

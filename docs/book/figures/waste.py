@@ -5,15 +5,10 @@ python docs/book/figures/waste.py
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from string import ascii_uppercase
 
-from svg import GREY, INK, PAPER, Drawing
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments"))
-from lib import no_model
-from lib.no_model import NoModel, make_request, make_scheduler
+from runs import NoModel, make_request, make_scheduler, no_model
+from svg import INK, PAPER, Drawing
 
 from nanopaged import SamplingParams
 
@@ -119,7 +114,7 @@ def main() -> None:
         shares = ", ".join(f"{kind} {100 * n / NUM_SLOTS:.0f} %" for kind, n in totals.items() if n > 0)
         at_once = len({name for _, _, name, _ in ranges})
         text = f"{at_once} requests at once, {served} served before.  {shares}"
-        drawing.text(LEFT, y + HEIGHT + 15, text, size=12, anchor="start", color=GREY)
+        drawing.note(LEFT, y + HEIGHT + 15, text)
     for i, (kind, color) in enumerate(each for each in no_model.KINDS.items() if each[0] in shown):
         drawing.box(LEFT + 105 * i, 16, 14, 14, fill=color, line=color)
         drawing.text(LEFT + 105 * i + 20, 23, kind, anchor="start")
