@@ -22,8 +22,9 @@ from nanopaged.kv_cache import take_rows, to_device
 from nanopaged.outputs import Logprob
 from nanopaged.sequence import NonFiniteLogits, NoTokenAllowed, Sample, ScheduledBatch, Sequence
 
-LOGITS_TILE = 256  # positions of a prompt that are scored together: [256, vocab_size] in float32
+LOGITS_TILE = 256  # positions of a prompt that are scored together: [256, vocab_size] logits
 VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
+SUM_TILE = 1 << 22  # logits whose exponentials are added up together: 16 MiB in float32
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -102,7 +103,7 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
     """The samples of a `StepResult`: for each sequence of the batch, the tokens that may follow it.
 
     Args:
-        logits: float32 [num_ready, vocab_size], a row for each sequence that needs a sample.
+        logits: [num_ready, vocab_size], a row for each sequence that needs a sample.
     """
     draws = []
     rows = []  # of each draw, in the logits
@@ -183,29 +184,27 @@ def candidates(beam: Sequence, token: Sample) -> list[Sample]:
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
-    """One token for each row of `logits` [num_rows, vocab_size] (float32): the most likely, or a
-    draw.
+    """One token for each row of `logits` [num_rows, vocab_size]: the most likely, or a draw.
 
     If every token is banned, the returned token is meaningless and its log-probability is -inf. The
     caller raises the error.
     """
-    logprobs = logits.log_softmax(-1)
-    allowed = logprobs
+    allowed = logits
     if metadata.has_penalties:
         allowed = penalize(logits, metadata.penalty_places, metadata.penalty_numbers)
     if metadata.banned is not None:
-        allowed = allowed.index_put(tuple(metadata.banned), logprobs.new_full((), -math.inf))
+        allowed = allowed.index_put(tuple(metadata.banned), allowed.new_full((), -math.inf))
     if metadata.all_greedy:
         token_ids = allowed.argmax(-1)
     else:
         token_ids = draw_tokens(filtered_probs(allowed, metadata), metadata.uniform)
         if metadata.any_greedy:
             token_ids = torch.where(metadata.is_greedy[:, 0] > 0, allowed.argmax(-1), token_ids)
-    return gather_logprobs(logprobs, token_ids, metadata.num_logprobs, allowed)
+    return gather_logprobs(logits, token_ids, metadata.num_logprobs, allowed)
 
 
 def penalize(logits: Tensor, places: Tensor, numbers: Tensor) -> Tensor:
-    """A copy of the logits with penalties applied, as vLLM defines them; see `SamplingParams`.
+    """The logits with penalties, in float32, as vLLM defines them; see `SamplingParams`.
 
         repetition 2, frequency 0.5, presence 1; logits 3 and -3 of a token generated 4 times:
         3 / 2 - 4 · 0.5 - 1 = -1.5 and -3 · 2 - 4 · 0.5 - 1 = -9
@@ -216,14 +215,16 @@ def penalize(logits: Tensor, places: Tensor, numbers: Tensor) -> Tensor:
         numbers: [4 (times generated, repetition, frequency, presence penalty), num].
     """
     count, repetition, frequency, presence = numbers
+    logits = logits.to(torch.float32, copy=True)
     values = logits[tuple(places)]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * count + presence * (count > 0)
-    return logits.index_put(tuple(places), values)
+    return logits.index_put_(tuple(places), values)
 
 
 def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """The probabilities at each row's temperature [num_rows, vocab_size]; 0 for dropped tokens.
+    """The probabilities at each row's temperature [num_rows, vocab_size], in float32; 0 for dropped
+    tokens.
 
     Their sum need not be 1. Ties with the last kept token are kept.
     """
@@ -304,29 +305,45 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     return drawn[:, 0].clamp(max=vocab_size - 1)
 
 
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """log Σ e^x of each row, [num_rows, vocab_size] → float32 [num_rows, 1].
+
+    The log-probability of a token with logit x is x - log Σ e^x. The exponentials of a few rows at
+    a time are kept, so they stay in a cache.
+    """
+    sums = []
+    for rows in logits.split(max(1, SUM_TILE // logits.shape[-1])):
+        largest = rows.amax(-1, keepdim=True).float()
+        total = (rows - largest).exp_().sum(-1, keepdim=True)
+        sums.append(largest + total.log_())
+    return torch.cat(sums)
+
+
 def gather_logprobs(
-    logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int | None], allowed: Tensor
+    logits: Tensor, token_ids: Tensor, num_logprobs: list[int | None], allowed: Tensor
 ) -> list[Sample]:
     """Each row's token and its log-probability; if wanted, also those of the most likely tokens.
 
     Args:
-        logprobs: [num_rows, vocab_size].
+        logits: [num_rows, vocab_size].
         token_ids: [num_rows], the drawn tokens (or the actual ones, in a prompt).
         num_logprobs: for each row, how many of the most likely tokens to return; None for no
             `logprobs`.
-        allowed: scores like `logprobs`. Where a token is not allowed, its score is -inf, and the
+        allowed: scores like `logits`. Where a token is not allowed, its score is -inf, and the
             log-probability of the token becomes -inf as well.
     """
     token_ids = token_ids[:, None]
-    chosen = logprobs.gather(1, token_ids)
-    if allowed is not logprobs:
-        chosen = chosen.masked_fill(allowed.gather(1, token_ids) == -math.inf, -math.inf)
-    columns = [token_ids, chosen.double()]
+    chosen = logits.gather(1, token_ids)
+    sums = log_sum_exp(logits)
+    logprobs = chosen - sums
+    if allowed is not logits:
+        logprobs.masked_fill_(allowed.gather(1, token_ids) == -math.inf, -math.inf)
+    columns = [token_ids, logprobs.double()]
     num_best = max([num or 0 for num in num_logprobs])
     if any(num is not None for num in num_logprobs):
-        ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
-        best = logprobs.topk(num_best)
-        columns += [ranks, best.values, best.indices]
+        ranks = (logits > chosen).sum(-1, keepdim=True) + 1
+        best = logits.topk(num_best)
+        columns += [ranks, best.values - sums, best.indices]
     # One tensor, so that the host waits once. float64 holds ids and log-probabilities exactly.
     rows = torch.cat(columns, dim=1).tolist()
     samples = []

@@ -287,9 +287,9 @@ class Gathering(Alone):
 
 def test_logits_of_one_rank() -> None:
     model, hidden = make_model(CONFIG, dtype=torch.bfloat16), torch.randn(3, 12).to(torch.bfloat16)
-    got, expected = model.logits(hidden), (hidden @ model.lm_head.weight.T).float()
-    assert (got.dtype, got.shape) == (torch.float32, (3, 11)), (
-        f"A bfloat16 model without ranks must return float32 logits [3, 11] for 3 tokens, but returns "
+    got, expected = model.logits(hidden), hidden @ model.lm_head.weight.T
+    assert (got.dtype, got.shape) == (torch.bfloat16, (3, 11)), (
+        f"A bfloat16 model without ranks must return bfloat16 logits [3, 11] for 3 tokens, but returns "
         f"{got.dtype} {list(got.shape)}."
     )
     assert torch.allclose(got, expected, atol=0.05), "Without ranks the logits must be hidden · lm_headᵀ."

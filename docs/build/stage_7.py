@@ -32,8 +32,8 @@ STAGE = Stage(
         "A draw: the first token whose cumulative sum is *greater* than u · total. A token of probability 0 "
         "does not raise the sum, so it is never the first. In float32 the last sum and the total may differ: "
         "add in float64, and take the last cumulative sum as the total.",
-        "`sample` keeps two tensors: the model's own log-probabilities, which are returned, and the allowed "
-        "scores, after `penalize` and the bans, from which it chooses. `gather_logprobs` takes both.",
+        "`sample` keeps two tensors: the logits as they came, whose log-probabilities are returned, and the "
+        "allowed scores, after `penalize` and the bans, from which it chooses. `gather_logprobs` takes both.",
         "If `metadata.all_greedy` is true, the metadata has no filters: take the argmax. Otherwise draw for "
         "all rows, and put the argmax where `is_greedy` is set.",
     ),
