@@ -1,7 +1,7 @@
 """A batch of decodes over scattered blocks, without an engine, for `kernel.py`, `blocksize.py`,
-`interpreted.py` and `first_light.py`.
+`interpreted.py` and gpu/gpu_day.py.
 
-Of the experiments, only this file and light/prefill.py use the inner parts of the attention backends.
+Of the experiments, only this file uses the inner parts of the attention backends.
 """
 
 from __future__ import annotations

@@ -118,12 +118,11 @@ def test_example_with_another_model_and_a_trace(tmp_path: Path) -> None:
         ("docs/experiments/peers.py vllm --peer-python typo", "typo is not a program that can be run"),
         ("docs/experiments/memory.py --plot nowhere/a.svg", "there is no folder nowhere"),
         ("docs/experiments/memory.py --plot a.jpeg", "a.jpeg does not end in .svg or .png"),
-        ("docs/experiments/first_light.py --report nowhere/a.md", "there is no folder"),
         ("docs/experiments/overhead.py --nano-vllm /nowhere", "/nowhere is no checkout of nano-vllm"),
         ("docs/experiments/chunked.py --budget 8", "--budget 8 leaves no room for a prompt after 8 decodes"),
         ("docs/experiments/kernel.py --context 9-1", "9-1 is not a length, or a range from low to high"),
     ],
-    ids=range(22),
+    ids=range(21),
 )
 def test_a_mistake_is_told_in_one_line(command: str, complaint: str) -> None:
     """(The engine, which has said more before, finds a prompt that is empty or too long.)"""
@@ -408,7 +407,7 @@ RUNS: dict[str, tuple[str, str, int]] = {
 SLOW = {"busy", "preemption", "sharing"}
 # The others' outputs stand on a page, or they have tests of their own; vllm_cpu.py needs vLLM.
 ELSEWHERE = {"arrivals", "interpreted", "two_ranks", "questions", "tour"}
-ELSEWHERE |= {"first_light", "linear", "peers", "quality", "ray_batch", "real_model", "vllm_cpu"}
+ELSEWHERE |= {"linear", "peers", "quality", "ray_batch", "real_model", "vllm_cpu"}
 
 
 def test_every_experiment_is_run() -> None:
