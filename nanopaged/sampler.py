@@ -24,7 +24,9 @@ from nanopaged.sequence import NonFiniteLogits, NoTokenAllowed, Sample, Schedule
 
 LOGITS_TILE = 256  # positions of a prompt that are scored together: [256, vocab_size] logits
 VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
-SUM_TILE = 1 << 22  # logits whose exponentials are added up together: 16 MiB in float32
+# Rows whose log_softmax is computed together: a GPU takes a multiprocessor for each, and on a CPU
+# their numbers fit into a cache.
+SOFTMAX_ROWS = {"cuda": 64, "cpu": 8}
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -195,11 +197,13 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
     if metadata.banned is not None:
         allowed = allowed.index_put(tuple(metadata.banned), allowed.new_full((), -math.inf))
     if metadata.all_greedy:
-        token_ids = allowed.argmax(-1)
+        token_ids = allowed.max(-1).indices  # faster than argmax on a CPU in 16 bits
     else:
         token_ids = draw_tokens(filtered_probs(allowed, metadata), metadata.uniform)
         if metadata.any_greedy:
-            token_ids = torch.where(metadata.is_greedy[:, 0] > 0, allowed.argmax(-1), token_ids)
+            token_ids = torch.where(
+                metadata.is_greedy[:, 0] > 0, allowed.max(-1).indices, token_ids
+            )
     return gather_logprobs(logits, token_ids, metadata.num_logprobs, allowed)
 
 
@@ -305,20 +309,6 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     return drawn[:, 0].clamp(max=vocab_size - 1)
 
 
-def log_sum_exp(logits: Tensor) -> Tensor:
-    """log Σ e^x of each row, [num_rows, vocab_size] → float32 [num_rows, 1].
-
-    The log-probability of a token with logit x is x - log Σ e^x. The exponentials of a few rows at
-    a time are kept, so they stay in a cache.
-    """
-    sums = []
-    for rows in logits.split(max(1, SUM_TILE // logits.shape[-1])):
-        largest = rows.amax(-1, keepdim=True).float()
-        total = (rows - largest).exp_().sum(-1, keepdim=True)
-        sums.append(largest + total.log_())
-    return torch.cat(sums)
-
-
 def gather_logprobs(
     logits: Tensor, token_ids: Tensor, num_logprobs: list[int | None], allowed: Tensor
 ) -> list[Sample]:
@@ -332,20 +322,24 @@ def gather_logprobs(
         allowed: scores like `logits`. Where a token is not allowed, its score is -inf, and the
             log-probability of the token becomes -inf as well.
     """
-    token_ids = token_ids[:, None]
-    chosen = logits.gather(1, token_ids)
-    sums = log_sum_exp(logits)
-    logprobs = chosen - sums
-    if allowed is not logits:
-        logprobs.masked_fill_(allowed.gather(1, token_ids) == -math.inf, -math.inf)
-    columns = [token_ids, logprobs.double()]
     num_best = max([num or 0 for num in num_logprobs])
-    if any(num is not None for num in num_logprobs):
-        ranks = (logits > chosen).sum(-1, keepdim=True) + 1
-        best = logits.topk(num_best)
-        columns += [ranks, best.values - sums, best.indices]
+    tile = SOFTMAX_ROWS[logits.device.type]
+    tables = []
+    for scores, ids, allowed_scores in zip(
+        logits.split(tile), token_ids[:, None].split(tile), allowed.split(tile), strict=True
+    ):
+        logprobs = scores.float().log_softmax(-1)
+        chosen = logprobs.gather(1, ids)
+        if allowed is not logits:
+            chosen.masked_fill_(allowed_scores.gather(1, ids) == -math.inf, -math.inf)
+        columns = [ids, chosen.double()]
+        if any(num is not None for num in num_logprobs):
+            ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
+            best = logprobs.topk(num_best)
+            columns += [ranks, best.values, best.indices]
+        tables.append(torch.cat(columns, dim=1))
     # One tensor, so that the host waits once. float64 holds ids and log-probabilities exactly.
-    rows = torch.cat(columns, dim=1).tolist()
+    rows = torch.cat(tables).tolist()
     samples = []
     for row, num in zip(rows, num_logprobs, strict=True):
         token = Sample(int(row[0]), row[1])

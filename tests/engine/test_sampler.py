@@ -18,6 +18,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.sampler import (
+    SOFTMAX_ROWS,
     VOCAB_CHUNK,
     Draw,
     SamplingMetadata,
@@ -366,7 +367,7 @@ def test_greedy_reads_the_logits_in_tiles(
     logits[5] = -math.inf
     logits[6, 7] = math.inf
     logits = logits.to(dtype)
-    monkeypatch.setattr("nanopaged.sampler.SUM_TILE", num_together * 3000)
+    monkeypatch.setitem(SOFTMAX_ROWS, "cpu", num_together)
     metadata = metadata_of([SamplingParams(temperature=0)] * 7)
     with LargestResult() as largest:
         samples = sample(logits, metadata)
