@@ -4,8 +4,11 @@ The runner has the model and the KV cache. It reads sequences and block tables, 
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,13 @@ from nanopaged.kernels import cpp
 from nanopaged.kv_cache import KVCache, KVShape, take_rows, to_device
 from nanopaged.memory import cheaper_preemption, count_blocks, pick_device, pick_dtype
 from nanopaged.model.checkpoint import load_model
-from nanopaged.model.decoder import PLAIN, Operations, norm_rotate, rms_norm, silu_mul
+from nanopaged.model.decoder import (
+    PLAIN,
+    Operations,
+    add_norm,
+    norm_rotate_to_compile,
+    silu_mul,
+)
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.outputs import Logprobs
 from nanopaged.parallel import Ranks
@@ -159,10 +168,10 @@ class ModelRunner:
         """For each request of the tiles, the log-probabilities of the tokens scored."""
         scores = defaultdict(list)
         for tile in tiles:
-            logprobs = self.model.logits(take_rows(hidden, tile.rows)).log_softmax(-1)
-            token_ids = to_device(np.array(tile.token_ids), logprobs.device)
+            logits = self.model.logits(take_rows(hidden, tile.rows))
+            token_ids = to_device(np.array(tile.token_ids), logits.device)
             num_logprobs = [tile.request.params.prompt_logprobs] * len(tile.rows)
-            tokens = gather_logprobs(logprobs, token_ids, num_logprobs, allowed=logprobs)
+            tokens = gather_logprobs(logits, token_ids, num_logprobs, allowed=logits)
             scores[tile.request] += [token.logprobs or {} for token in tokens]
         return scores
 
@@ -194,18 +203,26 @@ def choose_operations(
     """The functions for the operations of the layers: one pass over memory, if possible."""
     if backend == "cpp":
         return Operations(
-            cpp.rms_norm,
+            partial(add_norm, norm=cpp.rms_norm),
             cpp.norm_rotate,
             cpp.silu_mul,
             packed_linear=cpp.PackedLinear if cpp.has_linear(dtype) else None,
         )
     if device.type == "cuda" and not enforce_eager:
-        return Operations(  # dynamic: for any number of tokens
-            torch.compile(rms_norm, dynamic=True),
-            torch.compile(norm_rotate, dynamic=True),
-            torch.compile(silu_mul, dynamic=True),
-        )
+        return Operations(compiled(add_norm), compiled(norm_rotate_to_compile), compiled(silu_mul))
     return PLAIN
+
+
+def compiled(function: FunctionType) -> Callable[..., Any]:
+    """The function by torch.compile, for any number of tokens.
+
+    A code object is compiled for eight kinds of arguments, and then runs as it is. So each engine
+    has a copy of the code, and others' dtypes and sizes do not count.
+    """
+    copy = FunctionType(
+        function.__code__.replace(), function.__globals__, argdefs=function.__defaults__
+    )
+    return torch.compile(copy, dynamic=True)
 
 
 def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[PromptTile]]:

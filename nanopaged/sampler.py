@@ -22,8 +22,11 @@ from nanopaged.kv_cache import take_rows, to_device
 from nanopaged.outputs import Logprob
 from nanopaged.sequence import NonFiniteLogits, NoTokenAllowed, Sample, ScheduledBatch, Sequence
 
-LOGITS_TILE = 256  # positions of a prompt that are scored together: [256, vocab_size] in float32
+LOGITS_TILE = 256  # positions of a prompt that are scored together: [256, vocab_size] logits
 VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
+# Rows whose log_softmax is computed together: a GPU takes a multiprocessor for each, and on a CPU
+# their numbers fit into a cache.
+SOFTMAX_ROWS = {"cuda": 64, "cpu": 8}
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -102,7 +105,7 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
     """The samples of a `StepResult`: for each sequence of the batch, the tokens that may follow it.
 
     Args:
-        logits: float32 [num_ready, vocab_size], a row for each sequence that needs a sample.
+        logits: [num_ready, vocab_size], a row for each sequence that needs a sample.
     """
     draws = []
     rows = []  # of each draw, in the logits
@@ -183,29 +186,29 @@ def candidates(beam: Sequence, token: Sample) -> list[Sample]:
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
-    """One token for each row of `logits` [num_rows, vocab_size] (float32): the most likely, or a
-    draw.
+    """One token for each row of `logits` [num_rows, vocab_size]: the most likely, or a draw.
 
     If every token is banned, the returned token is meaningless and its log-probability is -inf. The
     caller raises the error.
     """
-    logprobs = logits.log_softmax(-1)
-    allowed = logprobs
+    allowed = logits
     if metadata.has_penalties:
         allowed = penalize(logits, metadata.penalty_places, metadata.penalty_numbers)
     if metadata.banned is not None:
-        allowed = allowed.index_put(tuple(metadata.banned), logprobs.new_full((), -math.inf))
+        allowed = allowed.index_put(tuple(metadata.banned), allowed.new_full((), -math.inf))
     if metadata.all_greedy:
-        token_ids = allowed.argmax(-1)
+        token_ids = allowed.max(-1).indices  # faster than argmax on a CPU in 16 bits
     else:
         token_ids = draw_tokens(filtered_probs(allowed, metadata), metadata.uniform)
         if metadata.any_greedy:
-            token_ids = torch.where(metadata.is_greedy[:, 0] > 0, allowed.argmax(-1), token_ids)
-    return gather_logprobs(logprobs, token_ids, metadata.num_logprobs, allowed)
+            token_ids = torch.where(
+                metadata.is_greedy[:, 0] > 0, allowed.max(-1).indices, token_ids
+            )
+    return gather_logprobs(logits, token_ids, metadata.num_logprobs, allowed)
 
 
 def penalize(logits: Tensor, places: Tensor, numbers: Tensor) -> Tensor:
-    """A copy of the logits with penalties applied, as vLLM defines them; see `SamplingParams`.
+    """The logits with penalties, in float32, as vLLM defines them; see `SamplingParams`.
 
         repetition 2, frequency 0.5, presence 1; logits 3 and -3 of a token generated 4 times:
         3 / 2 - 4 · 0.5 - 1 = -1.5 and -3 · 2 - 4 · 0.5 - 1 = -9
@@ -216,14 +219,16 @@ def penalize(logits: Tensor, places: Tensor, numbers: Tensor) -> Tensor:
         numbers: [4 (times generated, repetition, frequency, presence penalty), num].
     """
     count, repetition, frequency, presence = numbers
+    logits = logits.to(torch.float32, copy=True)
     values = logits[tuple(places)]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * count + presence * (count > 0)
-    return logits.index_put(tuple(places), values)
+    return logits.index_put_(tuple(places), values)
 
 
 def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """The probabilities at each row's temperature [num_rows, vocab_size]; 0 for dropped tokens.
+    """The probabilities at each row's temperature [num_rows, vocab_size], in float32; 0 for dropped
+    tokens.
 
     Their sum need not be 1. Ties with the last kept token are kept.
     """
@@ -305,30 +310,36 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def gather_logprobs(
-    logprobs: Tensor, token_ids: Tensor, num_logprobs: list[int | None], allowed: Tensor
+    logits: Tensor, token_ids: Tensor, num_logprobs: list[int | None], allowed: Tensor
 ) -> list[Sample]:
     """Each row's token and its log-probability; if wanted, also those of the most likely tokens.
 
     Args:
-        logprobs: [num_rows, vocab_size].
+        logits: [num_rows, vocab_size].
         token_ids: [num_rows], the drawn tokens (or the actual ones, in a prompt).
         num_logprobs: for each row, how many of the most likely tokens to return; None for no
             `logprobs`.
-        allowed: scores like `logprobs`. Where a token is not allowed, its score is -inf, and the
+        allowed: scores like `logits`. Where a token is not allowed, its score is -inf, and the
             log-probability of the token becomes -inf as well.
     """
-    token_ids = token_ids[:, None]
-    chosen = logprobs.gather(1, token_ids)
-    if allowed is not logprobs:
-        chosen = chosen.masked_fill(allowed.gather(1, token_ids) == -math.inf, -math.inf)
-    columns = [token_ids, chosen.double()]
     num_best = max([num or 0 for num in num_logprobs])
-    if any(num is not None for num in num_logprobs):
-        ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
-        best = logprobs.topk(num_best)
-        columns += [ranks, best.values, best.indices]
+    tile = SOFTMAX_ROWS[logits.device.type]
+    tables = []
+    for scores, ids, allowed_scores in zip(
+        logits.split(tile), token_ids[:, None].split(tile), allowed.split(tile), strict=True
+    ):
+        logprobs = scores.float().log_softmax(-1)
+        chosen = logprobs.gather(1, ids)
+        if allowed is not logits:
+            chosen.masked_fill_(allowed_scores.gather(1, ids) == -math.inf, -math.inf)
+        columns = [ids, chosen.double()]
+        if any(num is not None for num in num_logprobs):
+            ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
+            best = logprobs.topk(num_best)
+            columns += [ranks, best.values, best.indices]
+        tables.append(torch.cat(columns, dim=1))
     # One tensor, so that the host waits once. float64 holds ids and log-probabilities exactly.
-    rows = torch.cat(columns, dim=1).tolist()
+    rows = torch.cat(tables).tolist()
     samples = []
     for row, num in zip(rows, num_logprobs, strict=True):
         token = Sample(int(row[0]), row[1])

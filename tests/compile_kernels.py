@@ -55,6 +55,7 @@ DECODES = [
     (2, 256, 32, torch.float32),
     (3, 64, 16, torch.float32),
     (64, 128, 16, torch.bfloat16),  # one KV head for all
+    (32, 256, 16, torch.float32),  # spilled with four warps, and so did dimension 128
 ]
 TABLE = {  # columns of the table → a kernel; {half} is bf16, and fp16 where a GPU has no bfloat16
     "16 bits, 4 heads of 128": "decode {half} group 4 dim 128 block 16",

@@ -180,9 +180,9 @@ def test_embed_share(vocab_size: int, size: int) -> None:
 @pytest.mark.function("logits")
 @pytest.mark.parametrize(("rule", "size", "dtype"), [
     ("Without ranks the logits are hidden · lm_headᵀ", 0, torch.float32),
-    ("Logits are float32", 0, torch.bfloat16),
+    ("Logits have the dtype of the model", 0, torch.bfloat16),
     ("Logits of all ranks are gathered, and those beyond the 11 tokens cut off", 2, torch.float32),
-    ("Logits are float32 before they are gathered", 4, torch.bfloat16),
+    ("Logits have the dtype of the model", 4, torch.bfloat16),
 ])  # fmt: skip
 def test_logits(rule: str, size: int, dtype: torch.dtype) -> None:
     model = fill(Model(replace(SMALL, vocab_size=11), one_rank(size)), dtype)

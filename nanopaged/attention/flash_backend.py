@@ -104,19 +104,20 @@ def load_varlen() -> Callable[..., Tensor]:
 
 
 def load_torch_varlen() -> Callable[..., Tensor]:
-    """PyTorch's varlen attention, if it is new enough to be causal and to have grouped heads."""
+    """PyTorch's varlen attention, if it is new enough to be causal.
+
+    Its kernel takes grouped heads as they are. Newer versions want to be told (`enable_gqa`).
+    """
     from torch.nn.attention import varlen
 
     varlen_attn: Any = varlen.varlen_attn  # its options differ from version to version
-    options = inspect.signature(varlen_attn).parameters
-    if not {"window_size", "scale", "enable_gqa"} <= options.keys():
-        raise ImportError(
-            f"varlen attention of torch {torch.__version__} lacks window_size or enable_gqa"
-        )
-    window = (-1, 0)  # all keys before a query, none after it: causal
-    return lambda *args, softmax_scale, causal: varlen_attn(
-        *args, scale=softmax_scale, window_size=window, enable_gqa=True
-    )
+    known = inspect.signature(varlen_attn).parameters.keys()
+    if not {"window_size", "scale"} <= known:
+        raise ImportError(f"varlen attention of torch {torch.__version__} lacks window_size")
+    options: dict[str, Any] = {"window_size": (-1, 0)}  # all keys before a query, none after it
+    if "enable_gqa" in known:
+        options["enable_gqa"] = True
+    return lambda *args, softmax_scale, causal: varlen_attn(*args, scale=softmax_scale, **options)
 
 
 def why_no_flash(device: torch.device, shape: KVShape) -> str | None:

@@ -204,7 +204,7 @@ def decode_settings(
     """The tile, the paddings and the launch options of `decode_kernel`, by one rule for all GPUs.
 
         capability  rows                tile       warps                      stages
-        from 8.0    group, at least 16  8 KB of K  4                          3
+        from 8.0    group, at least 16  8 KB of K  4, 8 for 32 float32 rows   3
         7.5         group               16 keys    4, 8 if rows · dims ≥ 4096  3
 
     A tensor core multiplies 16 rows (query heads of a KV head) together; below 8.0 Triton uses
@@ -221,7 +221,7 @@ def decode_settings(
         group_pad = max(16, group_pad)
         num_keys = 8192 // (dim_pad * dtype.itemsize) // triton.cdiv(group_pad, 32)
         tile = min(MIN_SPLIT, max(16, num_keys))
-        num_warps = 4
+        num_warps = 8 if group_pad >= 32 and dtype == torch.float32 else 4
     else:
         tile = 16
         num_warps = 8 if group_pad * dim_pad >= 4096 else 4

@@ -35,6 +35,19 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     return y if weight is None else y.mul_(weight)
 
 
+def add_norm(
+    x: Tensor,
+    added: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    norm: Callable[..., Tensor] = rms_norm,
+) -> tuple[Tensor, Tensor]:
+    """The sum x + added, if there is something to add, and the norm of the sum."""
+    if added is not None:
+        x = x + added
+    return x, norm(x, eps, weight)
+
+
 def norm_rotate(
     qk: Tensor,
     num_q: int,
@@ -63,6 +76,30 @@ def norm_rotate(
     return rotated
 
 
+def norm_rotate_to_compile(
+    qk: Tensor,
+    num_q: int,
+    weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
+    """`norm_rotate` without changes in place: torch.compile makes one kernel of it, not three.
+
+    The halves of a head are the two rows of [2, half], so `flip` exchanges x_i and x_{i + half}.
+    """
+    half = sin.shape[-1]
+    pairs = qk.unflatten(-1, (2, half))
+    if weights is not None:
+        is_query = torch.arange(qk.shape[1], device=qk.device)[:, None, None] < num_q
+        q_weight, k_weight = weights
+        weight = torch.where(is_query, q_weight.view(2, half), k_weight.view(2, half))
+        pairs = F.rms_norm(pairs, (2, half), None, eps) * weight
+    signs = torch.arange(-1, 2, 2, device=qk.device)[:, None]
+    turned = pairs.flip(-2) * (sin.unsqueeze(-2) * signs)
+    return (pairs * cos.unflatten(-1, (2, half)) + turned).flatten(-2)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [n, 2 · width] → silu(gate) · up [n, width], where silu(x) = x / (1 + e^-x)."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -77,7 +114,7 @@ class Operations:
         packed_linear: makes of W and b a function that computes x Wᵀ + b faster than `F.linear`.
     """
 
-    rms_norm: Callable[..., Tensor] = rms_norm
+    add_norm: Callable[..., tuple[Tensor, Tensor]] = add_norm
     norm_rotate: Callable[..., Tensor] = norm_rotate
     silu_mul: Callable[..., Tensor] = silu_mul
     packed_linear: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]] | None = None
@@ -139,17 +176,17 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` with a weight."""
+    """`add_norm` with a weight."""
 
     def __init__(self, size: int, eps: float, operations: Operations) -> None:
         super().__init__()
         self.weight = empty_weight(size)
         self.eps = eps
-        self.rms_norm = operations.rms_norm
+        self.add_norm = operations.add_norm
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [num_tokens, size] → the same shape."""
-        return self.rms_norm(x, self.eps, self.weight)
+    def forward(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x, added [num_tokens, size] → the sum and its norm, of the same shape."""
+        return self.add_norm(x, added, self.eps, self.weight)
 
 
 class MLP(nn.Module):
@@ -244,7 +281,10 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x))."""
+    """x + attention(norm(x)), then x + MLP(norm(x)).
+
+    The last sum is left to the next norm, so that one kernel can compute both.
+    """
 
     def __init__(
         self, config: ModelConfig, layer: int, ranks: Ranks | None, operations: Operations
@@ -255,9 +295,14 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, operations)
         self.mlp = MLP(config, ranks, operations)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, x: Tensor, added: Tensor | None, cos: Tensor, sin: Tensor, attention: AttentionFn
+    ) -> tuple[Tensor, Tensor]:
+        """The layer of x + added → two tensors whose sum is its output."""
+        x, normed = self.input_layernorm(x, added)
+        added = self.self_attn(normed, cos, sin, attention)
+        x, normed = self.post_attention_layernorm(x, added)
+        return x, self.mlp(normed)
 
 
 class Model(nn.Module):
@@ -296,9 +341,10 @@ class Model(nn.Module):
         else:
             x = self._embed_share(input_ids, self.ranks)
         cos, sin = self.rotary.cos[positions], self.rotary.sin[positions]
+        added = None
         for layer in self.layers:
-            x = layer(x, cos, sin, attention)
-        return self.norm(x)
+            x, added = layer(x, added, cos, sin, attention)
+        return self.norm(x, added)[1]
 
     def _embed_share(self, input_ids: Tensor, ranks: Ranks) -> Tensor:
         """Embed the tokens whose rows this rank has, and add up the results of all ranks."""
@@ -309,14 +355,14 @@ class Model(nn.Module):
         return ranks.all_reduce(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden_size] → float32 scores [n, vocab_size].
+        """hidden [n, hidden_size] → scores [n, vocab_size], in the dtype of the model.
 
         Ranks above 0 return only their own columns.
 
         Scores on Apple's GPU are copied to the host, because sampling adds up probabilities in
         float64, which that GPU does not have.
         """
-        scores = self.lm_head(hidden).float()
+        scores = self.lm_head(hidden)
         if self.ranks is not None:
             return self.ranks.gather(scores)[:, : self.config.vocab_size]
         return scores.cpu() if scores.is_mps else scores

@@ -99,7 +99,7 @@ def test_example_answers_prompts_of_the_user_and_writes_a_trace(run: Run, tmp_pa
             "typo is not a folder: name the one that holds config.json, or a hub id",
         ),
         (f"example.py --prompt '{'word ' * 3000}'", "has 3002 tokens, but max_model_len is 2048"),
-        ("example.py --fork gone.py", "gone.py is not a fork: its file has no class LLM"),
+        ("example.py --fork gone.py", "No such file or directory: 'gone.py'"),
         ("-m nanopaged --max-tokens 0", "max_tokens is 0, but must be at least 1"),
         ("-m nanopaged --model ./typo", "typo is not a folder: name the one that holds config.json"),
         ("bench.py --requests 0", "must be at least 1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from conftest import VOCAB_SIZE, Oracle, random_prompts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from serving import KINDS, tokens_of
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.sampler import (
+    SOFTMAX_ROWS,
     VOCAB_CHUNK,
     Draw,
     SamplingMetadata,
@@ -331,6 +334,49 @@ def test_a_repetition_penalty_lowers_logits_of_either_sign(seen: float, unseen: 
         params = SamplingParams(temperature=0, repetition_penalty=penalty)
         rows = rows_of(params, 1, token_counts={3: 0})
         assert choose(logits, SamplingMetadata(rows, CPU)).tolist() == [best]
+
+
+# ── log-probabilities ─────────────────────────────────────────────────────────────────────────────
+
+
+class LargestResult(TorchDispatchMode):
+    """Notes how many numbers the largest tensor has that an operation returns."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for part in out if isinstance(out, list | tuple) else [out]:
+            if isinstance(part, torch.Tensor):
+                self.size = max(self.size, part.numel())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_together", [1, 2, 9])
+def test_greedy_reads_the_logits_in_tiles(
+    dtype: torch.dtype, num_together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log-probabilities are those of float64, and no operation writes more than a tile.
+
+    Rows of NaN, of -inf and with +inf have no finite log-probability; a part of -inf changes nothing.
+    """
+    logits = torch.randn(7, 3000, generator=torch.Generator().manual_seed(4)) * 5
+    logits[3, ::2] = -math.inf
+    logits[4] = math.nan
+    logits[5] = -math.inf
+    logits[6, 7] = math.inf
+    logits = logits.to(dtype)
+    monkeypatch.setitem(SOFTMAX_ROWS, "cpu", num_together)
+    metadata = metadata_of([SamplingParams(temperature=0)] * 7)
+    with LargestResult() as largest:
+        samples = sample(logits, metadata)
+    assert largest.size == min(num_together, 7) * 3000
+    expected = logits.double().log_softmax(-1)
+    for row, drawn in enumerate(samples[:4]):
+        assert drawn.token_id == logits[row].argmax()
+        assert drawn.logprob == pytest.approx(expected[row, drawn.token_id].item(), abs=4e-6)
+    assert not any(math.isfinite(drawn.logprob) for drawn in samples[4:])
 
 
 # ── seeds, through the whole engine ───────────────────────────────────────────────────────────────

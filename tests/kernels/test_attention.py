@@ -250,7 +250,7 @@ def test_the_inputs_of_flash_attention(
 
 
 def test_how_flash_attention_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn if it is there (4 alone is not), else PyTorch's, if it has grouped heads."""
+    """flash-attn if it is there (4 alone is not), else PyTorch's, which 2.11 has without `enable_gqa`."""
     flash_backend = pytest.importorskip("nanopaged.attention.flash_backend", reason=NO_TRITON)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     q, k = torch.zeros(3, 4, 8), torch.arange(2.0).view(1, 2, 1).expand(3, 2, 8)
@@ -267,11 +267,17 @@ def test_how_flash_attention_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     def new(*args: Any, scale: float, window_size: tuple[int, int], enable_gqa: bool) -> None:
         calls.append((args[1:3], {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}))
 
+    def old(*args: Any, scale: float, window_size: tuple[int, int]) -> None:  # of torch 2.11
+        calls.append((args[1:3], {"scale": scale, "window_size": window_size}))
+
     _, options = call("flash_attn", flash_attn_varlen_func=lambda *args, **kw: calls.append((args, kw)))
     assert options == {"softmax_scale": 0.5, "causal": True}
     (key, _), options = call("torch.nn.attention.varlen", varlen_attn=new)
     assert key is k
     assert options == {"scale": 0.5, "window_size": (-1, 0), "enable_gqa": True}
+    (key, _), options = call("torch.nn.attention.varlen", varlen_attn=old)
+    assert key is k, "the kernel takes two KV heads for four query heads"
+    assert options == {"scale": 0.5, "window_size": (-1, 0)}
     with pytest.raises(ImportError, match="lacks window_size"):
         call("torch.nn.attention.varlen", varlen_attn=lambda q, k, v: None)
     flash_backend.load_varlen.cache_clear()

@@ -415,7 +415,7 @@ def test_launches_of_a_decode_step(oracle: Oracle, cuda: FakeCuda) -> None:
     options = {"num_blocks": 100, "max_num_batched_tokens": 300, "enforce_eager": True}
     llm = on_cuda(oracle, attention_backend="triton", **options)
     model, counted = llm.engine.runner.model, {}
-    for name, module in (("layer", model.layers[0]), ("model", model)):
+    for name, module in (("layer", model.layers[1]), ("model", model)):
         module.register_forward_pre_hook(lambda *_, name=name: counted.update({name: len(cuda.launched)}))
         module.register_forward_hook(
             lambda *_, name=name: counted.update({name: Counter(cuda.launched[counted[name] :])})

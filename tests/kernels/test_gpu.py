@@ -12,6 +12,8 @@ from conftest import Oracle, random_prompts
 from serving import serve, tokens_of
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.attention import why_unavailable
+from nanopaged.kv_cache import KVShape
 from nanopaged.sequence import ScheduledBatch, StepResult
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +21,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def engine(oracle: Oracle, **options: object) -> LLM:
+    """An engine that does not swap unless it is asked to: "auto" would pin memory to measure it."""
     defaults = {"dtype": "float32", "device": DEVICE, "block_size": 4, "num_blocks": 200, "max_num_seqs": 12}
+    defaults["preemption"] = "recompute"
     return LLM(oracle.folder, **defaults | options)
 
 
@@ -95,8 +99,10 @@ def test_forks_and_preemption_on_streams(oracle: Oracle, preemption: str) -> Non
 @pytest.mark.parametrize("backend", ["flash", "triton"])
 def test_half_precision(qwen3: Oracle, dtype: str, backend: str) -> None:
     """Prompt log-probabilities near those of float32, by flash attention and by plain PyTorch, in chunks."""
-    if backend == "flash" and torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("flash attention needs compute capability 8.0 or more")
+    shape = KVShape(num_layers=2, num_kv_heads=2, head_dim=16, dtype=getattr(torch, dtype))
+    reason = why_unavailable(backend, torch.device(DEVICE), shape)
+    if reason is not None:
+        pytest.skip(reason)
     prompts = random_prompts(6, seed=6)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
     exact = serve(engine(qwen3, attention_backend="torch"), prompts, params)

@@ -98,12 +98,12 @@ def test_every_request_says_what_it_says_alone(forms: Forms, seed: int) -> None:
     requests = [engine.prompts.make_request(str(i), ask(*each[:2]), each[2]) for i, each in enumerate(asked)]
     for request in requests:
         engine.queue(request)
-    norm, works = engine.runner.model.norm, engine.runner.model.norm.rms_norm
+    norm, works = engine.runner.model.norm, engine.runner.model.norm.add_norm
     while engine.has_unfinished_requests():
         if engine.num_steps == 5 and not requests[-2].finished:
             engine.abort_request(requests[-2].request_id)
-        norm.rms_norm = None if engine.num_steps == 9 and norm.rms_norm else works  # the tenth fails once
-        with nullcontext() if norm.rms_norm else pytest.raises(TypeError):
+        norm.add_norm = None if engine.num_steps == 9 and norm.add_norm else works  # the tenth fails once
+        with nullcontext() if norm.add_norm else pytest.raises(TypeError):
             engine.step()
         engine.check_invariants()
     for (_, name, params), request in zip(asked, requests, strict=True):

@@ -1,0 +1,138 @@
+"""docs/experiments/gpu: the script's limits and its summary; its parts on a CPU, and on a fake GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from programs import environment, load_file, run_process
+
+if TYPE_CHECKING:
+    from fake_cuda import FakeCuda
+
+ROOT = Path(__file__).parents[2]
+GPU = ROOT / "docs" / "experiments" / "gpu"
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the script is one of bash")
+
+
+def run_script(folder: Path, *parts: str, **variables: str) -> tuple[int, dict[str, str]]:
+    """The exit status, and part → its line of the summary."""
+    variables = {"OUT": str(folder / "out"), "PYTHON": sys.executable, **variables}
+    done = run_process(["bash", str(GPU / "gpu_day.sh"), *parts], folder, environment(**variables), 1200)
+    lines = (folder / "out" / "summary.txt").read_text(encoding="utf-8").splitlines()
+    return done.returncode, dict(re.findall(r"^ *\d+ s  (\w+): (.*)$", "\n".join(lines), re.MULTILINE))
+
+
+# What stands in the place of Python: a part that works, one that fails, one that hangs.
+PROGRAM = """#!/bin/bash
+case $2 in
+    machine) sleep 0.1 ;;
+    varlen) echo '!! 4 x 512 of 4096: it does not fit'; exit 1 ;;
+    engine) sleep 60 ;;
+esac
+"""
+
+
+def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text(PROGRAM, encoding="utf-8")
+    program.chmod(0o755)
+    parts = ["machine", "varlen", "engine", "decode"]
+    status, lines = run_script(tmp_path, *parts, PYTHON=str(program), REHEARSE="1", BUDGET="1")
+    assert status == 1
+    assert list(lines) == parts
+    assert lines["machine"].startswith("ok, ")
+    assert re.fullmatch(r"FAILED with status 1, \d s: !! 4 x 512 of 4096: it does not fit", lines["varlen"])
+    assert re.fullmatch(r"ENDED at its limit of [123] s", lines["engine"])
+    assert lines["decode"] == "NOT RUN, the time is over"
+
+
+def test_the_limits_fit_into_nine_minutes() -> None:
+    """The last part may take five seconds to end. The expected times (gpu-status.md) fit into the budget."""
+    script = (GPU / "gpu_day.sh").read_text(encoding="utf-8")
+    budget = int(re.search(r"BUDGET:-(\d+)", script)[1])
+    assert budget + 5 + 20 <= 540, "with the first import of torch"
+    limits = {name: int(limit) for name, limit in re.findall(r"\bpart (\w+) (\d+)", script)}
+    assert list(limits) == re.search(r"PARTS=\$\{\*:-(.*)\}", script)[1].split()
+    page = (ROOT / "docs" / "records" / "gpu-status.md").read_text(encoding="utf-8")
+    table = page.split("The figures go here")[0]
+    rows = re.findall(r"^\| (\w+) \|.*\| (\d+) \| (\d+) \|$", table, re.MULTILINE)
+    assert {name: int(limit) for name, limit, _ in rows} == limits
+    assert sum(int(expected) for _, _, expected in rows) <= budget
+
+
+@pytest.mark.slow
+def test_a_rehearsal_of_all_parts(tmp_path: Path) -> None:
+    status, lines = run_script(tmp_path)
+    assert status == 0, lines
+    assert len(lines) == 10
+    assert all(line.startswith("ok, ") for line in lines.values()), lines
+
+
+def test_the_notebook_runs_parts_that_exist() -> None:
+    cells = json.loads((GPU / "hosted.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = "".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code")
+    (parts,) = re.findall(r"^!PYTHON=python bash docs/experiments/gpu/gpu_day.sh (.*)$", code, re.MULTILINE)
+    script = (GPU / "gpu_day.sh").read_text(encoding="utf-8")
+    assert all(f"\npart {name} " in script for name in parts.split())
+    compile(re.sub(r"^!.*$", "pass", code, flags=re.MULTILINE), "notebook", "exec")
+
+
+# ── the parts on a GPU whose tensors hold no data ─────────────────────────────────────────────────
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform has not")
+    if torch.cuda.is_available():
+        pytest.skip("there is a real GPU")
+    from fake_cuda import pretend
+
+    for folder in (ROOT, GPU.parent, GPU.parent / "lib"):
+        monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr("nanopaged.model.checkpoint._draw_weights", lambda model, seed: None)
+    answers = {
+        "is_available": lambda: True,
+        "get_device_name": lambda: "a fake GPU",
+        "get_arch_list": lambda: ["sm_90"],
+        "memory_summary": lambda **_: "",
+    }
+    with pretend(monkeypatch) as cuda:
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        yield cuda
+
+
+@pytest.fixture
+def gpu_day(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module as on a GPU, with the sizes of a rehearsal. A call that is timed runs once, in 1 ms."""
+    module = load_file(GPU / "gpu_day.py")
+    monkeypatch.setattr(module, "FULL", False)
+    monkeypatch.setattr(module, "seconds_of", lambda call, **_: call() is None or 1e-3)
+    monkeypatch.setattr(module, "copy_bandwidth", lambda _: 3e12)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "launched"),
+    [
+        ("machine", {"mm"}),
+        ("varlen", {"varlen"}),
+        ("decode", {"decode_kernel", "reduce_kernel"}),
+        ("settings", {"decode_kernel"}),
+        ("engine", {"store_kernel", "decode_kernel", "varlen"}),
+        ("eager", {"store_kernel", "decode_kernel", "varlen"}),
+    ],
+)
+def test_parts_on_a_fake_gpu(gpu_day: ModuleType, cuda: FakeCuda, part: str, launched: set[str]) -> None:
+    gpu_day.PARTS[part]()
+    assert gpu_day.FAILED == []
+    assert launched <= set(cuda.launched)
