@@ -76,19 +76,19 @@ SHAPE = {
     "pad_token_id": 0,
     "attn_implementation": "eager",
 }
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # family → prefix of its classes, its own shape
-    "llama": ("Llama", {"head_dim": 20, "tie_word_embeddings": False}),
-    "qwen2": ("Qwen2", {"num_attention_heads": 4, "tie_word_embeddings": False}),
-    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+FAMILIES: dict[str, dict[str, Any]] = {  # the beginning of the names of transformers' classes → its own shape
+    "Llama": {"head_dim": 20, "tie_word_embeddings": False},
+    "Qwen2": {"num_attention_heads": 4, "tie_word_embeddings": False},
+    "Qwen3": {"head_dim": 16, "tie_word_embeddings": True},
 }
 
 
 def make_model(family: str, **changes: Any) -> transformers.PreTrainedModel:
     """A random model of a family, with changes of its config. Biases and norms are random, too."""
-    prefix, shape = FAMILIES[family]
-    config = getattr(transformers, f"{prefix}Config")(**SHAPE | shape | changes)
+    config_class = getattr(transformers, f"{family}Config")
+    model_class = getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(len(family))
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    model = model_class(config_class(**SHAPE | FAMILIES.get(family, {}) | changes)).eval()
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(weight, std=0.3)
@@ -139,7 +139,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     """For tests that do not depend on the family."""
-    return Oracle(make_model("qwen3"), tmp_path_factory.mktemp("qwen3"))
+    return Oracle(make_model("Qwen3"), tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture(autouse=True)
@@ -328,6 +328,9 @@ def draw_params(rng: random.Random, kind: str) -> Params:
         seed=rng.randint(0, 2),
         stop=stop,
         stop_token_ids=rng.choice([(), (), range(20)]),
+        top_k=rng.choice([0, 0, 5]),
+        top_p=rng.choice([1.0, 1.0, 0.9]),
+        presence_penalty=rng.choice([0, 0, 1]),
         logprobs=2 if kind == "greedy" else rng.choice([None, 0]),
         prompt_logprobs=rng.choice([None, None, None, 0]),  # such a prompt must not come from the cache
         **rules,

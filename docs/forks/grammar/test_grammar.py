@@ -8,17 +8,14 @@ from functools import cache
 from typing import Any
 
 import grammar
+import harness
 import jsonschema
 import pytest
 import regex
-import test_random_runs
 import torch
-from conftest import Oracle, memory_that_was_never_written, qwen3
-from faults import FailAtLine
 from grammar import LLM, NO_SPACES, GrammarEngine, GrammarParams, GrammarRunner, GrammarSequence
+from harness import SMALL, FailAtLine, Oracle, Run, Workload, check_refused, serve, tokens_of
 from llguidance import LLMatcher
-from random_workloads import Workload, tiny
-from serving import serve, tokens_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanopaged import BeamSearchParams, EngineConfig, SamplingParams
@@ -26,7 +23,6 @@ from nanopaged.model.checkpoint import TINY_MODEL
 from nanopaged.outputs import CompletionOutput
 from nanopaged.sequence import NoTokenAllowed
 
-FIXTURES = memory_that_was_never_written, qwen3  # small KV caches begin full of NaN
 EOS = frozenset({0, 2})  # of the tiny model; token 1 is special, too
 TOKENIZER = AutoTokenizer.from_pretrained(TINY_MODEL)
 VOCABULARY = grammar.read_vocabulary(TOKENIZER, len(TOKENIZER), EOS)
@@ -162,43 +158,25 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize(("preemption", "budget"), [("swap", 5), ("recompute", 2048)])
-def test_greedy_is_what_transformers_says_with_a_mask(preemption: str, budget: int) -> None:
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_greedy_is_what_transformers_says_with_a_mask(preemption: str) -> None:
     """Token for token, in chunks, in a pool in which requests are preempted."""
-    options = {"block_size": 4, "num_blocks": 24, "preemption": preemption, "max_num_batched_tokens": budget}
-    llm, prompts, reasons = (
-        LLM(dtype="float32", **options),
-        [PROMPTS[i % 3] for i in range(len(ASKED))],
-        set(),
-    )
-    for prompt, params, output in zip(prompts, ASKED, serve(llm, prompts, ASKED), strict=True):
+    llm, prompts = LLM(dtype="float32", preemption=preemption, **SMALL), (PROMPTS * 2)[: len(ASKED)]
+    reasons = set()
+    for params, output in zip(ASKED, serve(llm, prompts, ASKED), strict=True):
         (got,) = output.outputs
-        token_ids, logprobs, reason = greedy(prompt, params)
+        token_ids, logprobs, reason = greedy(output.prompt_token_ids, params)
         assert (got.token_ids, got.finish_reason) == (token_ids, reason)
         scored = [row[token_id].logprob for row, token_id in zip(got.logprobs, token_ids, strict=True)]
         assert scored == pytest.approx(logprobs, abs=1e-4)
         reasons.add(reason)
-    assert getattr(llm.engine.stats(), f"num_preemptions_{preemption}") > 0
+    assert harness.num_preempted(llm) > 0
     assert reasons == {"stop", "length"}
-
-
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_samples_that_are_preempted_say_what_they_say_alone(llm: LLM, preemption: str) -> None:
-    """Several outputs of each request, seeded; a plain request among them."""
-    params = [replace(HOT, n=3, seed=i, max_tokens=60, regex="[a-f ]{30,90}") for i in range(3)]
-    params += [replace(params[0], n=1, regex=None), replace(params[0], n=2, regex=None, json_schema=PERSON)]
-    options = {"block_size": 4, "num_blocks": 54, "preemption": preemption, "max_num_batched_tokens": 16}
-    small, prompts = LLM(dtype="float32", **options), [PROMPTS[i % 3] for i in range(5)]
-    for prompt, its_params, output in zip(prompts, params, serve(small, prompts, params), strict=True):
-        assert tokens_of([output]) == tokens_of(serve(llm, [prompt], its_params))
-        for got in output.outputs:
-            check_text(its_params, got)
-    assert getattr(small.engine.stats(), f"num_preemptions_{preemption}") > 1
 
 
 def with_grammars(seed: int) -> Workload:
     """A random workload in which most samples follow a grammar."""
-    workload, rng = tiny(seed), random.Random(seed)
+    workload, rng = harness.draw_workload(seed), random.Random(seed)
     for asked in workload.requests:
         if isinstance(asked.params, SamplingParams) and rng.random() < 0.8:
             options = {field.name: getattr(asked.params, field.name) for field in fields(asked.params)}
@@ -207,13 +185,14 @@ def with_grammars(seed: int) -> Workload:
     return workload
 
 
-def test_random_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
+class GrammarRun(Run):
+    engine_class = alone_class = GrammarEngine
+
+
+def test_random_workloads() -> None:
     """With aborts, faults and preemption, each request says what it says alone."""
-    monkeypatch.setattr(test_random_runs, "LLMEngine", GrammarEngine)
-    test_random_runs.large_engine.cache_clear()
     events = ["swap", "recompute", "cache hit", "copy on write", "abort while running", "fault: update"]
-    test_random_runs.serve_random(with_grammars, 5, events)
-    test_random_runs.large_engine.cache_clear()
+    harness.random_runs(GrammarRun, TINY_MODEL, 9, events, with_grammars)
 
 
 def test_a_step_that_fails_while_a_grammar_follows_a_token(llm: LLM) -> None:
@@ -222,7 +201,7 @@ def test_a_step_that_fails_while_a_grammar_follows_a_token(llm: LLM) -> None:
     right = tokens_of(serve(llm, PROMPTS[:1], params))
     for line in range(1, 60):
         llm.engine.add_request("fails", PROMPTS[0], params)
-        fault, outputs = FailAtLine(line, RuntimeError, (GrammarSequence.follow,)), []
+        fault, outputs = FailAtLine(line, [GrammarSequence.follow], GrammarEngine), []
         while llm.engine.has_unfinished_requests():
             try:
                 with fault:
@@ -273,26 +252,23 @@ def test_log_probabilities_filters_and_penalties(llm: LLM) -> None:
     assert len(set(said.text)) > len(set(best.text))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"regex": "(a"}, r"regex '\(a' cannot be used: .*unclosed group"),
-        ({"regex": "a(?=b)"}, "regex .* cannot be used: .*look-around"),
-        ({"regex": ""}, "regex '' cannot be used: it allows no text"),
-        ({"regex": r"[^\s\S]"}, "it allows no text"),
-        ({"regex": "(a{1000}){1000}"}, "cannot be used: it is too large"),
-        ({"json_schema": {"not": {}}}, "json_schema .* cannot be used: Unimplemented keys"),
-        ({"json_schema": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable schema"),
-        ({"json_schema": "{"}, r"json_schema '\{' cannot be used: EOF while parsing"),
-        (
-            {"json_schema": {"type": "array", "items": SELF, "minItems": 1}},
-            "no text that it allows has an end",
-        ),
-    ],
-)
-def test_a_bad_grammar_is_refused(llm: LLM, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        llm.engine.add_request("bad", "x", GrammarParams(**options))
+BAD = [
+    ({"regex": "(a"}, r"regex '\(a' cannot be used: .*unclosed group"),
+    ({"regex": "a(?=b)"}, "regex .* cannot be used: .*look-around"),
+    ({"regex": ""}, "regex '' cannot be used: it allows no text"),
+    ({"regex": r"[^\s\S]"}, "it allows no text"),
+    ({"regex": "(a{1000}){1000}"}, "cannot be used: it is too large"),
+    ({"json_schema": {"not": {}}}, "json_schema .* cannot be used: Unimplemented keys"),
+    ({"json_schema": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable schema"),
+    ({"json_schema": "{"}, r"json_schema '\{' cannot be used: EOF while parsing"),
+    ({"json_schema": {"type": "array", "items": SELF, "minItems": 1}}, "no text that it allows has an end"),
+]
+
+
+def test_a_bad_grammar_is_refused(llm: LLM) -> None:
+    for options, message in BAD:
+        asked = {"request_id": "bad", "prompt": "x", "params": GrammarParams(**options)}
+        check_refused(llm.engine.add_request, [(asked, f"(?s){message}")])
     assert not llm.engine.has_unfinished_requests()
 
 
@@ -324,12 +300,14 @@ def test_schemas_without_an_end() -> None:
 def test_options_and_models(llm: LLM, qwen3: Oracle) -> None:
     params = GrammarParams(json_schema=PERSON)
     assert len({params, GrammarParams(json_schema=json.dumps(PERSON)), replace(params)}) == 1
-    with pytest.raises(ValueError, match="give json_schema or regex, not both"):
-        GrammarParams(json_schema={}, regex="a")
-    with pytest.raises(TypeError, match="regex must be a str, got {}"):
-        GrammarParams(regex={})
-    with pytest.raises(ValueError, match="regex needs a tokenizer, and this model has none"):
-        LLM(qwen3.folder, num_blocks=8).engine.add_request("x", [1, 2], GrammarParams(regex="a"))
+    table = [
+        ({"json_schema": {}, "regex": "a"}, "give json_schema or regex, not both"),
+        ({"regex": {}}, "regex must be a str, got {}"),
+    ]
+    check_refused(GrammarParams, table)
+    asked = {"request_id": "x", "prompt": [1, 2], "params": GrammarParams(regex="a")}
+    no_tokenizer = [(asked, "regex needs a tokenizer, and this model has none")]
+    check_refused(LLM(qwen3.folder, num_blocks=8).engine.add_request, no_tokenizer)
     assert len(serve(llm, PROMPTS[:1], BeamSearchParams(beam_width=2, max_tokens=5))[0].outputs) == 2
 
 
