@@ -30,6 +30,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import getfile, unwrap
@@ -51,7 +52,7 @@ import nanopaged
 from nanopaged import LLM, BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
 from nanopaged.block_manager import blocks_needed
 from nanopaged.kv_cache import KVCache
-from nanopaged.outputs import CompletionOutput, Logprobs
+from nanopaged.outputs import CompletionOutput
 
 Params = SamplingParams | BeamSearchParams
 
@@ -159,15 +160,6 @@ def memory_that_was_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
 # ── requests that come together ───────────────────────────────────────────────────────────────────
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
-KINDS: list[Params] = [  # one of each kind, of what a device computes with operations of its own
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=5),
-    SamplingParams(min_tokens=3, stop_token_ids=[3, 4], seed=6),
-    SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=1, seed=7),
-    SamplingParams(n=3, seed=8),
-    SamplingParams(temperature=0, logprobs=2, prompt_logprobs=1),
-    BeamSearchParams(beam_width=3, min_tokens=3),
-]
 # A pool that is too small for eight random prompts, which are computed in chunks.
 SMALL = {"block_size": 4, "num_blocks": 24, "num_host_blocks": 99, "watermark": 0.0}
 SMALL |= {"max_num_batched_tokens": 24}
@@ -276,29 +268,25 @@ STAGE_LINES = {"schedule": 60, "execute": 150, "update": 60, "queue": 4, "abort_
 
 
 def draw_workload(seed: int) -> Workload:
-    """Requests of all kinds that often begin alike, in a pool that is often just enough for the largest.
+    """Requests of all kinds that often begin alike, in a pool that is just enough for the largest.
 
-    In one of three workloads, all requests have one output. In another one, families of sequences are
-    preempted before they have caught up. In the third one, outputs end together, at any token.
+    In one of three workloads, all requests have one output. In the others there are families of sequences,
+    and outputs that end together, at any token.
     """
     rng = random.Random(seed)
-    block_size = rng.choice([1, 2, 2, 3, 4, 5, 8])
     kinds = (["greedy", "sampled"], ["several", "beams", "sampled"], ["ends", "several"])[seed % 3]
-    stems = [rng.choices(range(8, VOCAB_SIZE), k=rng.randint(4, 12 + block_size)) for _ in range(2)]
+    stems = [rng.choices(range(8, VOCAB_SIZE), k=rng.randint(4, 16)) for _ in range(2)]
     requests = []
     for _ in range(rng.randint(5, 9)):
-        prompt = rng.choice(stems)[: rng.randint(1, 20)] + rng.choices(range(8, 11), k=rng.randint(0, 5))
+        prompt = rng.choice(stems)[: rng.randint(1, 16)] + rng.choices(range(8, 11), k=rng.randint(0, 5))
         asked = Asked(prompt, draw_params(rng, rng.choice(kinds)), rng.randint(0, 6))
         asked.aborted_after = rng.choice([None, None, rng.randint(0, 25)])
         requests.append(asked)
         if rng.random() < 0.2:  # a twin, sometimes with a salt
             requests.append(replace(asked, aborted_after=None, salt=rng.choice([None, "x"])))
-    most = max(asked.most_blocks(block_size) for asked in requests)
     is_chunked = rng.random() < 0.6
     options = {
         "max_model_len": MAX_MODEL_LEN,
-        "block_size": block_size,
-        "num_blocks": most + rng.choice([0, 0, rng.randint(0, 4)]),
         "num_host_blocks": rng.choice([200, 200, 40, 8, 0]),
         "max_num_batched_tokens": rng.choice([rng.randint(2, 8), 40]) if is_chunked else MAX_MODEL_LEN,
         "enable_chunked_prefill": is_chunked,
@@ -311,7 +299,8 @@ def draw_workload(seed: int) -> Workload:
     for _ in range(rng.randint(0, 3)):
         stage = rng.choice(list(STAGE_LINES))
         faults.append((rng.randint(0, 15), stage, 1 + int(rng.expovariate(1 / STAGE_LINES[stage]))))
-    return Workload(seed, options, requests, rng.random() < 0.3, sorted(faults))
+    workload = Workload(seed, options, requests, is_shuffled=rng.random() < 0.3, faults=sorted(faults))
+    return workload.with_pool(block_size=rng.choice([1, 2, 2, 3, 4, 5, 8]))
 
 
 def draw_params(rng: random.Random, kind: str) -> Params:
@@ -321,12 +310,11 @@ def draw_params(rng: random.Random, kind: str) -> Params:
     rules["ignore_eos"] = rng.random() < 0.9
     if kind == "beams":
         return BeamSearchParams(beam_width=rng.randint(2, 3), **rules)
-    stop = list(TEXTS) if kind == "ends" else rng.choice([(), rng.sample(TEXTS, k=10)])
     return SamplingParams(
         n=1 if kind in ("greedy", "sampled") else rng.randint(2, 3),
         temperature=float(kind != "greedy"),
         seed=rng.randint(0, 2),
-        stop=stop,
+        stop=TEXTS if kind == "ends" else rng.choice([(), rng.sample(TEXTS, k=10)]),
         stop_token_ids=rng.choice([(), (), range(20)]),
         top_k=rng.choice([0, 0, 5]),
         top_p=rng.choice([1.0, 1.0, 0.9]),
@@ -337,11 +325,12 @@ def draw_params(rng: random.Random, kind: str) -> Params:
     )
 
 
-TEXTS = [chr(i) for i in range(33, 33 + 94)]  # of the tokens 0 to 93; three more are "é", in two, and "ê"
+TEXTS = [chr(i) for i in range(33, 33 + 94)]  # of the tokens 0 to 93; the last three have parts of letters
 
 
 @cache
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Makes text of the tokens of the small models."""
     names = [*TEXTS, "Ã", "©", "ª"]  # in the byte alphabet of GPT-2's tokenizer
     model = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
     model.decoder = decoders.ByteLevel()
@@ -376,7 +365,8 @@ class FailAtLine:
         return self._at_line if caller is not None else None
 
     def _at_line(self, frame: FrameType, event: str, _: Any) -> Any:
-        self.left -= event == "line"
+        if event == "line":
+            self.left -= 1
         if self.left == 0 and self.raised is None:
             sys.settrace(None)
             self.raised = RuntimeError(f"{frame.f_code.co_filename}:{frame.f_lineno}")
@@ -389,8 +379,8 @@ class Run:
 
     Attributes:
         engine_class, options: of the fork's engine, beside those of the workload.
-        alone_class, alone_options: of the engine that says what each request says alone: a plain one with a
-            large pool, if not given otherwise.
+        alone_class, alone_options: of the engine that says what each request says alone; if not given, it is
+            a plain one with a large pool.
         tolerance: of log-probabilities.
         happened: counts of events.
     """
@@ -407,14 +397,14 @@ class Run:
         self.engine: Any = self.make_engine(self.engine_class, workload.options | self.options)
         if workload.is_shuffled:
             self.engine.scheduler.rank = lambda request: self.rng.random()
-        self.lose_kv_when_it_starts_over()
+        self.start_over = self.engine.scheduler.start_over
+        self.engine.scheduler.start_over = self.lose_kv_and_start_over
         self.alone = [self.say_alone(asked) for asked in workload.requests]
         self.outputs: dict[int, RequestOutput | None] = {}  # None: a fault in `abort_request` lost it
         self.num_steps, self.faults = 0, list(workload.faults)
         self.arm()
 
     def make_engine(self, kind: type[LLMEngine], options: dict[str, Any]) -> LLMEngine:
-        """An engine with tokens that make text."""
         engine = kind(kind.make_config(**{"model": self.folder, "dtype": "float32"} | options))
         engine.prompts.tokenizer = engine.prompts.tokenizer or tokenizer()
         return engine
@@ -423,29 +413,24 @@ class Run:
         """What a request says in a large pool, without a prefix cache and other requests."""
         large = {"block_size": MAX_MODEL_LEN, "num_blocks": 16, "enable_prefix_caching": False}
         options = large | {"num_host_blocks": 0, "attention_backend": "torch"} | self.alone_options
-        key = self.alone_class, str(self.folder), *sorted(options.items())
+        key = (self.alone_class, self.folder, *sorted(options.items()))
         if key not in ALONE:
             ALONE[key] = self.make_engine(self.alone_class, options)
-        engine, output = ALONE[key], None
-        engine.add_request("alone", self.prompt_of(asked), asked.params)
-        while engine.has_unfinished_requests():
-            (output,) = engine.step() or [None]
-        assert output is not None
-        return output
+        ALONE[key].add_request("alone", self.prompt_of(asked), asked.params)
+        outputs: list[RequestOutput] = []
+        while ALONE[key].has_unfinished_requests():
+            outputs = ALONE[key].step()
+        return outputs[0]
 
     def prompt_of(self, asked: Asked) -> dict[str, Any]:
         return {"prompt_token_ids": asked.prompt, "cache_salt": asked.salt}
 
-    def lose_kv_when_it_starts_over(self) -> None:
+    def lose_kv_and_start_over(self, requests: Iterable[Any]) -> None:
         """No block is read after a failed step that was written before it."""
-        start_over = self.engine.scheduler.start_over
-
-        def lose_and_start_over(requests: Iterable[Any]) -> None:
-            for blocks in (self.engine.runner.kv_cache.data, self.engine.runner.kv_cache.host):
-                blocks.fill_(math.nan if blocks.is_floating_point() else -1)
-            start_over(requests)
-
-        self.engine.scheduler.start_over = lose_and_start_over
+        cache = self.engine.runner.kv_cache
+        for blocks in (cache.data, cache.host):
+            blocks.fill_(math.nan if blocks.is_floating_point() else -1)
+        self.start_over(requests)
 
     # ── operations, which may fail ────────────────────────────────────────────────────────────────
 
@@ -479,44 +464,33 @@ class Run:
 
     def abort(self, i: int) -> None:
         while str(i) in self.engine.requests:  # a fault may come before or after it is aborted
-            request = self.engine.requests[str(i)]
-            state = "waiting" if request in self.engine.scheduler.waiting else "running"
-            state = "swapped" if request.is_swapped else "ended" if request.finished else state
+            is_swapped = self.engine.requests[str(i)].is_swapped
             output = self.attempt(lambda: self.engine.abort_request(str(i)))
             if str(i) not in self.engine.requests:
-                self.happened[f"abort while {state}"] += 1
-                self.outputs[i] = output
-                if output is not None:
-                    self.check_output(output)
+                self.happened["abort while swapped" if is_swapped else "abort"] += 1
+                self.report(i, output)
 
     def step(self) -> None:
-        running = self.engine.scheduler.running
-        if self.workload.seed % 3 == 1 and running:  # swap those that have not caught up, recompute others
-            seq = running[-1].live[0]
-            is_behind = seq.num_tokens - seq.num_computed_tokens > 1
-            mode = "swap" if is_behind == (self.rng.random() < 0.9) else "recompute"
-            self.engine.scheduler.preemption = mode
-        sampled = [request for request in self.engine.requests.values() if not request.is_beam_search]
-        before = {request: [list(seq.token_ids) for seq in request.sequences] for request in sampled}
-        outputs = self.attempt(self.engine.step)
-        if outputs is None:
-            for request, token_ids in before.items():
-                for old, seq in zip(token_ids, request.sequences, strict=False):
-                    assert seq.token_ids[: len(old)] == old, "a failed step took tokens away"
-        for output in outputs or []:
+        if self.workload.options["preemption"] == "swap":
+            self.engine.scheduler.preemption = self.rng.choice(["swap", "swap", "recompute"])
+        for output in self.attempt(self.engine.step) or []:
             if output.finished:
-                assert int(output.request_id) not in self.outputs, "reported twice"
-                self.outputs[int(output.request_id)] = output
+                self.report(int(output.request_id), output)
+            else:
+                self.check_output(output)
+
+    def report(self, i: int, output: RequestOutput | None) -> None:
+        assert i not in self.outputs, "reported twice"
+        self.outputs[i] = output
+        if output is not None:
             self.check_output(output)
 
     def attempt(self, operation: Callable[[], Any]) -> Any:
         """The result, or None if a fault was thrown. Either way everything is consistent afterwards."""
         thrower, result = self.thrower, None
+        is_armed = bool(self.faults) and self.faults[0][0] <= self.num_steps
         try:
-            if self.faults and self.faults[0][0] <= self.num_steps:
-                with thrower:
-                    result = operation()
-            else:
+            with thrower if is_armed else nullcontext():
                 result = operation()
         except RuntimeError as error:
             if error is not thrower.raised:
@@ -543,50 +517,43 @@ class Run:
         assert sum(request.num_seqs for request in running) <= self.workload.options["max_num_seqs"]
 
     def check_output(self, output: RequestOutput) -> None:
-        """Each completion is what it is alone, or a beginning of it; unfinished beams may change."""
+        """Each text is what it is alone, or a beginning of it; beams that are not finished may change."""
         i = int(output.request_id)
-        asked, alone = self.workload.requests[i], self.alone[i]
-        is_partial = not output.finished or any(got.finish_reason == "abort" for got in output.outputs)
-        if not is_partial:
+        alone, params = self.alone[i], self.workload.requests[i].params
+        is_whole = output.finished and all(got.finish_reason != "abort" for got in output.outputs)
+        if is_whole:
             assert len(output.outputs) == len(alone.outputs)
+            assert len(output.prompt_logprobs or []) == len(alone.prompt_logprobs or [])
             self.happened["finished"] += 1
-        if not (is_partial and isinstance(asked.params, BeamSearchParams)):
+        self.check_logprobs(output.prompt_logprobs, alone.prompt_logprobs)
+        if is_whole or not isinstance(params, BeamSearchParams):
             for got in output.outputs:
                 self.check_completion(got, alone.outputs[got.index])
-        if output.prompt_logprobs is not None:
-            assert is_partial or len(output.prompt_logprobs) == len(asked.prompt), "one for each prompt token"
-            self.check_logprobs(output.prompt_logprobs[1:], alone.prompt_logprobs[1:])
 
     def check_completion(self, got: CompletionOutput, whole: CompletionOutput) -> None:
-        length = len(got.token_ids)
-        same = [a == b for a, b in zip(got.token_ids, whole.token_ids, strict=False)]
-        if not all(same) and self.is_close_call(got, whole, same.index(False)):
+        if self.is_close_call(got, whole):
             self.happened["close call"] += 1
             return
-        assert got.token_ids == whole.token_ids[:length]
-        if got.finish_reason is None:
-            assert whole.text.startswith(got.text)
-        elif got.finish_reason != "abort":
-            assert (got.text, length) == (whole.text, len(whole.token_ids))
-            assert (got.finish_reason, got.stop_reason) == (whole.finish_reason, whole.stop_reason)
+        assert got.token_ids == whole.token_ids[: len(got.token_ids)]
+        self.check_logprobs(got.logprobs, whole.logprobs)
+        if got.finish_reason not in (None, "abort"):
+            assert len(got.logprobs or []) == len(whole.logprobs or [])
+            assert (got.text, got.finish_reason) == (whole.text, whole.finish_reason)
+            assert (got.token_ids, got.stop_reason) == (whole.token_ids, whole.stop_reason)
             assert got.score == pytest.approx(whole.score, abs=self.tolerance)
             assert got.cumulative_logprob == pytest.approx(whole.cumulative_logprob, abs=10 * self.tolerance)
-        if got.logprobs is not None:
-            assert len(got.logprobs) == length, "one for each token"
-            self.check_logprobs(got.logprobs, whole.logprobs)
 
-    def is_close_call(self, got: CompletionOutput, whole: CompletionOutput, i: int) -> bool:
-        """Whether two tokens of greedy texts are almost equally likely: rounding decides, both are right."""
-        row = (whole.logprobs or got.logprobs or [{}] * (i + 1))[i]
-        logprobs = [row[token_id] for token_id in (got.token_ids[i], whole.token_ids[i]) if token_id in row]
-        return len(row) > 1 and len(logprobs) == 2 and abs(logprobs[0] - logprobs[1]) < self.tolerance
+    def is_close_call(self, got: CompletionOutput, whole: CompletionOutput) -> bool:
+        """Whether rounding decides the first token of a greedy text that differs: then both are right."""
+        for ours, theirs, row in zip(got.token_ids, whole.token_ids, whole.logprobs or [], strict=False):
+            if ours != theirs:
+                return ours in row and abs(row[ours] - row[theirs]) < self.tolerance
+        return False
 
-    def check_logprobs(self, got: list[Logprobs], whole: list[Logprobs]) -> None:
-        """Equal tokens, and equal log-probabilities; `got` may be shorter."""
-        for ours, theirs in zip(got, whole, strict=False):
-            assert ours.keys() == theirs.keys()
-            for token_id, logprob in ours.items():
-                assert math.isclose(logprob, theirs[token_id], abs_tol=self.tolerance)
+    def check_logprobs(self, ours: list[Any] | None, theirs: list[Any] | None) -> None:
+        """Equal tokens, and equal log-probabilities; `ours` may be shorter."""
+        for row, right in zip(ours or [], theirs or [], strict=False):
+            assert row == (right and pytest.approx(right, abs=self.tolerance))
 
 
 ALONE: dict[tuple[Any, ...], LLMEngine] = {}  # engines of `Run.say_alone`, by class, model and options
@@ -601,8 +568,8 @@ def random_runs(
 ) -> Counter[str]:
     """Serve `num` random workloads, and as many more as it takes until all the events have happened.
 
-    Returns counts of what has happened: "swap", "recompute", "cache hit", "copy on write", "finished", "abort
-    while running" (waiting, swapped, ended), "fault: schedule" (and other stages), and the run's own.
+    Returns counts of what has happened: "swap", "recompute", "cache hit", "copy on write", "finished", "abort",
+    "abort while swapped", "fault: schedule" (and other stages), and the run's own.
     """
     happened: Counter[str] = Counter()
     for seed in range(10 * num):

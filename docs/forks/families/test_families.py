@@ -73,7 +73,7 @@ class FamiliesRun(Run):
 
 
 def test_random_workloads() -> None:
-    events = ["swap", "recompute", "cache hit", "copy on write", "abort while running"]
+    events = ["swap", "recompute", "cache hit", "copy on write", "abort"]
     random_runs(FamiliesRun, oracle_of("moe").folder, 12, events)
 
 

@@ -191,7 +191,7 @@ class GrammarRun(Run):
 
 def test_random_workloads() -> None:
     """With aborts, faults and preemption, each request says what it says alone."""
-    events = ["swap", "recompute", "cache hit", "copy on write", "abort while running", "fault: update"]
+    events = ["swap", "recompute", "cache hit", "copy on write", "abort", "fault: update"]
     harness.random_runs(GrammarRun, TINY_MODEL, 9, events, with_grammars)
 
 

@@ -107,7 +107,7 @@ class InvariantRun(Run):
 
 
 def test_random_workloads(qwen3: Oracle) -> None:
-    events = ["swap", "recompute", "cache hit", "copy on write", "abort while running", "fault: update"]
+    events = ["swap", "recompute", "cache hit", "copy on write", "abort", "fault: update"]
     harness.random_runs(InvariantRun, qwen3.folder, 12, events)
 
 

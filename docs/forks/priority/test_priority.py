@@ -155,7 +155,7 @@ class PriorityRun(Run):
 
 
 def test_random_workloads(qwen3: Oracle) -> None:
-    events = ["on arrival", "swap", "recompute", "fault: schedule", "abort while running"]
+    events = ["on arrival", "swap", "recompute", "fault: schedule", "abort"]
     random_runs(PriorityRun, qwen3.folder, 30, events)
 
 
