@@ -568,8 +568,8 @@ def random_runs(
 ) -> Counter[str]:
     """Serve `num` random workloads, and as many more as it takes until all the events have happened.
 
-    Returns counts of what has happened: "swap", "recompute", "cache hit", "copy on write", "finished", "abort",
-    "abort while swapped", "fault: schedule" (and other stages), and the run's own.
+    Returns counts of what has happened: "swap", "recompute", "cache hit", "copy on write", "finished",
+    "abort", "abort while swapped", "fault: schedule" (and other stages), and the run's own.
     """
     happened: Counter[str] = Counter()
     for seed in range(10 * num):

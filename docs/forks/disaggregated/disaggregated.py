@@ -2,12 +2,7 @@
 
     llm = LLM()  # under `if __name__ == "__main__":`, as the prompt process imports the program
 
-A long prompt delays no decode (DistServe, arXiv 2401.09670). A request returns as if it was swapped out:
-
-    this process         sends a prompt a b c d e; block_size = 4, so it takes two host blocks, 7 and 3
-    the prompt process   computes a to e, samples f, answers with f and two blocks (a b c d) (e . . .)
-    this process         appends f, writes the blocks to 7 and 3, sets num_computed_tokens = 5
-    its next step        swaps in 7 → 0 and 3 → 1, and decodes: computes f, samples the next token
+A long prompt delays no decode. README.md draws how a request returns: as one that was swapped out.
 """
 
 import logging

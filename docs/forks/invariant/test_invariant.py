@@ -3,7 +3,8 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -128,21 +129,22 @@ def test_every_product_has_one_shape(folder: Path, monkeypatch: pytest.MonkeyPat
     gather = invariant.gather_context
     monkeypatch.setattr(invariant, "gather_context", lambda *args: note("keys", gather(*args)))
     llm = make_llm(folder, max_num_batched_tokens=50)
-    for name, part in llm.engine.runner.model.named_modules():
+    tiles, names = in_tiles, count()
+
+    def note_tiles(function: Any, x: torch.Tensor) -> torch.Tensor:
+        name = names_of.setdefault(id(function), str(next(names)))
+        return tiles(lambda tile: function(note(name, tile)), x)
+
+    names_of: dict[int, str] = {}
+    for part in llm.engine.runner.model.modules():
         for attribute in ("forward", "silu_mul"):
             function = getattr(part, attribute, None)
             if getattr(function, "func", None) is in_tiles:
-                whole, label = function.args[0], f"{name}.{attribute}"
-                tile = partial_note(note, label, whole)
-                setattr(part, attribute, lambda x, tile=tile: in_tiles(tile, x))
+                setattr(part, attribute, partial(note_tiles, function.args[0]))
     assert is_as_alone(folder, llm)
     assert len(shapes) >= 11
     assert all(len(found) == 1 for found in shapes.values()), shapes
     assert {next(iter(found))[0] for found in shapes.values()} == {invariant.ROWS}
-
-
-def partial_note(note: Any, label: str, whole: Any) -> Any:
-    return lambda x: whole(note(label, x))
 
 
 def test_equal_tokens_are_drawn_alike_whatever_is_drawn_beside_them(folder: Path) -> None:

@@ -28,7 +28,7 @@ SCORED = replace(GREEDY, max_tokens=10, prompt_logprobs=0)
 
 
 class Forms:
-    """A base model with the adapters of KINDS, and an oracle with the merged model of each; None is the base."""
+    """A base model with the adapters of KINDS, and an oracle for each: the merged model; None is the base."""
 
     def __init__(self, base: Oracle, folder: Path) -> None:
         self.base, self.folders = base, dict[str, Path]()

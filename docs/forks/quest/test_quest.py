@@ -14,7 +14,6 @@ from quest import LLM, QuestBlockManager, QuestEngine
 from transformers import AttentionInterface
 
 import nanopaged
-from nanopaged import EngineConfig
 from nanopaged.attention import metadata
 from nanopaged.sequence import Sequence
 
@@ -126,8 +125,7 @@ def test_bounds_are_in_the_measured_memory(llama: Oracle, monkeypatch: pytest.Mo
     assert 0 <= (5 << 20) - cache.data.nbytes < cache.data[0].nbytes
 
 
-def test_what_is_refused(llama: Oracle) -> None:
+def test_what_is_refused() -> None:
     wrong = [("num_pages_read", value) for value in (0, -1, 10**30, 2.5, True)]
     wrong += [("attention_backend", "triton"), ("tensor_parallel_size", 2)]
     check_refused(LLM, [({name: value}, f"{name}.*{value}") for name, value in wrong])
-    check_refused(QuestEngine, [({"config": EngineConfig(llama.folder)}, "make a QuestConfig")])

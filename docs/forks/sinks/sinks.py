@@ -41,15 +41,10 @@ HOLE = -1  # in a block table: the block that stood here was given back
 
 @dataclass(frozen=True, kw_only=True)
 class SinkConfig(EngineConfig):
-    """The options of an engine, and two more. Raises ValueError for those that do not go with them.
+    """The options of an engine, and two more. Raises ValueError for those that do not go with them."""
 
-    Fields:
-        window: tokens that a token sees, itself included: at least 2.
-        num_sink_tokens: tokens at the beginning that all tokens see.
-    """
-
-    window: int = 252
-    num_sink_tokens: int = 4
+    window: int = 252  # tokens that a token sees, itself included
+    num_sink_tokens: int = 4  # at the beginning, which all tokens see
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -238,6 +233,4 @@ class SinkEngine(nanopaged.LLMEngine):
 
 
 class LLM(nanopaged.LLM):
-    """An `LLM` with sinks and a window."""
-
     engine_class = SinkEngine

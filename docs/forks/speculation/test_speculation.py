@@ -18,7 +18,7 @@ from harness import GREEDY, SMALL, Oracle, Run, Workload, num_preempted, serve, 
 from speculation import LLM, SpeculatingEngine, look_up
 
 import nanopaged
-from nanopaged import BeamSearchParams, EngineConfig, SamplingParams
+from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.sequence import NonFiniteLogits, Request, Sequence, StepResult
 
 WRONG = {"truth": 0.0, "half": 0.3, "garbage": 1.0}  # the share of wrong tokens among a proposer's
@@ -185,5 +185,3 @@ def test_look_up(text: list[int], drafts: list[int]) -> None:
 def test_what_is_refused() -> None:
     options = {"tensor_parallel_size": 2, "trace": "run.html", "ngram_size": 0}
     harness.check_refused(LLM, [({name: value}, f"{name} is ") for name, value in options.items()])
-    config = {"config": EngineConfig(num_blocks=8)}
-    harness.check_refused(SpeculatingEngine, [(config, "drafts need a SpeculationConfig")])

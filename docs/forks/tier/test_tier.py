@@ -22,7 +22,6 @@ from nanopaged.model_runner import ModelRunner
 from nanopaged.sequence import Moves, ScheduledBatch, StepResult
 
 CHATS = [tokens(first, 30) for first in (1, 2, 3)]
-CACHED = 36  # tokens of a chat that are in full blocks: a prompt of 30 finds 28
 MIB = 1 << 20
 
 

@@ -231,8 +231,6 @@ class TierEngine(nanopaged.LLMEngine):
     make_runner = TierRunner
 
     def __init__(self, config: TierConfig, runner: Any = None) -> None:
-        if not isinstance(config, TierConfig):
-            raise TypeError(f"config must be a TierConfig, got {config!r}")
         super().__init__(config, runner)
         self.block_manager.tier = vars(self.runner)["tier"]
 
