@@ -416,13 +416,14 @@ class Run:
         key = (self.alone_class, self.folder, *sorted(options.items()))
         if key not in ALONE:
             ALONE[key] = self.make_engine(self.alone_class, options)
-        ALONE[key].add_request("alone", self.prompt_of(asked), asked.params)
+        ALONE[key].add_request("alone", asked.prompt, asked.params)
         outputs: list[RequestOutput] = []
         while ALONE[key].has_unfinished_requests():
             outputs = ALONE[key].step()
         return outputs[0]
 
     def prompt_of(self, asked: Asked) -> dict[str, Any]:
+        """What the fork's engine is given."""
         return {"prompt_token_ids": asked.prompt, "cache_salt": asked.salt}
 
     def lose_kv_and_start_over(self, requests: Iterable[Any]) -> None:

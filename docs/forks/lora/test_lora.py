@@ -76,8 +76,8 @@ class LoraRun(Run):
         return super().prompt_of(asked) | {"adapter": name}
 
     def say_alone(self, asked: Asked) -> RequestOutput:
-        prompt = self.prompt_of(asked)
-        self.alone_options = {"model": self.forms.oracles[prompt["adapter"]].folder}
+        adapter = self.prompt_of(asked)["adapter"]
+        self.alone_options = {"model": self.forms.oracles[adapter].folder}
         return super().say_alone(asked)
 
 

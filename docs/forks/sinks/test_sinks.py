@@ -75,15 +75,18 @@ def test_a_text_longer_than_the_pool(masked: Oracle, options: dict[str, object])
         assert make_llm(masked, **other).generate(prompt, SCORED)[0].outputs != outputs[0].outputs
 
 
-@pytest.mark.parametrize("options", [{}, {"enable_chunked_prefill": False, "max_num_batched_tokens": 160}])
-def test_a_batch(masked: Oracle, options: dict[str, object]) -> None:
-    """Blocks behind the window are cached, and found as long as all of a prefix are there."""
+WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 160}
+
+
+@pytest.mark.parametrize(("options", "num_cached"), [({}, [8] * 6), (WHOLE, [8, 24, 40, 56, 72, 88])])
+def test_a_batch(masked: Oracle, options: dict[str, Any], num_cached: list[int]) -> None:
+    """Blocks behind the window are cached. As many as a step can compute are found."""
     prompts, params = [tokens(i, 9 + 16 * i) for i in range(6)], replace(SCORED, prompt_logprobs=None)
     llm = make_llm(masked, num_blocks=100, **options)
     masked.check(serve(llm, prompts, SCORED))
     again = serve(llm, prompts, params)
     masked.check(again)
-    assert [output.metrics.num_cached_tokens for output in again] == [8 + 16 * i for i in range(6)]
+    assert [output.metrics.num_cached_tokens for output in again] == num_cached
 
 
 class SinkRun(Run):

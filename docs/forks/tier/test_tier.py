@@ -201,7 +201,7 @@ def damage(file: Path, seed: int) -> None:
         return
     with file.open("r+b") as opened:
         for _ in range(rng.choice([1, 9])):
-            opened.seek(rng.randrange(size))
+            opened.seek(rng.randrange(size // 2 if seed % 3 == 1 else 0, size))
             opened.write(bytes([7]) * rng.choice([1, 4096]))
 
 
