@@ -52,7 +52,7 @@ def test_a_fork_serves_random_workloads(fork: Path) -> None:
 
 def test_the_forks_are_small_together() -> None:
     files = [file for file in FOLDER.rglob("*") if file.suffix in (".py", ".md")]
-    assert sum(map(num_lines, files)) <= 7800
+    assert sum(map(num_lines, files)) <= 7900
 
 
 def test_the_pages_have_the_sizes() -> None:

@@ -98,8 +98,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 def start_process(config: EngineConfig) -> Callable[..., Future]:
     """Start the prompt process, and a thread that sends it one job after the other.
 
-    Returns `submit(method of PromptEngine, arguments)`, which returns a Future of the result. If the process
-    has ended, as when it cannot start, the error is a BrokenExecutor, which is a RuntimeError.
+    Returns `submit(method of PromptEngine, arguments)`, which returns a Future of the result, or of the
+    BrokenExecutor if the process has ended.
     """
     context, jobs = multiprocessing.get_context("spawn"), SimpleQueue()  # a fork lacks PyTorch's threads
     pipe, its_end = context.Pipe()
@@ -204,8 +204,6 @@ class DecodeScheduler(Scheduler):
 
 
 class DisaggregatedEngine(nanopaged.LLMEngine):
-    """An `LLMEngine` that decodes. Raises ValueError for options that do not go with this."""
-
     make_runner = KVRunner
     make_scheduler = DecodeScheduler
     start_process = staticmethod(start_process)

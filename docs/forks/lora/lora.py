@@ -94,12 +94,11 @@ def read_scale(folder: Path) -> tuple[int, float]:
 def read_adapter(folder: Path, slots: Mapping[str, Tensor], like: Tensor) -> dict[str, list[Part]]:
     """What an adapter adds to each of our matrices, with the device and the dtype of `like`.
 
-    q, k and v are the rows of one matrix of ours, and so are gate and up. Of 64 rows q has 0-31, v has 48-63:
+    Of the 64 rows of one matrix of ours q has 0 to 31, and v has 48 to 63:
 
         adapter of q and v    "layers.0.self_attn.qkv_proj" → [(A_q, B_q, 0), (A_v, B_v, 48)]
 
     Args: slots: the name of a weight in a checkpoint → the part of our weights that it fills.
-    Raises: OSError, SafetensorError, TypeError, ValueError: a file is missing, broken, or does not fit.
     """
     rank, scale = read_scale(folder)
     parts: dict[str, list[Part]] = {}

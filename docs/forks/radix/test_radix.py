@@ -46,6 +46,8 @@ class RadixRun(Run):
         self.happened["source was swapped out"] += len(sources & out)
         self.happened["target was swapped out"] += len(targets & out)
         self.happened["beside swap in"] += bool(self.parts and batch.moves.swap_in)
+        families = [request for request in batch.admitted if len(request.live) > 1]
+        self.happened["for a family"] += len(families) * bool(self.parts)
         return self.execute(batch)
 
     def check(self) -> None:
@@ -57,19 +59,22 @@ class RadixRun(Run):
 
 def similar(seed: int) -> Workload:
     """Prompts that leave one text at any token, in a pool so small that requests are preempted."""
-    rng, workload = random.Random(seed), harness.draw_workload(3 * seed)
+    rng, workload = random.Random(seed), harness.draw_workload(3 * seed + seed % 2)
     stem, requests = rng.choices(range(8, 11), k=24), list[Asked]()
     for asked in workload.requests * 2:
         prompt = stem[: rng.randint(1, 24)] + rng.choices(range(8, 11), k=rng.randint(1, 6))
-        requests.append(replace(asked, prompt=prompt, salt=None, arrival=rng.randint(0, 9)))
-    options = {"enable_prefix_caching": True, "num_host_blocks": 200, "watermark": 0.0, "max_num_seqs": 20}
-    options |= {"preemption": rng.choice(["swap", "swap", "recompute"])}
+        requests.append(replace(asked, prompt=prompt, salt=None, arrival=rng.choice([0, 6, 12])))
+    options = {"enable_prefix_caching": True, "num_host_blocks": 200, "watermark": 0.0, "max_num_seqs": 40}
+    options |= {
+        "max_num_batched_tokens": 160,
+        "preemption": rng.choice(["swap", "swap", "recompute"]),
+    }
     workload = replace(workload, requests=requests, is_shuffled=rng.random() < 0.5)
     return workload.with_pool(rng.randint(2, 8), **options)
 
 
 EVENTS = ["part", "one source of several", "beside copy on write", "source was swapped out", "recompute"]
-EVENTS += ["target was swapped out", "beside swap in", "swap"]
+EVENTS += ["target was swapped out", "beside swap in", "for a family", "swap"]
 
 
 @pytest.mark.parametrize(("draw", "num", "events"), [(similar, 20, EVENTS), (harness.draw_workload, 20, [])])

@@ -190,11 +190,7 @@ class SinkEngine(nanopaged.LLMEngine):
         self.prompts.num_blocks = 1 << 60  # a text may be longer than the pool: `queue` knows what it holds
 
     def queue(self, request: Request) -> None:
-        """As `LLMEngine`. Raises ValueError for a request that may hold more blocks than there are.
-
-        block_size 4, 2 sinks, window 6, 5 tokens in a step: the first of these sees 5 tokens before it, and
-        10 tokens in a row touch at most 4 blocks. With one for the sinks a sequence needs 5.
-        """
+        """As `LLMEngine`. Raises ValueError for a request that may hold more blocks than there are."""
         manager, length, pool = self.block_manager, request.stop_rules.max_length, self.runner.num_blocks
         in_window = 1 + blocks_needed(manager.window + manager.chunk - 2, manager.block_size)
         most = min(manager.num_sink_blocks + in_window, blocks_needed(length - 1, manager.block_size))
