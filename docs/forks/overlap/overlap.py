@@ -49,7 +49,7 @@ class Step:
 def compute(
     runner: Runner, batch: ScheduledBatch, places: list[Place], before: Future[StepResult] | None
 ) -> StepResult:
-    """The work of the worker: one step, of the twins. If the step `before` has failed, this one fails, too."""
+    """The work of the worker: one step, of the twins. If the step `before` has failed, so does this one."""
     if before is not None:
         before.result()
     for twin, place in zip(batch.sequences, places, strict=True):
