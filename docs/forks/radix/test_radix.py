@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import harness
@@ -92,6 +91,12 @@ def equal_tokens(some: list[int], others: Iterable[list[int]], size: int) -> int
     return max(most)
 
 
+class Asker:
+    """All that a block manager reads of a request."""
+
+    cache_salt = b""
+
+
 @pytest.mark.parametrize("min_partial", [0, 1, 2, 3])
 def test_all_equal_tokens_are_found(min_partial: int) -> None:
     """Of texts of earlier steps all, if enough of a block; of those of this step only full blocks."""
@@ -101,7 +106,7 @@ def test_all_equal_tokens_are_found(min_partial: int) -> None:
         manager.min_partial = min_partial
         for _ in range(8):
             prompts = [rng.choices((1, 2), k=rng.randint(1, 16)) for _ in range(3)]
-            sequences = [Sequence(SimpleNamespace(cache_salt=b""), prompt) for prompt in prompts]
+            sequences = [Sequence(Asker(), prompt) for prompt in prompts]
             for i, seq in enumerate(sequences):
                 assert manager.allocate([seq])
                 found, in_step = (
