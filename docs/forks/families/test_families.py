@@ -74,7 +74,7 @@ class FamiliesRun(Run):
 
 def test_random_workloads() -> None:
     events = ["swap", "recompute", "cache hit", "copy on write", "abort"]
-    random_runs(FamiliesRun, oracle_of("moe").folder, 12, events)
+    random_runs(FamiliesRun, oracle_of("moe").folder, 6, events)
 
 
 @pytest.mark.parametrize("name", ["moe", "moe second"])

@@ -177,7 +177,7 @@ def test_a_step_that_fails_while_a_grammar_follows_a_token(llm: LLM) -> None:
     """At each line of it, at each token: the matcher may have consumed a token that it has not counted."""
     params, num_failures = replace(HOT, n=3, seed=3, regex="[a-f]{4}(, [0-9]{3}){2}"), 0
     right = tokens_of(serve(llm, PROMPTS[:1], params))
-    for line in range(1, 60):
+    for line in range(1, 60, 4):
         llm.engine.add_request("fails", PROMPTS[0], params)
         fault, outputs = FailAtLine(line, [GrammarSequence.follow], GrammarEngine), []
         while llm.engine.has_unfinished_requests():
@@ -188,7 +188,7 @@ def test_a_step_that_fails_while_a_grammar_follows_a_token(llm: LLM) -> None:
                 num_failures += fault.raised is not None
             llm.engine.check_invariants()
         assert tokens_of(outputs) == right
-    assert num_failures > 20
+    assert num_failures > 10
 
 
 def say(llm: LLM, **options: Any) -> CompletionOutput:
