@@ -52,6 +52,9 @@ def test_transformers_with_rounded_weights_says_the_same(
     llm = LLM(tmp_path, preemption="swap", **SMALL)
     oracle.check(serve(llm, prompts, GREEDY))
     assert num_preempted(llm) > 0
+    model = llm.engine.runner.model
+    tables = {model.lm_head.weight.data_ptr(), model.embed_tokens.weight.data_ptr()}
+    assert len(tables) == 2 - is_tied, "a tied table is in memory once"
     with pytest.raises(AssertionError):
         oracle.check(serve(nanopaged.LLM(tmp_path, **SMALL), prompts, GREEDY))
 
