@@ -2,12 +2,7 @@
 
     llm = LLM()  # under `if __name__ == "__main__":`, as the prompt process imports the program
 
-A long prompt delays no decode (DistServe, arXiv 2401.09670). A request returns as if it was swapped out:
-
-    this process         sends a prompt a b c d e; block_size = 4, so it takes two host blocks, 7 and 3
-    the prompt process   computes a to e, samples f, answers with f and two blocks (a b c d) (e . . .)
-    this process         appends f, writes the blocks to 7 and 3, sets num_computed_tokens = 5
-    its next step        swaps in 7 → 0 and 3 → 1, and decodes: computes f, samples the next token
+A long prompt delays no decode. README.md draws how a request returns: as one that was swapped out.
 """
 
 import logging
@@ -87,14 +82,28 @@ def serve(pipe: Any, config: EngineConfig, num_threads: int) -> None:
             pipe.send(answer)
 
 
+PIPES = weakref.WeakSet[Any]()  # this process's ends
+
+
+def leave_to_parent() -> None:
+    """In a fork of the process, close the pipes: else the prompt process would live as long as the fork."""
+    for pipe in PIPES:
+        pipe.close()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=leave_to_parent)
+
+
 def start_process(config: EngineConfig) -> Callable[..., Future]:
     """Start the prompt process, and a thread that sends it one job after the other.
 
-    Returns `submit(method of PromptEngine, arguments)`, which returns a Future of the result. If the process
-    has ended, as when it cannot start, the error is a BrokenExecutor, which is a RuntimeError.
+    Returns `submit(method of PromptEngine, arguments)`, which returns a Future of the result, or of the
+    BrokenExecutor if the process has ended.
     """
     context, jobs = multiprocessing.get_context("spawn"), SimpleQueue()  # a fork lacks PyTorch's threads
     pipe, its_end = context.Pipe()
+    PIPES.add(pipe)
     process = context.Process(target=serve, args=(its_end, config, torch.get_num_threads()), daemon=True)
     process.start()
     its_end.close()  # so that its death ends `recv`
@@ -195,8 +204,6 @@ class DecodeScheduler(Scheduler):
 
 
 class DisaggregatedEngine(nanopaged.LLMEngine):
-    """An `LLMEngine` that decodes. Raises ValueError for options that do not go with this."""
-
     make_runner = KVRunner
     make_scheduler = DecodeScheduler
     start_process = staticmethod(start_process)

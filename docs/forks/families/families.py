@@ -1,12 +1,8 @@
 """Two more model families: Mistral v0.3, and Qwen3-MoE with its mixture of experts.
 
-    llm = LLM("mistralai/Mistral-7B-Instruct-v0.3", num_blocks=2000)
-    llm = LLM("Qwen/Qwen3-30B-A3B", tensor_parallel_size=4)
-
-Mistral v0.3 is computed as Llama is: it is a row of the engine's table of families. (v0.1 has a sliding
-window, which the engine refuses.) In Qwen3-MoE some or all layers have many small MLPs, the experts, in place
-of one. A router chooses `num_experts_per_tok` of them for each token, and the result is the sum of
-probability · expert(x) (arXiv 1701.06538).
+Mistral v0.3 is computed as Llama is: it is a row of the engine's table of families. In Qwen3-MoE some or all
+layers have many small MLPs, the experts, in place of one. A router chooses `num_experts_per_tok` of them for
+each token, and the result is the sum of probability · expert(x) (arXiv 1701.06538).
 
 A step computes each expert once, for all tokens that chose it. A pair is one choice of one token. If each
 token chooses 2 of 3 experts, pair i is of token i // 2:
@@ -16,8 +12,6 @@ token chooses 2 of 3 experts, pair i is of token i // 2:
     by expert      0: pairs 1 2         expert 0 computes the tokens a b
                    1: pairs 3 5         expert 1               b c
                    2: pairs 0 4         expert 2               a c
-
-The scheduler, the block manager and the KV cache stay as they are: only attention has K/V.
 """
 
 from dataclasses import dataclass, replace
@@ -89,14 +83,8 @@ def with_experts(config: ModelConfig, folder: Path) -> ModelConfig:
         )
     step = hf.decoder_sparse_step
     layers = tuple(i for i in range(step - 1, config.num_layers, step) if i not in hf.mlp_only_layers)
-    return ExpertsConfig(
-        **vars(config),
-        sparse_layers=layers,
-        num_experts=hf.num_experts,
-        num_experts_per_tok=hf.num_experts_per_tok,
-        moe_intermediate_size=hf.moe_intermediate_size,
-        norm_topk_prob=hf.norm_topk_prob,
-    )
+    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    return ExpertsConfig(**vars(config), sparse_layers=layers, **{name: getattr(hf, name) for name in names})
 
 
 class Expert(nn.Module):
@@ -118,12 +106,7 @@ class Expert(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A router, named `gate` as in checkpoints, and its experts.
-
-    Args:
-        config: the share of this rank. The router is whole on every rank, and its input is the same on all of
-            them, so all choose the same experts.
-    """
+    """A router, named `gate` as in checkpoints, and its experts. The router is whole on every rank."""
 
     def __init__(self, config: ExpertsConfig, ranks: Ranks | None) -> None:
         super().__init__()
@@ -176,8 +159,6 @@ checkpoint.Model = SparseModel  # the class that `load_model` makes
 
 
 class FamiliesRunner(ModelRunner):
-    """A `ModelRunner` for all families."""
-
     def make_model(self, model_config: ModelConfig, folder: Path, **options: Any) -> Model:
         """As `load_model`. Raises ValueError for a mixture that this model cannot have."""
         model_config = with_experts(model_config, folder)
@@ -191,12 +172,8 @@ class FamiliesRunner(ModelRunner):
 
 
 class FamiliesEngine(LLMEngine):
-    """An `LLMEngine` for all families."""
-
     make_runner = FamiliesRunner
 
 
 class LLM(nanopaged.LLM):
-    """`nanopaged.LLM` for Mistral v0.3 and Qwen3-MoE, too."""
-
     engine_class = FamiliesEngine

@@ -3,8 +3,7 @@
     llm = LLM()  # of this file
     llm.generate("Age? ", GrammarParams(regex="[0-9]{1,3}"))
 
-Before a token is drawn, a mask leaves out the tokens with which the text could no longer become one of the
-grammar. The library llguidance makes the masks: it knows the bytes of each token.
+Before a token is drawn, a mask leaves out those with which the text could no longer become allowed:
 
     regex yes|no, output so far "y"        may follow:  e es        may not:  a ye no end-of-sequence
 
@@ -223,8 +222,6 @@ class GrammarSequence(Sequence):
 
 
 class GrammarPrompts(PromptProcessor):
-    """A `PromptProcessor` for `GrammarParams`."""
-
     def make_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> Request:
         """As `PromptProcessor.make_request`. Raises ValueError for a bad grammar, see `compile_grammar`."""
         request = super().make_request(request_id, prompt, params)
@@ -292,12 +289,8 @@ def draw_masked(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
 
 
 class GrammarEngine(LLMEngine):
-    """An `LLMEngine` whose requests may have a grammar."""
-
     make_prompts, make_runner = GrammarPrompts, GrammarRunner
 
 
 class LLM(nanopaged.LLM):
-    """`nanopaged.LLM` whose requests may have a grammar."""
-
     engine_class = GrammarEngine

@@ -10,9 +10,8 @@ own, its largest number / 127, in the two bytes of a bfloat16:
 The numbers are divided by the scale as it is stored, rounded to bfloat16, so each changes by at most half a
 scale. A scale for a whole block would have to change, and all numbers with it, when a larger token joins.
 
-The scale lies in the slot: copies on write, swaps and the prefix cache move it with its numbers. Weights and
-activations keep their dtype. Attention always reads what was stored, also of the tokens that the step itself
-computes: so a prompt in chunks is a prompt as a whole.
+The scale lies in the slot: copies on write, swaps and the prefix cache move it with its numbers. Attention
+always reads what was stored, also of the tokens that the step itself computes.
 """
 
 from dataclasses import dataclass
@@ -76,12 +75,7 @@ class Int8Shape(KVShape):
 
 def stored(shape: KVShape) -> KVShape:
     """The shape of the tensor: the bytes of a slot count as numbers."""
-    return KVShape(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim + SCALE.itemsize,
-        dtype=torch.int8,
-    )
+    return KVShape(**vars(shape) | {"head_dim": shape.head_dim + SCALE.itemsize, "dtype": torch.int8})
 
 
 class Int8Cache(KVCache):
@@ -119,12 +113,8 @@ class Int8Runner(ModelRunner):
 
 
 class Int8Engine(LLMEngine):
-    """An `LLMEngine` with int8 K/V."""
-
     make_config, make_runner = Int8Config, Int8Runner
 
 
 class LLM(nanopaged.LLM):
-    """`nanopaged.LLM` with int8 K/V."""
-
     engine_class = Int8Engine

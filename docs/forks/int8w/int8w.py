@@ -9,14 +9,9 @@ whole numbers from -127 to 127 (-128 is not used). So no number changes by more 
     a row    0.50  -0.20   0.03   -1.27        scale  1.27 / 127 = 0.01
     int8       50    -20      3    -127        read as  0.50  -0.20  0.03  -1.27
 
-    a row    0.5   -0.2    0.033   1.0         scale  1 / 127 = 0.00787
-    int8       64    -25      4     127        read as  0.504  -0.197  0.031  1.0
-
 A row of W makes one number of y = x Wᵀ, so its scale is a factor of that number: y = (x Qᵀ) · scales, where Q
 has the whole numbers. `Int8Linear` reads Q as float32, a few rows at a time: they fit in the cache of a CPU.
-
-The embedding is a table of rows, and is rounded in the same way. If the output projection is tied to it, both
-are one table. What stays as it was: biases, norms, activations and the KV cache.
+The embedding is rounded in the same way. If the output projection is tied to it, both are one table.
 """
 
 import ctypes
@@ -65,12 +60,7 @@ def tiles(rows: Tensor, num_columns: int) -> tuple[Tensor, ...]:
 
 
 class Int8Linear(Linear):
-    """y = x Wᵀ + b, with W rounded. It takes the place of a linear layer, and has its bias and its ranks.
-
-    Attributes:
-        weight: int8 [out_features, in_features].
-        scales: float32 [out_features].
-    """
+    """y = x Wᵀ + b, with int8 `weight` [out_features, in_features] and float32 `scales` [out_features]."""
 
     def __init__(self, linear: Linear, rounded: Tensor, scales: Tensor) -> None:
         super().__init__(rounded.shape[1], rounded.shape[0], bias=False, ranks=linear.ranks)
@@ -93,12 +83,7 @@ class Int8Linear(Linear):
 
 
 class Int8Embedding(nn.Module):
-    """The embedding, rounded: a look-up reads rows, and returns them in `dtype`.
-
-    Attributes:
-        weight: int8 [num_embeddings, hidden_size].
-        scales: float32 [num_embeddings].
-    """
+    """The embedding, rounded in the same way: a look-up reads rows, and returns them in `dtype`."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -128,8 +113,6 @@ def quantize_model(model: Model) -> None:
 
 
 class Int8Runner(ModelRunner):
-    """A `ModelRunner` whose model has rounded weights."""
-
     def make_model(self, operations: Operations, **options: Any) -> Model:
         """As `load_model`. Until the weights are rounded, they take their full memory."""
         model = load_model(operations=replace(operations, packed_linear=None), **options)
@@ -138,12 +121,8 @@ class Int8Runner(ModelRunner):
 
 
 class Int8Engine(LLMEngine):
-    """An `LLMEngine` whose model has rounded weights."""
-
     make_runner = Int8Runner
 
 
 class LLM(nanopaged.LLM):
-    """`nanopaged.LLM` with rounded weights."""
-
     engine_class = Int8Engine

@@ -63,10 +63,7 @@ class InvariantAttention(TorchAttention):
     Consecutive tokens of a sequence make a tile, the last ones filled up with the query 0. Keys are cut at
     absolute positions. Keys after a query's own token have weight 0: adding them changes no bit.
 
-    Tokens 62 to 66 of a sequence, whose rows in the flat batch are 0 to 4 (5 is the query 0):
-
-        tile 0    tokens 62 63 64 65    rows 0 1 2 3    keys 0 to 63, then 64 to 127
-        tile 1    token  66             rows 4 5 5 5    keys 0 to 63, then 64 to 127
+    README.md draws the tiles of tokens 62 to 66: their rows are 0 1 2 3 and 4 5 5 5, where 5 is the query 0.
     """
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
@@ -157,7 +154,6 @@ class InvariantRunner(ModelRunner):
         return model
 
     def make_attention(self, _: str, cache: KVCache, scale: float) -> InvariantAttention:
-        """The attention of this file."""
         return InvariantAttention(cache, scale)
 
     @staticmethod
@@ -172,12 +168,8 @@ class InvariantRunner(ModelRunner):
 
 
 class InvariantEngine(LLMEngine):
-    """An `LLMEngine` whose requests do not notice each other."""
-
     make_config, make_runner = InvariantConfig, InvariantRunner
 
 
 class LLM(nanopaged.LLM):
-    """`nanopaged.LLM` with the same bits in any batch."""
-
     engine_class = InvariantEngine

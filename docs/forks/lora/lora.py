@@ -3,12 +3,8 @@
     llm = LLM("Qwen/Qwen3-0.6B", lora_modules={"poet": "adapters/poet", "clerk": "adapters/clerk"})
     llm.generate([{"prompt": "Dear", "adapter": "poet"}, {"prompt": "Dear", "adapter": "clerk"}, "Dear"])
 
-The folders are in PEFT's format: adapter_config.json and adapter_model.safetensors. An adapter (LoRA, arXiv
-2106.09685) adds a matrix of low rank r to a projection W:
-
-    y = W x + scale · B (A x)        A [r, in_features], B [out_features, r], scale = lora_alpha / r
-
-W x is computed for the whole batch at once, and B (A x) for each adapter and its own rows:
+The folders are in PEFT's format. An adapter adds scale · B (A x) to W x (README.md). W x is computed for the
+whole batch at once, and B (A x) for each adapter and its own rows:
 
     tokens    a b c d e f        a: a decode without adapter; b: one of "clerk"; c d e f: a prompt of "poet"
     rows      {"clerk": [1], "poet": [2, 3, 4, 5]}
@@ -98,12 +94,11 @@ def read_scale(folder: Path) -> tuple[int, float]:
 def read_adapter(folder: Path, slots: Mapping[str, Tensor], like: Tensor) -> dict[str, list[Part]]:
     """What an adapter adds to each of our matrices, with the device and the dtype of `like`.
 
-    q, k and v are the rows of one matrix of ours, and so are gate and up. Of 64 rows q has 0-31, v has 48-63:
+    Of the 64 rows of one matrix of ours q has 0 to 31, and v has 48 to 63:
 
         adapter of q and v    "layers.0.self_attn.qkv_proj" → [(A_q, B_q, 0), (A_v, B_v, 48)]
 
     Args: slots: the name of a weight in a checkpoint → the part of our weights that it fills.
-    Raises: OSError, SafetensorError, TypeError, ValueError: a file is missing, broken, or does not fit.
     """
     rank, scale = read_scale(folder)
     parts: dict[str, list[Part]] = {}
@@ -198,14 +193,10 @@ class LoraPrompts(PromptProcessor):
 
 
 class LoraEngine(LLMEngine):
-    """An `LLMEngine` whose requests have adapters."""
-
     make_config, make_prompts, make_runner = LoraConfig, LoraPrompts, LoraRunner
 
 
 class LLM(nanopaged.LLM):
-    """`nanopaged.LLM` with adapters."""
-
     engine_class = LoraEngine
 
     def generate(

@@ -39,25 +39,17 @@ Place = tuple[int, int, list[int]]
 
 @dataclass
 class Step:
-    """A step that the worker computes, or will compute when the step before it is done.
-
-    Fields:
-        twins: each sequence of the batch → its twin, of which only the worker changes anything.
-    """
+    """A step that the worker computes, or will compute when the step before it is done."""
 
     batch: ScheduledBatch
-    twins: dict[Sequence, Sequence]
+    twins: dict[Sequence, Sequence]  # of the sequences of the batch; only the worker changes them
     result: Future[StepResult]
 
 
 def compute(
     runner: Runner, batch: ScheduledBatch, places: list[Place], before: Future[StepResult] | None
 ) -> StepResult:
-    """The work of the worker: one step, of the twins.
-
-    Args:
-        before: the step before, whose tokens the twins have; if it has failed, this one fails, too.
-    """
+    """The work of the worker: one step, of the twins. If the step `before` has failed, so does this one."""
     if before is not None:
         before.result()
     for twin, place in zip(batch.sequences, places, strict=True):
@@ -88,16 +80,11 @@ class LateBlockManager(BlockManager):
 
 
 class OverlappedScheduler(Scheduler):
-    """A scheduler that forgets the step ahead, and UNKNOWN, when a step has failed.
+    """A scheduler that forgets the step ahead, and UNKNOWN, when a step has failed."""
 
-    Attributes:
-        ahead: the step that is computed between two calls of `OverlappedEngine.run_step`.
-    """
-
-    ahead: Step | None = None
+    ahead: Step | None = None  # it is computed between two calls of `OverlappedEngine.run_step`
 
     def start_over(self, requests: Iterable[Request]) -> None:
-        """As `Scheduler.start_over`."""
         self.ahead, requests = None, list(requests)
         for seq in (seq for request in requests for seq in request.sequences):
             if seq.token_ids[-1] == UNKNOWN:
@@ -106,11 +93,7 @@ class OverlappedScheduler(Scheduler):
 
 
 class OverlappedEngine(LLMEngine):
-    """An `LLMEngine` whose worker computes one step while the next one is scheduled.
-
-    Between two calls of `run_step`, the step ahead is being computed. Its tokens count as computed already.
-    Raises ValueError if the config has a trace; or as `LLMEngine`.
-    """
+    """An `LLMEngine` whose worker computes one step while the next one is scheduled."""
 
     make_block_manager = LateBlockManager
     make_scheduler = OverlappedScheduler

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,26 +9,16 @@ from threading import Semaphore
 from types import SimpleNamespace
 from typing import Any
 
+import harness
 import pytest
-import test_random_runs
-from conftest import Oracle, memory_that_was_never_written, qwen3, random_prompts  # noqa: F401  (fixtures)
-from faults import STAGES
-from overlap import LLM, LateBlockManager, OverlappedEngine, Step
-from random_workloads import Workload, forked, mixed, siblings, tiny
-from serving import serve
-from test_random_runs import EVENTS, MIXED_EVENTS, Run, large_engine, make_engine, serve_random
+from harness import GREEDY, SMALL, Oracle, Run, Workload, random_prompts, serve
+from overlap import LLM, OverlappedEngine, Step
 
-import nanopaged
-from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from nanopaged import LLMEngine, RequestOutput, SamplingParams
 from nanopaged.sequence import NonFiniteLogits, Request, ScheduledBatch, StepResult
 
-# What must have happened in the random workloads of each kind.
-MINE = ["dropped token", "ended while preempted ahead", "ended while swapped ahead"]
-WORKLOADS = [(mixed, 80, [*EVENTS, *MIXED_EVENTS, *MINE]), (forked, 40, ["copy on write"]), (tiny, 3, [])]
-WORKLOADS.append((siblings, 60, [*MINE, "ended together while swapped ahead"]))
 
-
-def settle(engine: OverlappedEngine) -> None:
+def settle(engine: Any) -> None:
     """Wait until the worker has nothing to do."""
     engine.worker.submit(int).result()
 
@@ -40,23 +29,23 @@ def wrap(owner: Any, name: str, around: Callable) -> None:
 
 
 class OverlappedRun(Run):
-    """A run on an overlapped engine; what a request says alone is still computed by a plain one.
+    """What a request says alone is computed by a plain engine.
 
     Faults are thrown in the worker, too. One of the step ahead is raised by the next call of `step`: `late`.
     """
 
-    def __init__(self, workload: Workload) -> None:
-        large_engine(workload.model)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(test_random_runs, "LLMEngine", OverlappedEngine)
-            super().__init__(workload)
+    engine_class = OverlappedEngine
+
+    def __init__(self, folder: Path, workload: Workload) -> None:
+        super().__init__(folder, workload)
+        self.late: BaseException | None = None
         wrap(self.engine.runner, "execute", self.execute_and_fail)
         wrap(self.engine, "update", self.update_and_count)
-        self.late: BaseException | None = None
 
     def execute_and_fail(self, execute: Callable, batch: ScheduledBatch) -> StepResult:
-        is_armed = bool(self.faults) and self.faults[0].step <= self.num_steps
-        with self.thrower if is_armed else nullcontext():
+        if not self.faults or self.faults[0][0] > self.num_steps:
+            return execute(batch)
+        with self.thrower:
             return execute(batch)
 
     def update_and_count(self, update: Callable, step: Step) -> list[Request]:
@@ -71,80 +60,41 @@ class OverlappedRun(Run):
         self.happened["ended together while swapped ahead"] += sum(num > 1 for num in ended.values())
         return advanced
 
-    def attempt(self, operation: Callable[[], object]) -> object:
-        def and_settle() -> object:
-            try:
-                return operation()
-            except BaseException as error:
-                settle(self.engine)
-                if operation == self.engine.step and self.model == "fake":
-                    self.engine.runner.forget()
-                if error is not self.late:
-                    raise
-                return None
-            finally:
-                settle(self.engine)
-                self.late = self.engine.scheduler.ahead and self.engine.scheduler.ahead.result.exception()
+    def attempt(self, operation: Callable[[], Any]) -> Any:
+        return super().attempt(partial(self.operate_and_settle, operation))
 
-        return super().attempt(and_settle)
-
-    def check(self) -> None:
-        """After a failure in the step ahead, the runner has not computed what is published."""
-        if self.late is None:
-            super().check()
+    def operate_and_settle(self, operation: Callable[[], Any]) -> Any:
+        try:
+            return operation()
+        except RuntimeError as error:
+            settle(self.engine)
+            if error is not self.late:
+                raise
+            return None
+        finally:
+            settle(self.engine)
+            self.late = self.engine.scheduler.ahead and self.engine.scheduler.ahead.result.exception()
 
 
-@pytest.mark.parametrize(("make_workload", "num", "events"), WORKLOADS)
-def test_random_workloads(
-    make_workload: Callable[[int], Workload], num: int, events: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_workloads(qwen3: Oracle) -> None:
     """Each request says what it says alone in a plain engine, also when steps fail."""
-    ahead = OverlappedEngine.schedule_ahead, OverlappedEngine.launch, LateBlockManager.publish
-    monkeypatch.setitem(STAGES, "schedule", STAGES["schedule"] + ahead)
-    monkeypatch.setitem(STAGES, "update", (OverlappedEngine.update, LateBlockManager.publish_last))
-    serve_random(make_workload, num, events, OverlappedRun)
+    events = ["swap", "recompute", "copy on write", "cache hit", "abort while swapped", "fault: execute"]
+    events += ["fault: schedule", "fault: update", "dropped token", "ended while preempted ahead"]
+    events += ["ended while swapped ahead", "ended together while swapped ahead"]
+    harness.random_runs(OverlappedRun, qwen3.folder, 40, events)
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_the_tokens_are_those_of_transformers(qwen3: Oracle, preemption: str) -> None:  # noqa: F811
+def test_the_tokens_are_those_of_transformers(qwen3: Oracle) -> None:
     """In a pool so small that requests are preempted, with prompts in chunks; log-probabilities, too."""
-    options = {"block_size": 4, "num_blocks": 24, "num_host_blocks": 100, "watermark": 0}
-    llm = LLM(qwen3.folder, max_num_batched_tokens=24, preemption=preemption, **options)
-    prompts = random_prompts(8, seed=5, longest=40)
-    greedy = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
-    outputs = serve(llm, prompts, [replace(greedy, ignore_eos=i % 2 > 0) for i in range(8)])
-    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        token_ids = output.outputs[0].token_ids
-        assert token_ids == qwen3.greedy(prompt, 24, ignore_eos=i % 2 > 0)
-        rows = qwen3.logprobs(prompt + token_ids)[len(prompt) - 1 :]
-        for row, token_id, ours in zip(rows, token_ids, output.outputs[0].logprobs, strict=False):
-            assert ours[token_id].logprob == pytest.approx(row[token_id].item(), abs=1e-4)
-    stats = llm.engine.stats()
-    assert stats.num_preemptions_swap + stats.num_preemptions_recompute > 0
+    llm = LLM(qwen3.folder, preemption="swap", **SMALL)
+    params = [replace(GREEDY, ignore_eos=i % 2 > 0) for i in range(8)]
+    qwen3.check(serve(llm, random_prompts(8, seed=5, longest=16), params))
+    assert harness.num_preempted(llm) > 0
 
 
-def test_an_llm_says_the_same() -> None:
-    """The model in the box, with text: samples, n outputs, beams, penalties, stop strings, scored prompts."""
-    prompts = ["ROMEO:", "To be, or not to be", "JULIET:\nO", "First Citizen:", "KING HENRY:\nWe", "HERALD:"]
-    sampled, outputs = SamplingParams(temperature=0.8, seed=1, max_tokens=20), []
-    penalized = replace(sampled, presence_penalty=1, repetition_penalty=1.2, min_tokens=8)
-    simple = [SamplingParams(temperature=0, max_tokens=20, stop=["e ", "\n"]), sampled]
-    beams = BeamSearchParams(beam_width=3, max_tokens=12)
-    more = [replace(sampled, n=3, logprobs=2), penalized, replace(sampled, prompt_logprobs=1), beams]
-    for llm in (kind(num_blocks=200, dtype="float32") for kind in (nanopaged.LLM, LLM)):
-        both = (llm.generate(prompts, params, False) for params in (simple + more, simple + [penalized] * 4))
-        outputs.append(
-            [[(out.text, out.stop_reason) for out in each.outputs] for all in both for each in all]
-        )
-    assert outputs[0] == outputs[1]
-
-
-def make(kind: type[LLMEngine] = OverlappedEngine, **options: Any) -> Any:
-    """An engine over the fake runner."""
+def make(oracle: Oracle, kind: type[LLMEngine] = OverlappedEngine, **options: Any) -> Any:
     config = {"block_size": 4, "num_blocks": 40, "num_host_blocks": 0, "preemption": "recompute"} | options
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_random_runs, "LLMEngine", kind)
-        return make_engine("fake", EngineConfig(**config))
+    return kind(kind.make_config(oracle.folder, **config))
 
 
 def finish(engine: LLMEngine, prompt: list[int], **options: Any) -> RequestOutput:
@@ -158,123 +108,77 @@ def finish(engine: LLMEngine, prompt: list[int], **options: Any) -> RequestOutpu
     return outputs[-1]
 
 
-def test_the_next_step_is_scheduled_while_one_computes() -> None:
+def test_the_next_step_is_scheduled_while_one_computes(qwen3: Oracle) -> None:
     """Each step computes until the next one is scheduled, of which a listener hears before a step ends."""
-    engine, scheduled, heard = make(), Semaphore(0), []
+    engine, scheduled, heard = make(qwen3), Semaphore(0), []
 
     def execute_late(execute: Callable, batch: ScheduledBatch) -> StepResult:
         for _ in range(1 if batch.sequences[0].num_output_tokens else 2):  # this step, and always the next
             assert scheduled.acquire(timeout=60), "the next step was not scheduled"
         return execute(batch)
 
+    def schedule_and_tell(schedule: Callable) -> ScheduledBatch:
+        batch = schedule()
+        scheduled.release()
+        return batch
+
     engine.listeners.append(SimpleNamespace(batch_scheduled=heard.append, step_ended=heard.append))
     wrap(engine.runner, "execute", execute_late)
-    wrap(engine.scheduler, "schedule", lambda schedule: (schedule(), scheduled.release())[0])
+    wrap(engine.scheduler, "schedule", schedule_and_tell)
     finish(engine, [1, 2], max_tokens=5)
     batches = list(map(id, heard))
     assert list(map(batches.index, batches)) == [0, 1, 0, 3, 1, 5, 3, 7, 5, 7]
     assert engine.num_steps == engine.stats().num_steps == 5
 
 
-@pytest.mark.parametrize(("rule", "too_many"), [({}, 0), ({"stop_token_ids": [1]}, 1), ({"stop": "a"}, 1)])
-def test_a_sequence_that_stops_computes_one_token_too_many(rule: dict, too_many: int) -> None:
-    """Its end by length is known before. The figures count no token that was dropped."""
-    num_tokens, stats = [], []
+def count_and_execute(computed: list[int], execute: Callable, batch: ScheduledBatch) -> StepResult:
+    computed.append(sum(seq.num_scheduled_tokens for seq in batch.sequences))
+    return execute(batch)
+
+
+@pytest.mark.parametrize(("ends", "too_many"), [("length", 0), ("token", 1)])
+def test_a_sequence_that_stops_computes_one_token_too_many(qwen3: Oracle, ends: str, too_many: int) -> None:
+    """Its end by length is known before. The figures count no token that was dropped; pools are as small."""
+    num_tokens, stats, prompt = [], [], [20, 22, 21, 21, 20]
+    rule: dict[str, Any] = {"max_tokens": 12}
+    if ends == "token":
+        rule["stop_token_ids"] = finish(make(qwen3), prompt, **rule).outputs[0].token_ids[6:7]
     for kind in (LLMEngine, OverlappedEngine):
-        engine = make(kind)
-        output = finish(engine, [0, 2, 1, 1, 0], max_tokens=12, min_tokens=4, **rule)
-        assert output.outputs[0].finish_reason == ("stop" if rule else "length")
+        engine, computed = make(qwen3, kind, num_blocks=4, watermark=0.0), list[int]()
+        wrap(engine.runner, "execute", partial(count_and_execute, computed))
+        output = finish(engine, prompt, **rule)
+        assert output.metrics.num_preemptions == 0, "16 slots are for all tokens but the last one"
         if kind is OverlappedEngine:
             settle(engine)
-        num_tokens.append(len(engine.runner.slots))  # written, of a pool that is large enough
+        num_tokens.append(sum(computed))
         stats.append(replace(engine.stats(), num_cached_blocks=0))
     assert num_tokens[1] - num_tokens[0] == too_many
     assert stats[1] == stats[0]
 
 
-def test_no_more_memory_is_needed() -> None:
-    """The pool has exactly the blocks of the longest request, and of all its tokens but the last one."""
-    for max_tokens in range(1, 12):
-        output = finish(make(num_blocks=4, watermark=0.0), [1, 2, 0, 1, 1], max_tokens=max_tokens)
-        assert len(output.outputs[0].token_ids) == max_tokens
-        assert output.metrics.num_preemptions == 0
-
-
-@pytest.mark.parametrize("stop", [(), "a"])
-def test_outputs_are_found_in_the_prefix_cache(stop: object) -> None:
-    """The second turn of a chat finds as many tokens as in a plain engine."""
+def test_outputs_are_found_in_the_prefix_cache(qwen3: Oracle) -> None:
+    """The next turn of a chat finds as many tokens as in a plain engine."""
     found = []
     for kind in (LLMEngine, OverlappedEngine):
-        engine, prompt = make(kind), [0, 2, 1, 1, 0]
+        engine, prompt = make(qwen3, kind), [20, 22, 21, 21, 20]
         for _ in range(3):
-            output = finish(engine, prompt, max_tokens=14, min_tokens=7, stop=stop)
+            output = finish(engine, prompt, max_tokens=14)
             prompt = prompt + output.outputs[0].token_ids + [2]
             found.append(output.metrics.num_cached_tokens)
     assert found[3:] == found[:3]
     assert 0 < found[1] < found[2]
 
 
-def test_steps_without_outputs() -> None:
-    """A request that ends in `run_step` stays known until the next `step`, which returns its output once."""
-    engine = make()
-    for i in range(3):
-        engine.add_request(str(i), [1, 2], SamplingParams(max_tokens=2 + 4 * i, ignore_eos=True))
-    for names in ("012", "012", "12", "12"):
-        assert [request.request_id for request in engine.run_step()] == list(names)
-    assert list(engine.requests) == ["0", "1", "2"]
-    outputs = {output.request_id: output.finished for output in engine.step()}
-    assert outputs == {"0": True, "1": False, "2": False}
-    while not engine.requests["2"].finished:
-        engine.run_step()
-    assert [output.request_id for output in engine.step()] == ["1", "2"]
-    assert engine.step() == []
+FAILURES = [("unfinished", 2), ("aborted", None), ("id used again", 1), ("interrupted", 2)]
 
 
-@pytest.mark.parametrize("is_readmitted", [False, True])
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_preempted_while_its_tokens_are_computed(preemption: str, is_readmitted: bool) -> None:
-    """The last request is preempted when the k-th step is scheduled, and may be admitted again at once.
-
-    One of its two outputs ends while the other goes on, or both end in one step, and they share host blocks.
-    Or its prompt is being scored, and the worker has done with the step ahead before this one is updated.
-    """
-
-    def preempt(left: list[int], schedule: Callable) -> ScheduledBatch:
-        scheduler, before, left[0] = engine.scheduler, ScheduledBatch(), left[0] - 1
-        if left[0] == 0 and len(scheduler.running) > 1:
-            scheduler._preempt(scheduler.running.pop(), before)
-            scheduler.max_num_seqs = 256 if is_readmitted else 0
-        batch, scheduler.max_num_seqs = schedule(), 256
-        batch.moves.swap_out[:0] = before.moves.swap_out
-        batch.preempted[:0] = before.preempted
-        return batch
-
-    prompt, several = [0, 2, 1, 1, 0, 2, 0, 1, 1, 2], {"n": 2, "max_tokens": 12, "stop": "a", "min_tokens": 3}
-    kinds = [several | {"seed": 1}, several | {"temperature": 0}]
-    kinds.append({"prompt_logprobs": 0, "max_tokens": 3, "seed": 1})
-    for options in kinds:
-        texts = set()
-        for k in (0, *range(2, 16)):
-            engine = make(preemption=preemption, num_host_blocks=40, max_num_batched_tokens=6)
-            wrap(engine, "update", lambda update, step, engine=engine: (settle(engine), update(step))[1])
-            wrap(engine.scheduler, "schedule", partial(preempt, [k]))
-            params = [
-                SamplingParams(max_tokens=30, ignore_eos=True),
-                SamplingParams(**options, ignore_eos=True),
-            ]
-            _, output = serve(SimpleNamespace(engine=engine), [[1, 1, 2], prompt * 2], params)
-            texts.add(repr((output.outputs, output.prompt_logprobs)))
-            assert engine.stats().num_free_host_blocks == 40
-        assert len(texts) == 1
-
-
-@pytest.mark.parametrize("case", ["unfinished", "aborted", "id used again", "interrupted"])
-def test_failures(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("case", "num_of_a"), FAILURES)
+def test_failures(qwen3: Oracle, case: str, num_of_a: int | None) -> None:
     """The step ahead fails because of a. If a was aborted meanwhile, b and a new a get their tokens.
 
     After Ctrl-C the step of the worker is forgotten, and no token is lost.
     """
-    engine, calls, four = make(), [], SamplingParams(max_tokens=4, ignore_eos=True)
+    engine, calls, four = make(qwen3), [], SamplingParams(max_tokens=4, ignore_eos=True)
 
     def fail_once(execute: Callable, batch: ScheduledBatch) -> StepResult:
         calls.append(batch)
@@ -305,10 +209,10 @@ def test_failures(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if case == "id used again":
         engine.add_request("a", [2, 2, 0], four)
     num_tokens = {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
-    assert num_tokens == {"b": 2} | {"aborted": {}, "id used again": {"a": 1}}.get(case, {"a": 2})
+    assert num_tokens == {"b": 2} | ({} if num_of_a is None else {"a": num_of_a})
     assert engine.num_steps == 2
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"trace='.*run.html' shows .* or use nanopaged.LLM"):
-        make(trace=tmp_path / "run.html")
+    message = r"trace='.*run.html' shows .* or use nanopaged.LLM"
+    harness.check_refused(LLM, [({"trace": tmp_path / "run.html"}, message)])

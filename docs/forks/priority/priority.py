@@ -13,13 +13,8 @@ The place of a request in the order of service is computed once, when it begins 
                    b: priority 0, arrived at 15 s    0 + 15 / 10 = 1.5    first
                    c: priority 0, arrived at 25 s    0 + 25 / 10 = 2.5    third
 
-All requests age alike, one step of priority in every `ageing` seconds, so the order of two requests never
-changes and nothing is computed again. The bound: b overtakes a only if it arrives less than
-(2 - 0) * 10 = 20 seconds after a. Later ones do not, however many they are.
-
-Before each step, the first waiting request may preempt running ones that come after it in this order: the
-last ones, no more than needed, and none if even all of them would not make room. Nothing is scheduled yet at
-that moment, so no victim has work in the step.
+All requests age alike, so the order of two requests never changes. b overtakes a only if it arrives less than
+(2 - 0) * 10 = 20 seconds after a. Requests are preempted before anything is scheduled in a step.
 """
 
 from dataclasses import dataclass
@@ -28,7 +23,7 @@ from typing import Any
 import nanopaged
 from nanopaged.block_manager import blocks_to_grow
 from nanopaged.config import RequestOptions
-from nanopaged.engine import LLMEngine, Runner
+from nanopaged.engine import LLMEngine
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, ScheduledBatch
 
@@ -49,22 +44,17 @@ class Prioritized(RequestOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(Prioritized, nanopaged.SamplingParams):
-    """`nanopaged.SamplingParams` with a priority."""
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams(Prioritized, nanopaged.BeamSearchParams):
-    """`nanopaged.BeamSearchParams` with a priority."""
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class PriorityConfig(nanopaged.EngineConfig):
-    """`nanopaged.EngineConfig` with ageing.
-
-    Fields:
-        priority_ageing: seconds of waiting that are worth one step of priority, so that no request waits
-            forever. With None, no number of seconds is, as in vLLM.
-    """
+    """With `priority_ageing`: seconds of waiting that are worth one step of priority; None: no number is."""
 
     priority_ageing: float | None = None
 
@@ -77,14 +67,13 @@ class PriorityConfig(nanopaged.EngineConfig):
 class PriorityScheduler(Scheduler):
     """Serves smaller priorities first, and preempts running requests for waiting ones before them.
 
-    Attributes:
-        ageing: seconds that are worth one step of priority, or None.
-        rank: as in `Scheduler`; any other order may be set, too. It must not change while a request waits.
+    `rank` may be set to any other order, which must not change while a request waits.
     """
+
+    ageing: float | None = None  # `PriorityEngine` sets it
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.ageing: float | None = None  # `PriorityEngine` sets it
         self.rank = self.by_priority
 
     def by_priority(self, request: Request) -> tuple[float, float]:
@@ -161,9 +150,9 @@ class PriorityEngine(LLMEngine):
     make_config = PriorityConfig
     make_scheduler = PriorityScheduler
 
-    def __init__(self, config: nanopaged.EngineConfig, runner: Runner | None = None) -> None:
-        super().__init__(config, runner)
-        self.scheduler.ageing = getattr(config, "priority_ageing", None)  # None of a plain EngineConfig
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.scheduler.ageing = getattr(self.config, "priority_ageing", None)  # None of a plain EngineConfig
 
 
 class LLM(nanopaged.LLM):

@@ -2,20 +2,15 @@
 
 import random
 from collections import Counter, namedtuple
-from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import partial
-from itertools import count, product
+from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_random_runs
-from conftest import memory_that_was_never_written, tokens  # noqa: F401
-from faults import STAGES
-from priority import LLM, BeamSearchParams, PriorityEngine, PriorityScheduler, SamplingParams
-from random_workloads import Workload, forked, mixed, siblings, tiny
-from test_random_runs import Run, large_engine, make_engine, serve_random
+from harness import Oracle, Run, Workload, check_refused, random_runs, tokens
+from priority import LLM, BeamSearchParams, PriorityEngine, SamplingParams
 
 import nanopaged
 from nanopaged import LLMEngine, engine
@@ -35,12 +30,10 @@ def a_step_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 Job = namedtuple("Job", "name priority arrival num_prompt_tokens max_tokens", defaults=(0, 0, 8, 8))
 
 
-def make(kind: type[LLMEngine] = PriorityEngine, **options: Any) -> LLMEngine:
-    """An engine with the fake runner and blocks of 4 slots."""
+def make(oracle: Oracle, kind: type[LLMEngine] = PriorityEngine, **options: Any) -> LLMEngine:
+    """An engine with blocks of 4 slots."""
     defaults = {"num_blocks": 100, "num_host_blocks": 200, "watermark": 0.0, "preemption": "recompute"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_random_runs, "LLMEngine", kind)
-        return make_engine("fake", kind.make_config(block_size=4, **defaults | options))
+    return kind(kind.make_config(oracle.folder, **{"block_size": 4} | defaults | options))
 
 
 def run(engine: LLMEngine, jobs: list[Job]) -> tuple[list[set[str]], dict[str, int]]:
@@ -83,39 +76,18 @@ def simulate(jobs: list[Job], num_seats: int, ageing: float | None) -> list[set[
 
 
 @pytest.mark.parametrize("ageing", [None, 3.0, 16.0])
-def test_the_most_urgent_get_the_tokens_of_each_step(ageing: float | None) -> None:
+def test_the_most_urgent_get_the_tokens_of_each_step(qwen3: Oracle, ageing: float | None) -> None:
     """One, two or three places, and memory enough."""
     num_preemptions = 0
-    for seed in range(24):
+    for seed in range(6):
         rng, seats, way = random.Random(seed), 1 + seed % 3, ("swap", "recompute")[seed % 2]
         sizes = [(rng.randint(-2, 3), 2 * i, rng.randint(1, 20), rng.randint(1, 9)) for i in range(30)]
         jobs = [Job(str(i), *each) for i, each in enumerate(sizes)]
-        ours = make(priority_ageing=ageing, max_num_seqs=seats, preemption=way)
+        ours = make(qwen3, priority_ageing=ageing, max_num_seqs=seats, preemption=way)
         steps, times = run(ours, rng.sample(jobs, k=30))
         assert steps == simulate(jobs, seats, ageing)
         num_preemptions += sum(times.values())
         assert num_preemptions >= seed, "the jobs show nothing"
-
-
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_with_equal_priorities_it_is_first_come_first_served(preemption: str) -> None:
-    """In a pool that is too small, which preempts anyway: step by step the same."""
-    rng, options = random.Random(1), {"num_blocks": 30, "max_num_seqs": 6, "preemption": preemption}
-    jobs = [Job(str(i), 5, rng.randint(0, 20), rng.randint(1, 20), rng.randint(5, 30)) for i in range(30)]
-    before, after = (run(make(kind, **options), jobs) for kind in (LLMEngine, PriorityEngine))
-    assert sum(before[1].values()) > 10
-    assert before == after
-
-
-def test_ageing_bounds_the_delay() -> None:
-    """Urgent ones take the only place for 3 · 5 s from one that waits, for 2 · 5 s from one that runs."""
-    waits = [Job("waits", 3, max_tokens=10)] + [Job(f"u{i}", 0, i, max_tokens=1) for i in range(60)]
-    runs = [Job("runs", 2, max_tokens=30)] + [Job(f"u{i}", 0, i, max_tokens=2) for i in range(3, 90, 3)]
-    for ageing, start, num_preemptions in ((None, 60, 27), (5.0, 15, 3)):
-        steps, times = run(make(max_num_seqs=1, priority_ageing=ageing), waits)
-        assert steps[start : start + 10] == [{"waits"}] * 10, "once it runs, it is not preempted either"
-        _, times = run(make(max_num_seqs=1, priority_ageing=ageing), runs)
-        assert times == {"runs": num_preemptions}
 
 
 FULL = [Job(str(i), p, 0, 8, 4) for i, p in enumerate([2, 1, 3, 1, 2])]  # five with three blocks each
@@ -136,17 +108,19 @@ CASES: dict[str, Any] = {  # options, jobs, who comes, the step of its first tok
 
 
 @pytest.mark.parametrize(("options", "jobs", "urgent", "step", "victims"), CASES.values(), ids=CASES.keys())
-def test_victims(options: Any, jobs: list[Job], urgent: Any, step: int, victims: str) -> None:
+def test_victims(qwen3: Oracle, options: Any, jobs: list[Job], urgent: Any, step: int, victims: str) -> None:
     """The last ones go, as few as possible, and none if it would be in vain."""
-    steps, times = run(make(**options), [*jobs, Job("x", *urgent)])
+    steps, times = run(make(qwen3, **options), [*jobs, Job("x", *urgent)])
     assert next(i for i, names in enumerate(steps) if "x" in names) == step
     assert times == dict.fromkeys(victims, 1)
 
 
 @pytest.mark.parametrize(("scored", "names"), [(None, {"0", "x"}), (0, {"0", "last"})])
-def test_blocks_that_others_have_are_not_needed_twice(scored: int | None, names: set[str]) -> None:
+def test_blocks_that_others_have_are_not_needed_twice(
+    qwen3: Oracle, scored: int | None, names: set[str]
+) -> None:
     """8 blocks, "0" has 4 and needs a fifth. "x" begins alike: it needs 1, or 5 if its prompt is scored."""
-    ours, params = make(num_blocks=8), SamplingParams(max_tokens=4, ignore_eos=True)
+    ours, params = make(qwen3, num_blocks=8), SamplingParams(max_tokens=4, ignore_eos=True)
     ours.add_request("0", tokens(1, 16), params)
     ours.add_request("last", tokens(2, 8), replace(params, priority=2))
     ours.step()
@@ -157,16 +131,15 @@ def test_blocks_that_others_have_are_not_needed_twice(scored: int | None, names:
 class PriorityRun(Run):
     """With random priorities. What each request says alone is computed by the unchanged engine."""
 
-    def __init__(self, workload: Workload) -> None:
-        large_engine(workload.model)  # it is kept
+    engine_class = PriorityEngine
+
+    def __init__(self, folder: Path, workload: Workload) -> None:
         rng = random.Random(workload.seed)
         for asked in workload.requests:
             kind = BeamSearchParams if hasattr(asked.params, "beam_width") else SamplingParams
-            options = {each.name: getattr(asked.params, each.name) for each in fields(asked.params)}
+            options = {field.name: getattr(asked.params, field.name) for field in fields(asked.params)}
             asked.params = kind(**options, priority=rng.randint(0, 3))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(test_random_runs, "LLMEngine", PriorityEngine)
-            super().__init__(workload)
+        super().__init__(folder, workload)
         self.engine.scheduler.ageing = rng.choice([None, 0.5, 3.0, 20.0])
         self.execute, self.engine.runner.execute = self.engine.runner.execute, self.check_batch
 
@@ -176,17 +149,14 @@ class PriorityRun(Run):
         running, victims = set(self.engine.scheduler.running), {request for request, _ in batch.preempted}
         assert {seq.request for seq in batch.sequences} <= running
         # With a random order, a victim has another rank, and may preempt in turn what is not scheduled yet.
-        assert self.workload.order == "random" or running.issuperset(batch.admitted)
+        assert self.workload.is_shuffled or running.issuperset(batch.admitted)
         self.happened["on arrival"] += bool(victims and set(batch.admitted) - victims)
         return self.execute(batch)
 
 
-@pytest.mark.parametrize(("kind", "num"), [(mixed, 120), (forked, 40), (siblings, 40), (tiny, 6)])
-def test_random_workloads(kind: Callable, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request says what it says alone: chunks, beams, n > 1, swaps, aborts, faults in the fork, too."""
-    monkeypatch.setitem(STAGES, "schedule", (PriorityScheduler.schedule, PriorityScheduler._admit_urgent))
-    events = ["on arrival", "swap", "recompute", "fault: schedule", "abort while running"]
-    serve_random(kind, num, [] if kind is tiny else events, PriorityRun)
+def test_random_workloads(qwen3: Oracle) -> None:
+    events = ["on arrival", "swap", "recompute", "fault: schedule", "abort"]
+    random_runs(PriorityRun, qwen3.folder, 30, events)
 
 
 def test_an_llm_takes_priorities_and_refuses_wrong_ones() -> None:
@@ -194,10 +164,9 @@ def test_an_llm_takes_priorities_and_refuses_wrong_ones() -> None:
     params = [SamplingParams(priority=1), BeamSearchParams(beam_width=1, priority=-2), plain]
     outputs = llm.generate(["a", "b", "c", "d"], [*params, SamplingParams(priority=-1)], use_tqdm=False)
     assert sorted(range(4), key=lambda i: outputs[i].metrics.first_token_time) == [1, 3, 2, 0]
-    kinds: list[Any] = [SamplingParams, partial(BeamSearchParams, beam_width=2)]
-    for kind, value in product(kinds, (1.0, True, None, 1 << 40, -(1 << 40))):
-        with pytest.raises(ValueError if abs(value or 0) > 1 else TypeError, match=f"priority .*{value}"):
-            kind(priority=value)
-    for value in (0, float("nan"), "5"):
-        with pytest.raises(TypeError if value == "5" else ValueError, match=f"priority_ageing .*{value}"):
-            LLM(priority_ageing=value)
+    wrong = [({"priority": value}, f"priority .*{value}") for value in (1.0, True, None, 1 << 40, -(1 << 40))]
+    check_refused(SamplingParams, wrong)
+    check_refused(BeamSearchParams, [({"beam_width": 2} | options, says) for options, says in wrong])
+    check_refused(
+        LLM, [({"priority_ageing": value}, f"ageing .*{value}") for value in (0, float("nan"), "5")]
+    )

@@ -3,16 +3,9 @@
     llm = LLM("Qwen/Qwen3-0.6B", num_pages_read=32)  # of this file; its other options are nanopaged's
 
 A page is a block. Its bounds are the minimum and the maximum of its keys, number by number. A query q times
-the maximum where q is positive, else the minimum, is at least its product with any key of the page.
-
-    keys of a page   (1, 5) (3, -2)     minimum (1, -2)   maximum (3, 5)
-    q = (2, -1)      products -3, 8     bound   2·3 + -1·-2 = 8
-
-In each layer and KV head, the `num_pages_read` pages with the largest bounds are read; the last page, which
-may be partial, is always one of them. All K/V is kept: another token may read other pages. Tokens of a prompt
-attend to all tokens before them.
-
-The bounds lie in the KV cache, in planes behind the layers': a block is copied, swapped and found with them.
+the maximum where q is positive, else the minimum, is at least its product with any key of the page (README.md
+has an example). The bounds lie in the KV cache, in planes behind the layers': a block is copied, swapped and
+found with them.
 """
 
 import math
@@ -39,10 +32,7 @@ ALL_PAGES = 1 << 30  # more than any context has
 
 @dataclass(frozen=True, kw_only=True)
 class QuestConfig(EngineConfig):
-    """With the option `num_pages_read`: blocks that a generated token attends to, in each layer and KV head.
-
-    Raises ValueError if it is out of range, the backend is not "auto" or "torch", or there are ranks.
-    """
+    """With `num_pages_read`: blocks that a generated token attends to, in each layer and KV head."""
 
     num_pages_read: int = 16
 
@@ -169,9 +159,7 @@ class QuestAttention(TorchAttention):
 class QuestRunner(ModelRunner):
     """A `ModelRunner` with `QuestAttention`, over a KV cache with bounds."""
 
-    def __init__(self, config: EngineConfig, **options: Any) -> None:
-        if not isinstance(config, QuestConfig):
-            raise ValueError(f"{config} has no num_pages_read: make a QuestConfig")
+    def __init__(self, config: QuestConfig, **options: Any) -> None:
         self.num_pages_read = config.num_pages_read
         super().__init__(config, **options)
 
@@ -181,11 +169,9 @@ class QuestRunner(ModelRunner):
         return KVShape(num_layers=num_layers + -(-num_layers // self.block_size), **sizes)
 
     def make_attention(self, _: str, kv_cache: KVCache, scale: float) -> QuestAttention:
-        """The attention of this file."""
         return QuestAttention(kv_cache, scale, self.num_layers, self.num_pages_read)
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        """As `ModelRunner.execute`."""
         self.attention.prompt_lens = [seq.request.num_prompt_tokens for seq in batch.sequences]
         return super().execute(batch)
 
@@ -207,8 +193,6 @@ class QuestBlockManager(BlockManager):
 
 
 class QuestEngine(LLMEngine):
-    """An `LLMEngine` with sparse pages."""
-
     make_config, make_runner, make_block_manager = QuestConfig, QuestRunner, QuestBlockManager
 
 

@@ -4,8 +4,7 @@
 
     llm = LLM(min_partial=4)  # a part of a block is copied if it has at least 4 tokens
 
-The engine names a block by a hash of its tokens and of all before them. So a block is found whole or not at
-all. Here its name is a node of a tree with one edge for each block, and edges can be compared with a prompt:
+A block's key is a node of a tree with one edge for each block, and edges can be compared with a prompt:
 
     block_size = 4    cached   a b c d │ e f g h     root ─ (a b c d) ─┬─ (e f g h)
                                a b c d │ e x y z         in block 0    │  in block 1
@@ -16,36 +15,29 @@ Block 0 is shared, as in the engine. No edge after it is (e f g q), but (e f g h
 So block 1 is copied to a new block 3, the table is [0 3 4], and 7 of 9 tokens are not computed. The step
 computes q, which overwrites h in the copy.
 
-A source of a copy was computed in an earlier step. It has one reference more while the step is scheduled, so
-it is not evicted. The destination is a new block. The copies join those of copy-on-write, after the swaps.
-Keys are still bytes, for `snapshot`, `trace` and `check_invariants`.
+The copies join those of copy-on-write, after the swaps. Until then a source has one reference more. Keys are
+still bytes, for `snapshot`, `trace` and `check_invariants`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
+from os.path import commonprefix  # of any lists
 from typing import Any
 from weakref import WeakValueDictionary
 
 import nanopaged
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import EngineConfig
-from nanopaged.engine import LLMEngine, Runner
+from nanopaged.engine import LLMEngine
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import ScheduledBatch, Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
 class RadixConfig(EngineConfig):
-    """The options of an engine with a tree.
-
-    Fields:
-        min_partial: tokens of a block that are worth a copy of it; 0 shares full blocks only.
-
-    Raises:
-        TypeError, ValueError: as for `EngineConfig`; or `min_partial` is more than `block_size`.
-    """
+    """With `min_partial`: tokens of a block that are worth a copy of it; 0 shares full blocks only."""
 
     min_partial: int = 1
 
@@ -87,12 +79,6 @@ class Key(bytes):
         return bytes, (bytes(self),)
 
 
-def num_common(some: tuple[int, ...], others: tuple[int, ...]) -> int:
-    """How many tokens both begin with: 2 of a b c and a b x y."""
-    differ = (i for i, (a, b) in enumerate(zip(some, others, strict=False)) if a != b)
-    return next(differ, min(len(some), len(others)))
-
-
 class RadixBlockManager(BlockManager):
     """A block manager with a tree.
 
@@ -123,10 +109,7 @@ class RadixBlockManager(BlockManager):
         return root
 
     def keys_of(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """As `BlockManager.keys_of`: the keys of the first `num_blocks` blocks, which must be full.
-
-        block_size = 2, tokens a b c d e: the numbers of the nodes (a b) and (c d) in root ─ (a b) ─ (c d)
-        """
+        """As `BlockManager.keys_of`: of a b │ c d │ e, the nodes (a b) and (c d) in root ─ (a b) ─ (c d)."""
         size = self.block_size
         for i in range(len(seq.block_keys), num_blocks):
             parent, edge = self.node_before(seq, i), tuple(seq.token_ids[i * size : (i + 1) * size])
@@ -154,7 +137,7 @@ class RadixBlockManager(BlockManager):
         least = self.min_partial
         for edge, node in parent.children.items():
             # Most edges differ from the first token on: a root has one for each text.
-            if edge[:least] == wanted[:least] and (num := num_common(wanted, edge)) > most:
+            if edge[:least] == wanted[:least] and (num := len(commonprefix([wanted, edge]))) > most:
                 block = self.index.get(Key(node))
                 if block is not None and block.block_id not in self.being_computed:
                     source, most = block.block_id, num
@@ -164,10 +147,7 @@ class RadixBlockManager(BlockManager):
             seq.num_computed_tokens += most
 
     def publish(self, seq: Sequence) -> None:
-        """As `BlockManager.publish`; and the blocks are no sources of copies in this step.
-
-        A block that does not become full in this step is not published, so it cannot be found.
-        """
+        """As `BlockManager.publish`; and the blocks are no sources of copies in this step."""
         super().publish(seq)
         self.being_computed.update(seq.block_table[seq.num_computed_tokens // self.block_size :])
 
@@ -186,7 +166,6 @@ class RadixScheduler(Scheduler):
     block_manager: RadixBlockManager
 
     def schedule(self) -> ScheduledBatch:
-        """As `Scheduler.schedule`."""
         batch = super().schedule()
         batch.moves.copies += self.block_manager.end_schedule()
         return batch
@@ -199,9 +178,9 @@ class RadixEngine(LLMEngine):
     make_block_manager = RadixBlockManager
     make_scheduler = RadixScheduler
 
-    def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
-        super().__init__(config, runner)
-        self.block_manager.min_partial = getattr(config, "min_partial", 1)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.block_manager.min_partial = getattr(self.config, "min_partial", 1)
 
 
 class LLM(nanopaged.LLM):

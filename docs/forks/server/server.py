@@ -76,10 +76,9 @@ class Unread:
 class EngineThread:
     """The one thread that uses the engine, and the way of its outputs to the event loop.
 
-    The engine is not thread-safe, and a step must not block the event loop. So each use of the engine is a
-    job of a pool with one thread: adds and aborts wait in the pool's queue until the step is done. Prompts
-    become tokens on another thread, because a long one takes longer than many steps. Everything else here
-    happens on the event loop, and needs no lock.
+    Each use of the engine is a job of a pool with one thread, so adds and aborts wait until a step is done.
+    Prompts become tokens on another thread, because a long one takes longer than many steps. Everything else
+    here happens on the event loop, and needs no lock.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -197,10 +196,7 @@ def check_tool_calls(messages: list[Any]) -> None:
 
 
 def make_requests(llm: LLM, call_id: str, is_chat: bool, body: Json, max_prompts: int) -> list[Request]:
-    """A request for each prompt, whose id ends in the index of its first choice: 0, n, 2n, …
-
-    `SamplingParams` refuses a field that it does not have, so only the harmless ones are ignored.
-    """
+    """A request for each prompt, whose id ends in the index of its first choice: 0, n, 2n, …"""
     options = {name: value for name, value in body.items() if value is not None and name not in HARMLESS}
     if any(options.pop(name, False) is not False for name in ("logprobs", "top_logprobs", "prompt_logprobs")):
         raise ValueError("this server returns no log-probabilities")
@@ -230,10 +226,7 @@ def make_requests(llm: LLM, call_id: str, is_chat: bool, body: Json, max_prompts
 
 
 def new_choices(output: RequestOutput, key: str, sent: dict[int, tuple]) -> Iterator[Json]:
-    """A choice of the answer for each completion that has something new.
-
-    `sent` has the length of the text and the finish reason of each choice that was sent; it is updated here.
-    """
+    """A choice for each completion that is longer, or ended, since its state was `sent`; that is updated."""
     for index, completion in enumerate(output.outputs, int(output.request_id.rpartition("-")[2])):
         before, state = sent.get(index, (0, None)), (len(completion.text), completion.finish_reason)
         if state != before:
@@ -276,8 +269,7 @@ async def events(outputs: AsyncIterator[RequestOutput], head: Json, with_usage: 
 def is_foreign(headers: Mapping[str, str], allowed: Collection[str]) -> bool:
     """Whether another site's web page makes the call: the browser that shows it can reach 127.0.0.1.
 
-    The Host must be localhost, an IP address (a site can give its own name any address) or allowed. The
-    Origin, which browsers add, must be this server or allowed.
+    A site can give its own name any address, so names of the Host must be allowed. Browsers add the Origin.
     """
     host, origin = headers.get("host", ""), headers.get("origin")
     try:
@@ -296,13 +288,7 @@ def make_app(
     max_prompts: int = MAX_PROMPTS,
     allowed: Collection[str] = (),
 ) -> FastAPI:
-    """The routes.
-
-    Args:
-        model: the name that clients know.
-        max_body_bytes, max_prompts: of one call.
-        allowed: names of this server, and origins of web pages that may use it; "*" allows all.
-    """
+    """The routes. Clients know `model`; `allowed` are hosts, and origins of web pages, or "*"."""
     known = {each.lower().rstrip("/") for each in allowed}
 
     async def refuse_foreign(call: Call) -> None:

@@ -41,15 +41,10 @@ HOLE = -1  # in a block table: the block that stood here was given back
 
 @dataclass(frozen=True, kw_only=True)
 class SinkConfig(EngineConfig):
-    """The options of an engine, and two more. Raises ValueError for those that do not go with them.
+    """The options of an engine, and two more. Raises ValueError for those that do not go with them."""
 
-    Fields:
-        window: tokens that a token sees, itself included: at least 2.
-        num_sink_tokens: tokens at the beginning that all tokens see.
-    """
-
-    window: int = 252
-    num_sink_tokens: int = 4
+    window: int = 252  # tokens that a token sees, itself included
+    num_sink_tokens: int = 4  # at the beginning, which all tokens see
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,11 +190,7 @@ class SinkEngine(nanopaged.LLMEngine):
         self.prompts.num_blocks = 1 << 60  # a text may be longer than the pool: `queue` knows what it holds
 
     def queue(self, request: Request) -> None:
-        """As `LLMEngine`. Raises ValueError for a request that may hold more blocks than there are.
-
-        block_size 4, 2 sinks, window 6, 5 tokens in a step: the first of these sees 5 tokens before it, and
-        10 tokens in a row touch at most 4 blocks. With one for the sinks a sequence needs 5.
-        """
+        """As `LLMEngine`. Raises ValueError for a request that may hold more blocks than there are."""
         manager, length, pool = self.block_manager, request.stop_rules.max_length, self.runner.num_blocks
         in_window = 1 + blocks_needed(manager.window + manager.chunk - 2, manager.block_size)
         most = min(manager.num_sink_blocks + in_window, blocks_needed(length - 1, manager.block_size))
@@ -238,6 +229,4 @@ class SinkEngine(nanopaged.LLMEngine):
 
 
 class LLM(nanopaged.LLM):
-    """An `LLM` with sinks and a window."""
-
     engine_class = SinkEngine

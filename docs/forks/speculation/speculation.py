@@ -2,13 +2,8 @@
 
     llm = speculation.LLM(num_speculative_tokens=4, ngram_size=2)
 
-A decode step reads all weights to compute one token. Here it computes drafts as well: guesses of the next
-tokens. The last `ngram_size` tokens are looked for earlier in the text, and what followed them is proposed.
-
-    tokens        the cat sat on the cat    "the cat" stood at the beginning, and "sat on" followed
-    computed      cat sat on                the last token and two drafts, as a short prefill
-    drawn         sat in and                "sat" is right, so "in" counts; "on" is wrong, so "and" does not
-    new tokens    sat in                    two in one step
+README.md has an example. A decode becomes a short prefill of the last known token and of drafts, guesses of
+the next ones.
 
 A draw depends on the logits, the seed, the output index and the position alone. A token is drawn after each
 draft as the engine would draw it there, and a draft is accepted if it is the token drawn in its place: the
@@ -43,8 +38,6 @@ class SpeculationConfig(EngineConfig):
     Fields:
         num_speculative_tokens: drafts of a sequence in a step, at most; 0 makes none.
         ngram_size: the last tokens that are looked for. Fewer are found more often, and guess worse.
-
-    Raises: as `EngineConfig`; ValueError for drafts with tensor parallelism or a trace.
     """
 
     num_speculative_tokens: int = 4
@@ -98,10 +91,8 @@ class SpeculatingScheduler(Scheduler):
         num_draft_tokens, num_accepted_tokens: since the engine was made.
     """
 
-    def __init__(self, config: EngineConfig, *args: Any, **limits: Any) -> None:
+    def __init__(self, config: SpeculationConfig, *args: Any, **limits: Any) -> None:
         super().__init__(*args, **limits)
-        if not isinstance(config, SpeculationConfig):
-            raise TypeError(f"drafts need a SpeculationConfig, got {config!r}")
         self.num_speculative_tokens = config.num_speculative_tokens
         self.propose: Callable[[Sequence, int], list[int]] = partial(look_up, config.ngram_size)
         self.num_draft_tokens = self.num_accepted_tokens = 0
@@ -189,13 +180,10 @@ class SpeculatingRunner(ModelRunner):
 
 
 class SpeculatingEngine(LLMEngine):
-    """An `LLMEngine` with drafts; its options are a `SpeculationConfig`."""
-
     make_config = SpeculationConfig
     make_runner = SpeculatingRunner
 
     def make_scheduler(self, *args: Any, **limits: Any) -> SpeculatingScheduler:
-        """The scheduler, with the options for drafts."""
         return SpeculatingScheduler(self.config, *args, **limits)
 
 

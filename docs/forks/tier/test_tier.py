@@ -6,34 +6,26 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import harness
 import pytest
-import test_random_runs
 import torch
-from conftest import Oracle, make_checkpoint, memory_that_was_never_written, qwen3, tokens  # noqa: F401
-from fake_runner import GARBAGE, FakeRunner
-from faults import STAGES
-from random_workloads import LONGEST, Workload, forked, mixed, siblings, tiny
-from serving import serve, tokens_of
-from test_random_runs import fake_model, fake_tokenizer, serve_random
-from tier import LLM, PAGE, Tier, TierBlockManager, TierConfig, TierEngine
+from harness import GREEDY, Oracle, Run, Workload, check_refused, random_runs, serve, tokens
+from tier import LLM, PAGE, TierConfig, TierEngine
 
-from nanopaged import EngineConfig, LLMEngine, SamplingParams
+from nanopaged import SamplingParams
 from nanopaged.model_runner import ModelRunner
 from nanopaged.sequence import Moves, ScheduledBatch, StepResult
 
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 CHATS = [tokens(first, 30) for first in (1, 2, 3)]
 MIB = 1 << 20
 
 
-def make(folder: Path, file: Path | None = None, **options: Any) -> LLM:
+def make(folder: Path | str, file: Path | str | None = None, **options: Any) -> LLM:
     """An engine with a pool of 14 blocks of 4: room for one chat."""
     gc.collect()  # the engine before it has the file open
     options = {"block_size": 4, "num_blocks": 14, "tier_bytes": 4 * MIB, "tier_file": file} | options
@@ -45,13 +37,13 @@ def say(oracle: Oracle, llm: LLM, chats: list[list[int]]) -> int:
     num_cached = 0
     for chat in chats:
         (output,) = serve(llm, [chat], GREEDY)
-        assert tokens_of([output]) == [oracle.greedy(chat, 8, ignore_eos=True)]
+        oracle.check([output])
         num_cached += output.metrics.num_cached_tokens
     return num_cached
 
 
 @pytest.mark.parametrize("where", [None, "file"])
-def test_chats_come_back_and_outlive_the_engine(qwen3: Oracle, where: str | None, tmp_path: Path) -> None:  # noqa: F811
+def test_chats_come_back_and_outlive_the_engine(qwen3: Oracle, where: str | None, tmp_path: Path) -> None:
     """All full blocks of a chat are found, but for its last token, which is always computed."""
     folder, file = qwen3.folder, tmp_path / "tier" if where else None
     if file is not None:
@@ -66,10 +58,6 @@ def test_chats_come_back_and_outlive_the_engine(qwen3: Oracle, where: str | None
     assert serve(llm, CHATS[2:], scored)[0].metrics.num_cached_tokens == 0
     llm.close_tier()
     assert say(qwen3, llm, CHATS) == 0, "the tier is closed"
-    for budget, chunked in ((5, True), (200, False)) if file is not None else ():
-        llm = make(folder, file, max_num_batched_tokens=budget, enable_chunked_prefill=chunked)
-        assert say(qwen3, llm, CHATS) == 3 * 28
-        llm.close_tier()
     llm = make(folder, file, preemption="recompute")
     say(qwen3, llm, CHATS)
     llm.reset_prefix_cache()
@@ -77,107 +65,64 @@ def test_chats_come_back_and_outlive_the_engine(qwen3: Oracle, where: str | None
     assert say(qwen3, make(folder, file), CHATS) == 0, "the tier was not emptied"
 
 
-def test_a_loaded_block_is_shared(qwen3: Oracle) -> None:  # noqa: F811
-    """Two equal chats share what the first one loads: together they need 7 + 2 · 3 blocks, not 20."""
-    llm, num_running = make(qwen3.folder, watermark=0), set[int]()
+def test_a_loaded_block_is_shared(qwen3: Oracle) -> None:
+    """Two equal chats share what the first one loads: together they need 7 + 2 · 4 blocks, not 22."""
+    llm, num_running = make(qwen3.folder, num_blocks=15, watermark=0), set[int]()
     say(qwen3, llm, CHATS)
     serve(llm, CHATS[:1] * 2, GREEDY, lambda llm: num_running.add(llm.engine.stats().num_running))
     assert max(num_running) == 2
 
 
-class Slots(dict):
-    """The slots of a fake runner are in a tensor, the pool of its tier: int64 [num_blocks, block_size]."""
-
-    def __init__(self, pool: torch.Tensor) -> None:
-        self.pool = pool.fill_(GARBAGE).numpy()
-
-    def get(self, slot: tuple[int, int], default: int = GARBAGE) -> int:
-        return int(self.pool[slot])
-
-    def __setitem__(self, slot: tuple[int, int], number: int) -> None:
-        self.pool[slot] = number
+numbers = count()
 
 
-class TierFakeRunner(FakeRunner):
-    """Numbers of prefixes move to the tier and back, so each is checked when it is read."""
+class TierRun(Run):
+    """A run with a tier of three blocks or of many, in host memory or in a file of its own."""
 
-    def __init__(self, config: TierConfig) -> None:
-        super().__init__(config.num_blocks, config.block_size, config.num_host_blocks)
-        self.slots = Slots(torch.empty(config.num_blocks, config.block_size, dtype=torch.int64))
-        self.tier = Tier(config, fake_model(), torch.from_numpy(self.slots.pool))
+    engine_class = TierEngine
 
-    def execute(self, batch: ScheduledBatch) -> StepResult:
-        self.swap(batch)
-        for block_id, kv in self.tier.loads:
-            self.slots.pool[block_id] = memoryview(kv).cast("q")
-        self.tier.loads.clear()
-        batch.moves.swap_out, batch.moves.swap_in = [], []
-        return super().execute(batch)
+    def __init__(self, folder: Path, workload: Workload) -> None:
+        file = folder / f"tier-{next(numbers)}" if workload.seed % 2 else None
+        workload.options["enable_prefix_caching"] = True
+        self.options = {"tier_bytes": 4 * MIB, "tier_file": file}
+        super().__init__(folder, workload)
+        self.tier = self.engine.block_manager.tier
+        self.tier.capacity = random.Random(workload.seed).choice([3, 1000, 1000])
+        self.execute, self.engine.runner.execute = self.engine.runner.execute, self.count_and_execute
 
-    def forget(self) -> None:
-        """The pool is lost. The tier is not, so the numbers of prefixes stay."""
-        self.host_slots = {}
-        self.slots.pool.fill(GARBAGE)
+    def count_and_execute(self, batch: ScheduledBatch) -> StepResult:
+        out, into = {block for block, _ in batch.moves.swap_out}, {block for block, _ in self.tier.loads}
+        self.happened["loaded"] += len(into)
+        self.happened["swapped out and loaded"] += len(out & into)
+        return self.execute(batch)
+
+    def check(self) -> None:
+        super().check()
+        assert self.tier.db is not None, "it was switched off"
 
 
 def crowded(seed: int) -> Workload:
     """Requests overtake each other and are swapped, so that blocks are loaded where others swap out."""
-    workload = mixed(seed)
-    size = min(workload.block_size, 3)
-    most = max(asked.most_blocks(size) for asked in workload.requests)
-    pool = {"block_size": size, "num_blocks": most, "num_host_blocks": 300, "budget": 40, "caching": True}
-    return replace(workload, **pool, preemption="swap", watermark=0.0, order="random")
+    workload = harness.draw_workload(3 * seed)
+    workload.is_shuffled = True
+    options = {"num_host_blocks": 300, "max_num_batched_tokens": 160, "preemption": "swap", "watermark": 0.0}
+    return workload.with_pool(min(workload.options["block_size"], 3), **options)
 
 
-WORKLOADS = [(mixed, 20, "file"), (forked, 10, None), (siblings, 20, None), (crowded, 30, None)]
-WORKLOADS.append((tiny, 3, "file"))
-
-
-@pytest.mark.parametrize(("make_workload", "num", "where"), WORKLOADS)
-def test_random_workloads(
-    make_workload: Callable, num: int, where: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("draw", "events"), [(harness.draw_workload, []), (crowded, ["swapped out and loaded"])]
+)
+def test_random_workloads(qwen3: Oracle, draw: Any, events: list[str]) -> None:
     """Each request says what it says alone in a plain engine, also when steps fail."""
-    happened: Counter[str] = Counter()
-    plain, number = test_random_runs.make_engine, count()
-
-    def make_engine(model: str, config: EngineConfig) -> LLMEngine:
-        gc.collect()
-        if config.block_size == LONGEST or not config.enable_prefix_caching:
-            return plain(model, config)
-        file = where and tmp_path / str(next(number))
-        options = vars(config) | {"tier_bytes": 4 * MIB, "tier_file": file}
-        if model == "tiny":
-            engine = TierEngine(TierConfig(**options | {"dtype": "float32"}))
-        else:
-            engine_config = TierConfig(**options | {"model": fake_model()})
-            engine = TierEngine(engine_config, TierFakeRunner(engine_config))
-            engine.prompts.tokenizer = fake_tokenizer()
-        tier, execute = engine.block_manager.tier, engine.runner.execute
-        tier.capacity = random.Random(config.num_blocks).choice([3, 1000, 1000])
-
-        def count_and_execute(batch: ScheduledBatch) -> StepResult:
-            out, into = {block for block, _ in batch.moves.swap_out}, {block for block, _ in tier.loads}
-            happened["loaded"] += len(into)
-            happened["swapped out and loaded"] += len(out & into)
-            return execute(batch)
-
-        engine.runner.execute = count_and_execute
-        return engine
-
-    mine = TierBlockManager.take, TierBlockManager.allocate, TierBlockManager.reset
-    monkeypatch.setitem(STAGES, "schedule", STAGES["schedule"] + mine + (Tier.store, Tier.load))
-    monkeypatch.setattr(test_random_runs, "make_engine", make_engine)
-    serve_random(make_workload, num, [] if make_workload is tiny else ["swap"])
-    assert happened["loaded"] > 0 or make_workload is tiny
-    assert happened["swapped out and loaded"] > 0 or make_workload is not crowded
+    random_runs(TierRun, qwen3.folder, 15, ["loaded", "swap", "fault: schedule", *events], draw)
 
 
-def test_loads_come_after_the_moves(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_loads_come_after_the_moves(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block 5 is swapped out to host block 0, then loaded; 6 is swapped in, then copied to 7."""
     runner: Any = make(qwen3.folder, num_host_blocks=2).engine.runner
     cache = runner.kv_cache
-    _ = cache.data.fill_(1.0), cache.host.fill_(3.0)
+    cache.data.fill_(1.0)
+    cache.host.fill_(3.0)
     runner.tier.loads.append((5, torch.full_like(cache.data[5], 2.0).numpy().tobytes()))
     monkeypatch.setattr(ModelRunner, "forward", lambda self, inputs: inputs.moves)
     moves = Moves(swap_out=[(5, 0)], swap_in=[(1, 6)], copies=[(6, 7)])
@@ -187,33 +132,52 @@ def test_loads_come_after_the_moves(qwen3: Oracle, monkeypatch: pytest.MonkeyPat
     assert not runner.tier.loads
 
 
-HOLDER = "import sys; from test_tier import *; serve(llm := make(*sys.argv[1:]), CHATS, GREEDY)"
-HOLDER += "; print('ready', flush=True); sys.stdin.read()"
+HOLDER = """import sys
+from test_tier import CHATS, GREEDY, make, serve
+serve(llm := make(*sys.argv[1:]), CHATS, GREEDY)
+print("ready", flush=True)
+sys.stdin.read()"""
 
 
-def test_one_engine_has_a_file(qwen3: Oracle, tmp_path: Path) -> None:  # noqa: F811
+def test_one_engine_has_a_file(qwen3: Oracle, tmp_path: Path) -> None:
     """A second engine is refused, in this process and in another; when its owner is killed, it is free."""
     file, in_use = tmp_path / "tier", "an engine has it open: call `close_tier` there, or name another"
     llm = make(qwen3.folder, file)
-    with pytest.raises(ValueError, match=in_use):
-        LLM(qwen3.folder, tier_file=file, num_blocks=14, block_size=4)
+    second = {"model": qwen3.folder, "tier_file": file, "num_blocks": 14, "block_size": 4}
+    check_refused(LLM, [(second, in_use)])
     assert say(qwen3, llm, CHATS * 2) == 3 * 28
     llm.close_tier()
     command, pipes = [sys.executable, "-c", HOLDER, qwen3.folder, file], {"stdin": -1, "stdout": -1}
     env = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
     with subprocess.Popen(command, env=env, **pipes) as owner:
         assert owner.stdout.readline() == b"ready\n"
-        with pytest.raises(ValueError, match=in_use):
-            make(qwen3.folder, file)
+        check_refused(LLM, [(second, in_use)])
         owner.kill()
     assert say(qwen3, make(qwen3.folder, file), CHATS) == 3 * 28
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on Windows")
+def test_a_fork_leaves_the_file_to_its_parent(qwen3: Oracle, tmp_path: Path) -> None:
+    """The journal, too, which SQLite would remove. In the fork the tier is off."""
+    llm, journal = make(qwen3.folder, tmp_path / "tier"), tmp_path / "tier-journal"
+    say(qwen3, llm, CHATS)
+    assert journal.exists()
+    child = os.fork()
+    if child == 0:
+        llm.close_tier()
+        del llm
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert journal.exists()
+    assert say(qwen3, llm, CHATS) == 3 * 28
+
+
 @pytest.mark.parametrize("where", [None, "file"])
-def test_the_tier_keeps_its_size(qwen3: Oracle, where: str | None, tmp_path: Path, caplog: Any) -> None:  # noqa: F811
+def test_the_tier_keeps_its_size(qwen3: Oracle, where: str | None, tmp_path: Path, caplog: Any) -> None:
     """The oldest blocks make room. Then the disk is full: one warning, and tokens stay right."""
     file = tmp_path / "tier" if where else None
-    llm = make(qwen3.folder, file, tier_bytes=(num_bytes := 70 * PAGE))
+    llm = make(qwen3.folder, file, tier_bytes=(num_bytes := 90 * PAGE))
     tier = llm.engine.block_manager.tier
     chats = [tokens(first, 30) for first in range(1, 12)]
     assert say(qwen3, llm, chats) == 0
@@ -234,14 +198,15 @@ def damage(file: Path, seed: int) -> None:
     rng, size = random.Random(seed), file.stat().st_size
     if seed % 3 == 0:
         os.truncate(file, rng.choice([0, rng.randrange(size)]))
+        return
     with file.open("r+b") as opened:
-        for _ in range(rng.choice([1, 9]) if seed % 3 else 0):
-            opened.seek(rng.randrange(size))
+        for _ in range(rng.choice([1, 9])):
+            opened.seek(rng.randrange(size // 2 if seed % 3 == 1 else 0, size))
             opened.write(bytes([7]) * rng.choice([1, 4096]))
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-def test_a_damaged_file_is_never_wrong(qwen3: Oracle, is_open: bool, tmp_path: Path, caplog: Any) -> None:  # noqa: F811
+def test_a_damaged_file_is_never_wrong(qwen3: Oracle, is_open: bool, tmp_path: Path, caplog: Any) -> None:
     """Tokens stay those of transformers, with at most one warning, or the file is refused."""
     happened: Counter[str] = Counter()
     for seed in range(12):
@@ -263,28 +228,27 @@ def test_a_damaged_file_is_never_wrong(qwen3: Oracle, is_open: bool, tmp_path: P
     assert all(happened[event] for event in ("found", "switched off", *["refused"] * (not is_open))), happened
 
 
-def test_what_is_refused(qwen3: Oracle, tmp_path: Path) -> None:  # noqa: F811
+def test_what_is_refused(qwen3: Oracle, tmp_path: Path) -> None:
     """Options, and files of another model, dtype or block size, or of another program."""
-    file = tmp_path / "tier"
-    make(qwen3.folder, file).close_tier()
-    model = make_checkpoint("qwen3", tmp_path)
+    file, folder = tmp_path / "tier", qwen3.folder
+    make(folder, file).close_tier()
+    model = harness.make_model("Qwen3")
     model.model.norm.weight.data[0] += 1
-    model.save_pretrained(tmp_path)  # the same config
-    for folder, options in (
-        (tmp_path, {}),
-        (qwen3.folder, {"dtype": "bfloat16"}),
-        (qwen3.folder, {"block_size": 8}),
-    ):
-        with pytest.raises(ValueError, match="it is of .*, this engine of .*: delete it, or name another"):
-            make(folder, file, **options)
+    model.save_pretrained(tmp_path / "other")  # the same config
     (tmp_path / "text").write_bytes(b"A text that is no database." * 99)
-    with pytest.raises(ValueError, match="not a database: delete it, or name another"):
-        make(qwen3.folder, tmp_path / "text")
-    with pytest.raises(ValueError, match=r"tier_bytes is 4,096, .* raise it to"):
-        make(qwen3.folder, tier_bytes=4096)
-    for wrong in ({"enable_prefix_caching": False}, {"tensor_parallel_size": 2}):
-        with pytest.raises(ValueError, match="is .*, but a tier needs"):
-            TierConfig(**wrong)
-    for wrong, says in ((tmp_path, "is a folder"), (tmp_path / "none" / "tier", "folder is missing")):
-        with pytest.raises((ValueError, FileNotFoundError), match=f"tier_file is .*, .*{says}"):
-            TierConfig(tier_file=wrong)
+    is_of = "it is of .*, this engine of .*: delete it, or name another"
+    table = [
+        ({"folder": tmp_path / "other", "file": file}, is_of),
+        ({"folder": folder, "file": file, "dtype": "bfloat16"}, is_of),
+        ({"folder": folder, "file": file, "block_size": 8}, is_of),
+        ({"folder": folder, "file": tmp_path / "text"}, "not a database: delete it, or name another"),
+        ({"folder": folder, "tier_bytes": 4096}, r"tier_bytes is 4,096, .* raise it to"),
+    ]
+    check_refused(make, table)
+    table = [
+        ({"enable_prefix_caching": False}, "is .*, but a tier needs"),
+        ({"tensor_parallel_size": 2}, "is .*, but a tier needs"),
+        ({"tier_file": tmp_path}, "tier_file is .*, .*is a folder"),
+        ({"tier_file": tmp_path / "none" / "tier"}, "tier_file is .*, .*folder is missing"),
+    ]
+    check_refused(TierConfig, table)

@@ -15,8 +15,11 @@ database of SQLite, which maps no file into memory: a cut file is an error, not 
 checksum switches the tier off, with one warning, and tokens are computed again.
 """
 
+import ctypes
 import logging
+import os
 import sqlite3
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import sha256
@@ -76,6 +79,7 @@ class Tier:
             what = f"tier_bytes is {config.tier_bytes:,}, too few for blocks of {self.block_bytes:,} bytes"
             raise ValueError(f"{what}: raise it to {self.block_bytes + 40 * PAGE:,} or more")
         self.db: sqlite3.Connection | None = None
+        TIERS.add(self)
         try:
             self._open(config, folder)
         except sqlite3.Error as error:
@@ -150,6 +154,21 @@ class Tier:
                 logger.warning(SWITCHED_OFF, self.file, error)
 
 
+TIERS = weakref.WeakSet[Tier]()
+
+
+def leave_to_parent() -> None:
+    """In a fork of the process, turn tiers off, but do not close them: SQLite would remove a journal."""
+    for tier in TIERS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(tier.db))
+        tier.db = None
+        tier.order.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=leave_to_parent)
+
+
 class TierBlockManager(BlockManager):
     """A block manager with a tier, once the engine has set it."""
 
@@ -212,8 +231,6 @@ class TierEngine(nanopaged.LLMEngine):
     make_runner = TierRunner
 
     def __init__(self, config: TierConfig, runner: Any = None) -> None:
-        if not isinstance(config, TierConfig):
-            raise TypeError(f"config must be a TierConfig, got {config!r}")
         super().__init__(config, runner)
         self.block_manager.tier = vars(self.runner)["tier"]
 

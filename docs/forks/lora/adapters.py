@@ -1,26 +1,16 @@
-"""Adapters in PEFT's format, and output tokens per second with different numbers of them.
-
-    OMP_NUM_THREADS=1 python docs/forks/lora/measure.py
-
-Seconds are CPU time of this process, so that other programs count little.
-"""
+"""Random adapters in PEFT's format, and the models of transformers that need none."""
 
 import copy
 import json
-import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import torch
-from lora import LLM
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from nanopaged import SamplingParams
 from nanopaged.model.checkpoint import TINY_MODEL
-from nanopaged.terminal import run_program
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -37,7 +27,7 @@ def make_adapter(folder: Path, model: nn.Module, seed: int, std: float, **fields
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     generator, weights = torch.Generator().manual_seed(seed), {}
     for name, linear in model.named_modules():
-        if name.rpartition(".")[2] in config["target_modules"] and isinstance(linear, nn.Linear):
+        if name.rpartition(".")[2] in config["target_modules"]:
             shapes = {"A": (config["r"], linear.in_features), "B": (linear.out_features, config["r"])}
             for half, shape in shapes.items():
                 weight = std * torch.randn(shape, generator=generator)
@@ -62,24 +52,3 @@ def random_adapters(num: int) -> dict[str, Path]:
     """Adapters of rank 8 on all projections of the tiny model, in a temporary folder."""
     folder, model = Path(tempfile.mkdtemp()), AutoModelForCausalLM.from_pretrained(TINY_MODEL)
     return {str(i): make_adapter(folder / str(i), model, seed=i, std=0.05) for i in range(num)}
-
-
-def main() -> None:
-    """Rounds in which all cases take turns; the first does not count."""
-    llm = LLM(lora_modules=random_adapters(4), num_blocks=400, dtype="float32")
-    params, rates = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True), {0: [], 1: [], 4: []}
-    for i in range(6):
-        for num, measured in rates.items():
-            prompts = [{"prompt": "ROMEO:\n" + "a" * k} for k in range(16)]
-            for k, prompt in enumerate(prompts if num else []):
-                prompt["adapter"] = str(k % num)
-            began = time.process_time()
-            llm.generate(prompts, params, use_tqdm=False)
-            measured += [16 * 128 / (time.process_time() - began)] * (i > 0)
-    for num, measured in rates.items():
-        low, high = min(measured), max(measured)
-        print(f"| {num} of 4 | {statistics.median(measured):,.0f} | {low:,.0f} to {high:,.0f} |")
-
-
-if __name__ == "__main__":
-    run_program(main)

@@ -1,0 +1,589 @@
+"""What a fork of the engine is tested with: a module of its own, that needs no test of the engine.
+
+A test of a fork imports what it needs from here, and conftest.py beside this file gives it the fixtures:
+
+    from harness import SMALL, Oracle, Run, check_refused, random_prompts, random_runs, serve
+    from my_fork import LLM, MyEngine
+
+    def test_the_tokens_of_transformers(oracle: Oracle) -> None:  # once for each family of models
+        llm = LLM(oracle.folder, preemption="swap", **SMALL)
+        oracle.check(serve(llm, random_prompts(8, seed=1), GREEDY))
+
+    class MyRun(Run):
+        engine_class = MyEngine
+
+    def test_random_workloads(qwen3: Oracle) -> None:
+        random_runs(MyRun, qwen3.folder, num=30, events=["swap", "copy on write"])
+
+    def test_what_is_refused() -> None:
+        check_refused(LLM, [({"my_option": 0}, "my_option is 0")])
+
+The oracle is transformers, with small random models. KV caches begin full of NaN. `serve` and `Run` check the
+invariants after every step. In a `Run`, requests come and are aborted, the pool is too small for all of them,
+and steps fail at any line. Each request must say what it says alone.
+"""
+
+import gc
+import math
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from inspect import getfile, unwrap
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+# The backend "auto" is "torch" here, also where the C++ kernels have been built.
+os.environ["NANOPAGED_CACHE"] = str(Path(__file__).with_name("no kernels here"))
+os.environ["NANOPAGED_BUILD"] = "0"
+
+import transformers
+from tokenizers import Tokenizer, decoders, models
+
+import nanopaged
+from nanopaged import LLM, BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
+from nanopaged.block_manager import blocks_needed
+from nanopaged.kv_cache import KVCache
+from nanopaged.outputs import CompletionOutput
+
+Params = SamplingParams | BeamSearchParams
+
+torch.set_num_threads(1)  # the models are so small that a second thread only waits
+
+# ── models, and transformers as the oracle ────────────────────────────────────────────────────────
+
+VOCAB_SIZE = 97
+MAX_MODEL_LEN = 160
+EOS = 7
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "initializer_range": 0.3,  # wide, so that greedy choices are clear-cut
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+FAMILIES: dict[str, dict[str, Any]] = {  # the beginning of the names of transformers' classes → its own shape
+    "Llama": {"head_dim": 20, "tie_word_embeddings": False},
+    "Qwen2": {"num_attention_heads": 4, "tie_word_embeddings": False},
+    "Qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+}
+
+
+def make_model(family: str, **changes: Any) -> transformers.PreTrainedModel:
+    """A random model of a family, with changes of its config. Biases and norms are random, too."""
+    config_class = getattr(transformers, f"{family}Config")
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    torch.manual_seed(len(family))
+    model = model_class(config_class(**SHAPE | FAMILIES.get(family, {}) | changes)).eval()
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.3)
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    return model
+
+
+class Oracle:
+    """A model of transformers, and the folder of its checkpoint. A subclass may have other `logprobs`."""
+
+    def __init__(self, model: transformers.PreTrainedModel, folder: Path) -> None:
+        self.model, self.folder = model, folder
+        model.save_pretrained(folder)
+
+    @torch.inference_mode()
+    def logprobs(self, token_ids: list[int], num_prompt_tokens: int) -> torch.Tensor:
+        """[len(token_ids), vocab_size]: row p holds the log-probabilities of the token at p + 1."""
+        return self.model(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
+
+    def check(self, outputs: list[RequestOutput], tolerance: float = 1e-4) -> None:
+        """Greedy tokens are the most likely ones here; log-probabilities, if wanted, are the same.
+
+        Args:
+            tolerance: of log-probabilities. With a larger one, tokens are not compared.
+        """
+        for output in outputs:
+            prompt, (got,) = output.prompt_token_ids, output.outputs
+            text = prompt + got.token_ids
+            right = self.logprobs(text, len(prompt))
+            if tolerance <= 1e-4:
+                assert got.token_ids == right[len(prompt) - 1 : -1].argmax(-1).tolist()
+            assert got.finish_reason == "length" or got.token_ids[-1] == EOS
+            rows = [*(output.prompt_logprobs or [None] * len(prompt)), *(got.logprobs or [])]
+            for position, row in enumerate(rows):
+                assert row is None or text[position] in row
+                for token_id, ours in (row or {}).items():
+                    expected = right[position - 1, token_id].item()
+                    assert ours.logprob == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """One for each family."""
+    return Oracle(make_model(request.param), tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """For tests that do not depend on the family."""
+    return Oracle(make_model("Qwen3"), tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(autouse=True)
+def memory_that_was_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small KV caches begin full of NaN, or of bytes of -1; large ones would take long."""
+    allocate = KVCache.__init__
+
+    def fill(cache: KVCache, *args: Any, **options: Any) -> None:
+        allocate(cache, *args, **options)
+        for blocks in (cache.data, cache.host):
+            if blocks.is_cpu and blocks.nbytes < 1 << 25:
+                blocks.fill_(math.nan if blocks.is_floating_point() else -1)
+
+    monkeypatch.setattr(KVCache, "__init__", fill)
+
+
+# ── requests that come together ───────────────────────────────────────────────────────────────────
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
+# A pool that is too small for eight random prompts, which are computed in chunks.
+SMALL = {"block_size": 4, "num_blocks": 24, "num_host_blocks": 99, "watermark": 0.0}
+SMALL |= {"max_num_batched_tokens": 24}
+
+
+def random_prompts(num: int, seed: int, longest: int = 40) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [rng.choices(range(VOCAB_SIZE), k=rng.randint(1, longest)) for _ in range(num)]
+
+
+def tokens(first: int, num: int) -> list[int]:
+    """A prompt that shares nothing with those of another `first`."""
+    return [first] + [(first + i) % 90 for i in range(1, num)]
+
+
+def serve(
+    llm: LLM,
+    prompts: list[Any],
+    params: Params | list[Any],
+    check: Callable[[LLM], object] = id,
+) -> list[RequestOutput]:
+    """As `generate`, with the invariants checked after every step. At the end every block is free.
+
+    Args:
+        check: what else to do after every step.
+    """
+    engine = llm.engine
+    params = params if isinstance(params, list) else [params] * len(prompts)
+    requests = []
+    for i, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
+        requests.append(engine.prompts.make_request(str(i), prompt, its_params))
+    for request in requests:
+        engine.queue(request)
+    while engine.has_unfinished_requests():
+        engine.step()
+        engine.check_invariants()
+        check(llm)
+    stats = engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    assert stats.num_free_host_blocks == stats.num_host_blocks
+    return [request.output() for request in requests]
+
+
+def num_preempted(llm: LLM) -> int:
+    """How many requests were preempted in the mode that the LLM was made with."""
+    return getattr(llm.engine.stats(), f"num_preemptions_{llm.engine.config.preemption}")
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    """The tokens of all completions, in order."""
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+def check_refused(make: Callable[..., object], table: Iterable[tuple[dict[str, Any], str]]) -> None:
+    """Each row of the table has options for `make`, and what the error says of them."""
+    for options, message in table:
+        with pytest.raises((TypeError, ValueError, FileNotFoundError), match=message):
+            make(**options)
+
+
+# ── random workloads ──────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Asked:
+    """A request, and the steps in which it comes and goes."""
+
+    prompt: list[int]
+    params: Params
+    arrival: int
+    aborted_after: int | None = None
+    salt: str | None = None
+
+    def most_blocks(self, block_size: int) -> int:
+        """The most blocks that it can need: full blocks of the prompt are shared, other blocks are not."""
+        shared = len(self.prompt) // block_size if self.params.width > 1 else 0
+        longest = blocks_needed(len(self.prompt) + self.params.max_tokens - 1, block_size)
+        return shared + self.params.width * (longest - shared)
+
+
+@dataclass
+class Workload:
+    """What one run consists of, a function of its seed.
+
+    Fields:
+        options: of the engine.
+        is_shuffled: each request has another rank whenever it begins to wait.
+        faults: (step, stage, number of a line): an error is raised there, see `FailAtLine`.
+    """
+
+    seed: int
+    options: dict[str, Any]
+    requests: list[Asked]
+    is_shuffled: bool
+    faults: list[tuple[int, str, int]]
+
+    def with_pool(self, block_size: int, **options: Any) -> "Workload":
+        """The same requests in a pool for the largest of them, or a little more, of other blocks."""
+        num_blocks = max(asked.most_blocks(block_size) for asked in self.requests) + self.seed % 3
+        pool = {"block_size": block_size, "num_blocks": num_blocks}
+        return replace(self, options=self.options | pool | options)
+
+
+STAGE_LINES = {"schedule": 60, "execute": 150, "update": 60, "queue": 4, "abort_request": 15}
+"""Functions of the engine, its scheduler or its runner → lines that they execute in a step, roughly."""
+
+
+def draw_workload(seed: int) -> Workload:
+    """Requests of all kinds that often begin alike, in a pool that is just enough for the largest.
+
+    In one of three workloads, all requests have one output. In the others there are families of sequences,
+    and outputs that end together, at any token.
+    """
+    rng = random.Random(seed)
+    kinds = (["greedy", "sampled"], ["several", "beams", "sampled"], ["ends", "several"])[seed % 3]
+    stems = [rng.choices(range(8, VOCAB_SIZE), k=rng.randint(4, 16)) for _ in range(2)]
+    requests = []
+    for _ in range(rng.randint(5, 9)):
+        prompt = rng.choice(stems)[: rng.randint(1, 16)] + rng.choices(range(8, 11), k=rng.randint(0, 5))
+        asked = Asked(prompt, draw_params(rng, rng.choice(kinds)), rng.randint(0, 6))
+        asked.aborted_after = rng.choice([None, None, rng.randint(0, 25)])
+        requests.append(asked)
+        if rng.random() < 0.2:  # a twin, sometimes with a salt
+            requests.append(replace(asked, aborted_after=None, salt=rng.choice([None, "x"])))
+    is_chunked = rng.random() < 0.6
+    options = {
+        "max_model_len": MAX_MODEL_LEN,
+        "num_host_blocks": rng.choice([200, 200, 40, 8, 0]),
+        "max_num_batched_tokens": rng.choice([rng.randint(2, 8), 40]) if is_chunked else MAX_MODEL_LEN,
+        "enable_chunked_prefill": is_chunked,
+        "enable_prefix_caching": rng.random() < 0.7,
+        "preemption": rng.choice(["swap", "swap", "recompute"]),
+        "watermark": rng.choice([0.0, 0.0, 0.3]),
+        "max_num_seqs": rng.randint(6, 20),
+    }
+    faults = []
+    for _ in range(rng.randint(0, 3)):
+        stage = rng.choice(list(STAGE_LINES))
+        faults.append((rng.randint(0, 15), stage, 1 + int(rng.expovariate(1 / STAGE_LINES[stage]))))
+    workload = Workload(seed, options, requests, is_shuffled=rng.random() < 0.3, faults=sorted(faults))
+    return workload.with_pool(block_size=rng.choice([1, 2, 2, 3, 4, 5, 8]))
+
+
+def draw_params(rng: random.Random, kind: str) -> Params:
+    """Params that mostly go on until `max_tokens`; of the kind "ends", each token may be the last one."""
+    max_tokens = rng.choice([20, rng.randint(1, 20)])
+    rules = {"max_tokens": max_tokens, "min_tokens": rng.choice([0, max_tokens // 2])}
+    rules["ignore_eos"] = rng.random() < 0.9
+    if kind == "beams":
+        return BeamSearchParams(beam_width=rng.randint(2, 3), **rules)
+    return SamplingParams(
+        n=1 if kind in ("greedy", "sampled") else rng.randint(2, 3),
+        temperature=float(kind != "greedy"),
+        seed=rng.randint(0, 2),
+        stop=TEXTS if kind == "ends" else rng.choice([(), rng.sample(TEXTS, k=10)]),
+        stop_token_ids=rng.choice([(), (), range(20)]),
+        top_k=rng.choice([0, 0, 5]),
+        top_p=rng.choice([1.0, 1.0, 0.9]),
+        presence_penalty=rng.choice([0, 0, 1]),
+        logprobs=2 if kind == "greedy" else rng.choice([None, 0]),
+        prompt_logprobs=rng.choice([None, None, None, 0]),  # such a prompt must not come from the cache
+        **rules,
+    )
+
+
+TEXTS = [chr(i) for i in range(33, 33 + 94)]  # of the tokens 0 to 93; the last three have parts of letters
+
+
+@cache
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Makes text of the tokens of the small models."""
+    names = [*TEXTS, "Ã", "©", "ª"]  # in the byte alphabet of GPT-2's tokenizer
+    model = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    model.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=model)
+
+
+class FailAtLine:
+    """A context manager that raises RuntimeError at the `number`-th line executed in its blocks, once.
+
+    Args:
+        functions: only lines of the package and of the file of `fork` count that these execute or call.
+    """
+
+    def __init__(self, number: int, functions: Iterable[Callable], fork: type) -> None:
+        self.left, self.codes = number, {unwrap(function).__code__ for function in functions}
+        self.files = (str(Path(nanopaged.__file__).parent), getfile(fork))
+        self.raised: RuntimeError | None = None
+
+    def __enter__(self) -> None:
+        if self.raised is None:
+            sys.settrace(self._at_call)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _at_call(self, frame: FrameType, event: str, _: Any) -> Any:
+        if self.raised is not None or not frame.f_code.co_filename.startswith(self.files):
+            return None
+        caller: FrameType | None = frame
+        while caller is not None and caller.f_code not in self.codes:
+            caller = caller.f_back
+        return self._at_line if caller is not None else None
+
+    def _at_line(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            self.left -= 1
+        if self.left == 0 and self.raised is None:
+            sys.settrace(None)
+            self.raised = RuntimeError(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            raise self.raised
+        return self._at_line
+
+
+class Run:
+    """An engine of a fork that serves one workload. A subclass names the engine, and may count more events.
+
+    Attributes:
+        engine_class, options: of the fork's engine, beside those of the workload.
+        alone_class, alone_options: of the engine that says what each request says alone; if not given, it is
+            a plain one with a large pool.
+        tolerance: of log-probabilities.
+        happened: counts of events.
+    """
+
+    engine_class: type[LLMEngine] = LLMEngine
+    alone_class: type[LLMEngine] = LLMEngine
+    options: dict[str, Any] = {}
+    alone_options: dict[str, Any] = {}
+    tolerance = 1e-4
+
+    def __init__(self, folder: Path, workload: Workload) -> None:
+        self.folder, self.workload, self.rng = folder, workload, random.Random(workload.seed)
+        self.happened: Counter[str] = Counter()
+        self.engine: Any = self.make_engine(self.engine_class, workload.options | self.options)
+        if workload.is_shuffled:
+            self.engine.scheduler.rank = lambda request: self.rng.random()
+        self.start_over = self.engine.scheduler.start_over
+        self.engine.scheduler.start_over = self.lose_kv_and_start_over
+        self.alone = [self.say_alone(asked) for asked in workload.requests]
+        self.outputs: dict[int, RequestOutput | None] = {}  # None: a fault in `abort_request` lost it
+        self.num_steps, self.faults = 0, list(workload.faults)
+        self.arm()
+
+    def make_engine(self, kind: type[LLMEngine], options: dict[str, Any]) -> LLMEngine:
+        engine = kind(kind.make_config(**{"model": self.folder, "dtype": "float32"} | options))
+        engine.prompts.tokenizer = engine.prompts.tokenizer or tokenizer()
+        return engine
+
+    def say_alone(self, asked: Asked) -> RequestOutput:
+        """What a request says in a large pool, without a prefix cache and other requests."""
+        large = {"block_size": MAX_MODEL_LEN, "num_blocks": 16, "enable_prefix_caching": False}
+        options = large | {"num_host_blocks": 0, "attention_backend": "torch"} | self.alone_options
+        key = (self.alone_class, self.folder, *sorted(options.items()))
+        if key not in ALONE:
+            ALONE[key] = self.make_engine(self.alone_class, options)
+        ALONE[key].add_request("alone", asked.prompt, asked.params)
+        outputs: list[RequestOutput] = []
+        while ALONE[key].has_unfinished_requests():
+            outputs = ALONE[key].step()
+        return outputs[0]
+
+    def prompt_of(self, asked: Asked) -> dict[str, Any]:
+        """What the fork's engine is given."""
+        return {"prompt_token_ids": asked.prompt, "cache_salt": asked.salt}
+
+    def lose_kv_and_start_over(self, requests: Iterable[Any]) -> None:
+        """No block is read after a failed step that was written before it."""
+        cache = self.engine.runner.kv_cache
+        for blocks in (cache.data, cache.host):
+            blocks.fill_(math.nan if blocks.is_floating_point() else -1)
+        self.start_over(requests)
+
+    # ── operations, which may fail ────────────────────────────────────────────────────────────────
+
+    def serve(self) -> None:
+        """Serve all requests, and check that all was given back."""
+        pending, aborts = dict(enumerate(self.workload.requests)), dict[int, list[int]]()
+        while pending or aborts or self.engine.has_unfinished_requests():
+            for i in [i for i, asked in pending.items() if asked.arrival <= self.num_steps]:
+                asked = pending.pop(i)
+                self.add(i, asked)
+                if asked.aborted_after is not None:
+                    aborts.setdefault(self.num_steps + asked.aborted_after, []).append(i)
+            for i in aborts.pop(self.num_steps, []):
+                self.abort(i)
+            self.step()
+            self.num_steps += 1
+            assert self.num_steps < 2000, "the engine makes no progress"
+        assert self.outputs.keys() == set(range(len(self.alone))), "a request was not reported"
+        stats = self.engine.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.num_free_host_blocks == stats.num_host_blocks
+        assert stats.num_running == stats.num_waiting == stats.num_swapped == 0
+        self.happened["recompute"] += stats.num_preemptions_recompute
+        self.happened["swap"] += stats.num_preemptions_swap
+        self.happened["cache hit"] += stats.prefix_cache_hits
+        self.happened["copy on write"] += stats.num_blocks_copied
+
+    def add(self, i: int, asked: Asked) -> None:
+        while str(i) not in self.engine.requests:  # a fault may come before or after it is queued
+            self.attempt(lambda: self.engine.add_request(str(i), self.prompt_of(asked), asked.params))
+
+    def abort(self, i: int) -> None:
+        while str(i) in self.engine.requests:  # a fault may come before or after it is aborted
+            is_swapped = self.engine.requests[str(i)].is_swapped
+            output = self.attempt(lambda: self.engine.abort_request(str(i)))
+            if str(i) not in self.engine.requests:
+                self.happened["abort while swapped" if is_swapped else "abort"] += 1
+                self.report(i, output)
+
+    def step(self) -> None:
+        if self.workload.options["preemption"] == "swap":
+            self.engine.scheduler.preemption = self.rng.choice(["swap", "swap", "recompute"])
+        for output in self.attempt(self.engine.step) or []:
+            if output.finished:
+                self.report(int(output.request_id), output)
+            else:
+                self.check_output(output)
+
+    def report(self, i: int, output: RequestOutput | None) -> None:
+        assert i not in self.outputs, "reported twice"
+        self.outputs[i] = output
+        if output is not None:
+            self.check_output(output)
+
+    def attempt(self, operation: Callable[[], Any]) -> Any:
+        """The result, or None if a fault was thrown. Either way everything is consistent afterwards."""
+        thrower, result = self.thrower, None
+        is_armed = bool(self.faults) and self.faults[0][0] <= self.num_steps
+        try:
+            with thrower if is_armed else nullcontext():
+                result = operation()
+        except RuntimeError as error:
+            if error is not thrower.raised:
+                raise
+        if thrower.raised is not None:
+            self.happened[f"fault: {self.faults.pop(0)[1]}"] += 1
+            self.arm()
+        self.engine.check_invariants()
+        self.check()
+        return result
+
+    def arm(self) -> None:
+        """Prepare the first of the faults that are left."""
+        _, stage, line = self.faults[0] if self.faults else (0, "queue", 0)
+        owners = (self.engine, self.engine.scheduler, self.engine.runner)
+        functions = [getattr(type(owner), stage) for owner in owners if hasattr(type(owner), stage)]
+        self.thrower = FailAtLine(line, functions, type(self.engine))
+
+    # ── checks ────────────────────────────────────────────────────────────────────────────────────
+
+    def check(self) -> None:
+        """What holds after each operation, beside the invariants."""
+        running = self.engine.scheduler.running
+        assert sum(request.num_seqs for request in running) <= self.workload.options["max_num_seqs"]
+
+    def check_output(self, output: RequestOutput) -> None:
+        """Each text is what it is alone, or a beginning of it; beams that are not finished may change."""
+        i = int(output.request_id)
+        alone, params = self.alone[i], self.workload.requests[i].params
+        is_whole = output.finished and all(got.finish_reason != "abort" for got in output.outputs)
+        if is_whole:
+            assert len(output.outputs) == len(alone.outputs)
+            assert len(output.prompt_logprobs or []) == len(alone.prompt_logprobs or [])
+            self.happened["finished"] += 1
+        self.check_logprobs(output.prompt_logprobs, alone.prompt_logprobs)
+        if is_whole or not isinstance(params, BeamSearchParams):
+            for got in output.outputs:
+                self.check_completion(got, alone.outputs[got.index])
+
+    def check_completion(self, got: CompletionOutput, whole: CompletionOutput) -> None:
+        if self.is_close_call(got, whole):
+            self.happened["close call"] += 1
+            return
+        assert got.token_ids == whole.token_ids[: len(got.token_ids)]
+        self.check_logprobs(got.logprobs, whole.logprobs)
+        if got.finish_reason not in (None, "abort"):
+            assert len(got.logprobs or []) == len(whole.logprobs or [])
+            assert (got.text, got.finish_reason) == (whole.text, whole.finish_reason)
+            assert (got.token_ids, got.stop_reason) == (whole.token_ids, whole.stop_reason)
+            assert got.score == pytest.approx(whole.score, abs=self.tolerance)
+            assert got.cumulative_logprob == pytest.approx(whole.cumulative_logprob, abs=10 * self.tolerance)
+
+    def is_close_call(self, got: CompletionOutput, whole: CompletionOutput) -> bool:
+        """Whether rounding decides the first token of a greedy text that differs: then both are right."""
+        for ours, theirs, row in zip(got.token_ids, whole.token_ids, whole.logprobs or [], strict=False):
+            if ours != theirs:
+                return ours in row and abs(row[ours] - row[theirs]) < self.tolerance
+        return False
+
+    def check_logprobs(self, ours: list[Any] | None, theirs: list[Any] | None) -> None:
+        """Equal tokens, and equal log-probabilities; `ours` may be shorter."""
+        for row, right in zip(ours or [], theirs or [], strict=False):
+            assert row == (right and pytest.approx(right, abs=self.tolerance))
+
+
+ALONE: dict[tuple[Any, ...], LLMEngine] = {}  # engines of `Run.say_alone`, by class, model and options
+
+
+def random_runs(
+    run_class: Callable[[Path, Workload], Run],
+    folder: Path,
+    num: int,
+    events: Iterable[str] = (),
+    draw: Callable[[int], Workload] = draw_workload,
+) -> Counter[str]:
+    """Serve `num` random workloads, and as many more as it takes until all the events have happened.
+
+    Returns counts of what has happened: "swap", "recompute", "cache hit", "copy on write", "finished",
+    "abort", "abort while swapped", "fault: schedule" (and other stages), and the run's own.
+    """
+    happened: Counter[str] = Counter()
+    for seed in range(10 * num):
+        if seed >= num and all(happened[event] for event in events):
+            break
+        gc.collect()  # the engine of the last run
+        run = run_class(folder, draw(seed))
+        try:
+            run.serve()
+        except Exception as error:
+            raise AssertionError(f"{draw.__name__}({seed}): {error}") from error
+        happened += run.happened
+    ALONE.clear()
+    missing = [event for event in events if not happened[event]]
+    assert not missing, f"the workloads do not cover {missing}: {happened}"
+    return happened
