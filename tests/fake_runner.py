@@ -7,14 +7,36 @@ block, a wrong slot, a slot never written or a block shared too early is caught 
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Collection
+from functools import cache
+from pathlib import Path
 
+from nanopaged import EngineConfig, LLMEngine
 from nanopaged.block_manager import BlockManager
+from nanopaged.model.checkpoint import TINY_MODEL
 from nanopaged.outputs import Logprob, Logprobs
 from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
 
 VOCAB_SIZE = 97
 GARBAGE = -1
+SCRATCH = tempfile.TemporaryDirectory()
+
+
+@cache
+def fake_model() -> Path:
+    """A folder with the tiny model's config, without its weights and tokenizer."""
+    shutil.copy(TINY_MODEL / "config.json", SCRATCH.name)
+    return Path(SCRATCH.name)
+
+
+def fake_engine(
+    num_blocks: int = 64, block_size: int = 4, num_host_blocks: int = 0, **config: object
+) -> LLMEngine:
+    """An engine over a fake runner, without a tokenizer."""
+    runner = FakeRunner(num_blocks, block_size, num_host_blocks)
+    return LLMEngine(EngineConfig(model=fake_model(), block_size=block_size, **config), runner)
 
 
 def next_token(token_ids: list[int], noise: int = 0, banned: Collection[int] = ()) -> int:
@@ -49,6 +71,7 @@ class FakeRunner:
         self.tables: dict[Sequence, tuple[list[int], list[int]]] = {}  # and a copy, of its last step
         self.fail_next = False
         self.most_tokens = 0  # seen in one step
+        self.steps: list[dict[str, int]] = []  # request id → number of tokens that the step computed
         FakeRunner.forget(self)
 
     def forget(self) -> None:
@@ -73,6 +96,7 @@ class FakeRunner:
             table, before = self.tables.get(seq, ([], []))
             assert table is not seq.block_table or table[: len(before)] == before, "a table changed in place"
         self.tables |= {seq: (seq.block_table, list(seq.block_table)) for seq in batch.sequences}
+        self.steps.append({seq.request.request_id: seq.num_scheduled_tokens for seq in batch.sequences})
         if self.fail_next:
             self.fail_next = False
             for seq in batch.sequences:

@@ -120,23 +120,6 @@ def test_the_other_backends_give_the_same_tokens(qwen3: Oracle, backend: str) ->
     assert tokens_of(outputs) == [qwen3.greedy(prompt, 6) for prompt in prompts]
 
 
-def test_whole_prompts_only(qwen3: Oracle) -> None:
-    """Without chunked prefill no step holds a part of a prompt, and the tokens are the same."""
-    prompts = random_prompts(8, seed=8, longest=60)
-    lengths = {"max_num_batched_tokens": 100, "max_model_len": 100, "num_blocks": 100}
-    llm = LLM(qwen3.folder, dtype="float32", enable_chunked_prefill=False, **lengths)
-    schedule = llm.engine.scheduler.schedule
-
-    def checked_schedule() -> object:
-        batch = schedule()
-        assert all(seq.needs_sample for seq in batch.sequences)
-        return batch
-
-    llm.engine.scheduler.schedule = checked_schedule
-    outputs = serve(llm, prompts, greedy_params(10))
-    assert tokens_of(outputs) == [qwen3.greedy(prompt, 10) for prompt in prompts]
-
-
 @pytest.mark.slow
 @torch.inference_mode()
 def test_a_prompt_of_more_than_ten_thousand_tokens(tmp_path: Path) -> None:

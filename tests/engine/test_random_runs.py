@@ -16,38 +16,26 @@ import builtins
 import gc
 import math
 import random
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
-from shutil import copy
 
 import pytest
 from conftest import KERNELS, RANDOM_RUNS
-from fake_runner import VOCAB_SIZE, FakeRunner
+from fake_runner import SCRATCH, VOCAB_SIZE, FakeRunner, fake_model  # noqa: F401  (SCRATCH for forks)
 from faults import STAGES, FailAtLine
 from random_workloads import FAKE_TOKEN_TEXTS, LONGEST, Asked, Fault, Workload, forked, mixed, siblings, tiny
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams, sampler
-from nanopaged.model.checkpoint import TINY_MODEL
 from nanopaged.outputs import CompletionOutput, Logprobs
 from nanopaged.sequence import Request
 
 TOLERANCE = {"fake": 0.0, "tiny": 1e-4}  # of log-probabilities
 uniform = sampler.uniform
-SCRATCH = tempfile.TemporaryDirectory()
-
-
-@cache
-def fake_model() -> Path:
-    """A folder with the tiny model's config, without its weights and tokenizer."""
-    copy(TINY_MODEL / "config.json", SCRATCH.name)
-    return Path(SCRATCH.name)
 
 
 @cache
@@ -362,7 +350,7 @@ def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
     first, num = pytestconfig.getoption("first_seed"), pytestconfig.getoption("random_runs")
     events: list[str] = []  # that must happen
     if make_workload is tiny:
-        num = -(-num // 20)
+        num = -(-num // 12)
     elif num >= RANDOM_RUNS:
         events = EVENTS + (MIXED_EVENTS if make_workload is mixed else [])
     happened = serve_random(make_workload, num, events, make_run, first)
