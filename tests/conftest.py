@@ -179,14 +179,6 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return Oracle("qwen3", tmp_path_factory.mktemp("qwen3-alone"))
 
 
-@pytest.fixture(scope="session")
-def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder without weights, for the fake runner. The model's class would take two seconds to import."""
-    folder = tmp_path_factory.mktemp("config-only")
-    transformers.Qwen3Config(**SHAPE, head_dim=16, architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
-    return folder
-
-
 def random_prompts(num: int, seed: int, longest: int = 60) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest))] for _ in range(num)]

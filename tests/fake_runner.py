@@ -7,50 +7,36 @@ block, a wrong slot, a slot never written or a block shared too early is caught 
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Collection
-from types import SimpleNamespace
+from functools import cache
+from pathlib import Path
 
+from nanopaged import EngineConfig, LLMEngine
 from nanopaged.block_manager import BlockManager
+from nanopaged.model.checkpoint import TINY_MODEL
 from nanopaged.outputs import Logprob, Logprobs
 from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
 
 VOCAB_SIZE = 97
 GARBAGE = -1
+SCRATCH = tempfile.TemporaryDirectory()
 
 
-class Prefixes:
-    """A trie that numbers token prefixes: equal numbers mean equal tokens from the first on, and equal salts.
+@cache
+def fake_model() -> Path:
+    """A folder with the tiny model's config, without its weights and tokenizer."""
+    shutil.copy(TINY_MODEL / "config.json", SCRATCH.name)
+    return Path(SCRATCH.name)
 
-    Prefix 0 is empty; `a b` is found by the steps 0 -a-> 1 -b-> 2. A salt is the first step.
-    """
 
-    def __init__(self) -> None:
-        self.children: dict[tuple[int, int | bytes], int] = {}
-        self.parents: list[tuple[int, int | bytes]] = [(0, -1)]  # (the prefix one token shorter, that token)
-
-    def extend(self, prefix: int, token_id: int | bytes) -> int:
-        child = self.children.get((prefix, token_id))
-        if child is None:
-            child = self.children[prefix, token_id] = len(self.parents)
-            self.parents.append((prefix, token_id))
-        return child
-
-    def root(self, salt: bytes) -> int:
-        """The prefix without tokens of requests with this salt."""
-        return self.extend(0, salt) if salt else 0
-
-    def path(self, prefix: int) -> tuple[bytes, list[int], list[int]]:
-        """Its salt, its tokens, and for each of them the number of the prefix that ends there."""
-        token_ids: list[int] = []
-        numbers: list[int] = []
-        while prefix > 0:
-            before, token_id = self.parents[prefix]
-            if isinstance(token_id, bytes):
-                return token_id, token_ids[::-1], numbers[::-1]
-            token_ids.append(token_id)
-            numbers.append(prefix)
-            prefix = before
-        return b"", token_ids[::-1], numbers[::-1]
+def fake_engine(
+    num_blocks: int = 64, block_size: int = 4, num_host_blocks: int = 0, **config: object
+) -> LLMEngine:
+    """An engine over a fake runner, without a tokenizer."""
+    runner = FakeRunner(num_blocks, block_size, num_host_blocks)
+    return LLMEngine(EngineConfig(model=fake_model(), block_size=block_size, **config), runner)
 
 
 def next_token(token_ids: list[int], noise: int = 0, banned: Collection[int] = ()) -> int:
@@ -73,20 +59,30 @@ def proposals(token_ids: list[int], k: int, banned: Collection[int] = ()) -> lis
 
 
 class FakeRunner:
-    """Checks every read of K/V. With `fail_next` set, the next step writes garbage into blocks and raises."""
+    """Checks every read of K/V. With `fail_next` set, the next step writes garbage into blocks and raises.
+
+    The sequences of a batch may come in any order, but decodes come first.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
-        self.slots: dict[tuple[int, int], int] = {}  # (block, offset) → number of the prefix stored there
-        self.host_slots: dict[tuple[int, int], int] = {}
-        self.prefixes = Prefixes()
-        self.numbers: dict[Sequence, list[int]] = {}
-        self.full_blocks: dict[int, tuple[list[int], bytes]] = {}  # prefix → its last block
         self.tables: dict[Sequence, tuple[list[int], list[int]]] = {}  # and a copy, of its last step
         self.fail_next = False
         self.most_tokens = 0  # seen in one step
+        self.steps: list[dict[str, int]] = []  # request id → number of tokens that the step computed
+        FakeRunner.forget(self)
+
+    def forget(self) -> None:
+        """Lose all K/V: a failed step may leave anything in the cache."""
+        self.slots: dict[tuple[int, int], int] = {}  # (block, offset) → number of the prefix stored there
+        self.host_slots: dict[tuple[int, int], int] = {}
+        # (number of a prefix, next token) → number of the longer prefix. A salt comes before all tokens.
+        self.prefixes: dict[tuple[int, int | bytes], int] = {}
+        self.numbers: dict[Sequence, list[int]] = {}  # of the prefixes that end with each of its tokens
+        self.ends: dict[int, tuple[Sequence, int]] = {}  # prefix → a sequence with it, and its length
+        self.full_blocks: dict[int, tuple[list[int], bytes]] = {}  # prefix → its last block, and its key
 
     def cheaper_preemption(self) -> str:
         """The engine calls it with preemption="auto"."""
@@ -100,6 +96,7 @@ class FakeRunner:
             table, before = self.tables.get(seq, ([], []))
             assert table is not seq.block_table or table[: len(before)] == before, "a table changed in place"
         self.tables |= {seq: (seq.block_table, list(seq.block_table)) for seq in batch.sequences}
+        self.steps.append({seq.request.request_id: seq.num_scheduled_tokens for seq in batch.sequences})
         if self.fail_next:
             self.fail_next = False
             for seq in batch.sequences:
@@ -116,11 +113,6 @@ class FakeRunner:
         samples = [self.sample(seq) for seq in batch.sequences]
         scored = {seq.request: self._score_prompt(seq) for seq in batch.sequences}
         return StepResult(samples, {r: logprobs for r, logprobs in scored.items() if logprobs is not None})
-
-    def forget(self) -> None:
-        """Lose all K/V: a failed step may leave anything in the cache."""
-        self.slots, self.host_slots = {}, {}
-        self.prefixes, self.numbers, self.full_blocks = Prefixes(), {}, {}
 
     def swap(self, batch: ScheduledBatch) -> None:
         """Blocks go out, then in, as the batch's docstring says."""
@@ -150,13 +142,17 @@ class FakeRunner:
             self.slots[self._slot(seq, position)] = values[position]
 
     def _numbers(self, seq: Sequence) -> list[int]:
-        """`Prefixes.numbers` of its tokens, remembered from step to step: tokens are only appended."""
+        """The numbers of its prefixes, remembered from step to step: tokens are only appended."""
         numbers = self.numbers.setdefault(seq, [])
-        prefix = numbers[-1] if numbers else self.prefixes.root(seq.request.cache_salt)
+        prefix = numbers[-1] if numbers else self._extend(0, seq.request.cache_salt)
         for token_id in seq.token_ids[len(numbers) :]:
-            prefix = self.prefixes.extend(prefix, token_id)
+            prefix = self._extend(prefix, token_id)
             numbers.append(prefix)
+            self.ends.setdefault(prefix, (seq, len(numbers)))
         return numbers
+
+    def _extend(self, prefix: int, token_id: int | bytes) -> int:
+        return self.prefixes.setdefault((prefix, token_id), len(self.prefixes) + 1)
 
     def _read(self, seq: Sequence) -> None:
         """Attention reads all slots up to the last scheduled token."""
@@ -198,13 +194,13 @@ class FakeRunner:
         """Every findable block holds the K/V of exactly the tokens that its key stands for."""
         for key, block in manager.index.items():
             numbers = [self.slots.get((block.block_id, i), GARBAGE) for i in range(self.block_size)]
-            prefix = max(numbers[-1], 0)
-            assert prefix > 0, f"block {block.block_id} can be found, but its K/V was never computed"
+            prefix = numbers[-1]
+            assert prefix in self.ends, f"block {block.block_id} can be found, but its K/V was never computed"
             if prefix not in self.full_blocks:
-                salt, token_ids, right = self.prefixes.path(prefix)
-                seq = Sequence(SimpleNamespace(cache_salt=salt), token_ids)
-                key = manager.keys_of(seq, len(token_ids) // self.block_size)[-1]
-                self.full_blocks[prefix] = right[-self.block_size :], key
+                seq, end = self.ends[prefix]
+                without_keys = Sequence(seq.request, seq.token_ids[:end])
+                right_key = manager.keys_of(without_keys, end // self.block_size)[-1]
+                self.full_blocks[prefix] = self.numbers[seq][end - self.block_size : end], right_key
             right_numbers, right_key = self.full_blocks[prefix]
             assert right_numbers == numbers, "a block of mixed contents"
             assert right_key == key, f"block {block.block_id} can be found under other tokens"

@@ -23,6 +23,7 @@ PACKAGE = str(Path(nanopaged.__file__).parent)
 # Not while a step that failed starts over, and not in `step`, which has the only copy of the outputs.
 SPARED = {"_or_start_over", "start_over", "step"}
 
+# The stages of the engine's work: everything that these functions do, of the fake or of the real model.
 STAGES: dict[str, tuple[Callable, ...]] = {
     "schedule": (Scheduler.schedule,),
     "swap": (FakeRunner.swap, KVCache.move_blocks),
@@ -34,7 +35,6 @@ STAGES: dict[str, tuple[Callable, ...]] = {
     "add": (LLMEngine.queue,),
     "abort": (LLMEngine.abort_request,),
 }
-"""The stages of the engine's work: everything that these functions do, of the fake or of the real model."""
 
 
 class FailAtLine:
@@ -52,30 +52,30 @@ class FailAtLine:
         self.codes = {function.__code__ for function in functions}
         self.raised: BaseException | None = None
 
-    def __enter__(self) -> FailAtLine:
+    def __enter__(self) -> None:
         if self.raised is None:
             sys.settrace(self._at_call)
-        return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
 
     def _at_call(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self._at_line if self.raised is None and self._counts(frame) else None
-
-    def _counts(self, frame: FrameType) -> bool:
-        code, caller = frame.f_code, frame
-        if code in self.codes or not code.co_filename.startswith(PACKAGE) or code.co_name in SPARED:
-            return code in self.codes
+        """Python calls it at each call of a function; what it returns is called at each of its lines."""
+        code = frame.f_code
+        if code in self.codes:
+            return self._at_line
+        if not code.co_filename.startswith(PACKAGE) or code.co_name in SPARED:
+            return None
+        caller: FrameType | None = frame
         while self.codes and caller is not None and caller.f_code not in self.codes:
             caller = caller.f_back
-        return caller is not None
+        return None if caller is None else self._at_line
 
     def _at_line(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
             self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                self.raised = self.error(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-                raise self.raised
+        if self.left == 0 and self.raised is None:
+            sys.settrace(None)
+            self.raised = self.error(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            raise self.raised
         return self._at_line

@@ -1,10 +1,10 @@
 """Small wrong changes to the package, one at a time: does a test fail for each of them?
 
-    python tests/mutate.py --num 100 --seed 0        a sample of the mutants of all files below
+    python tests/mutate.py --num 100 --seed 0        a sample of the mutants of the whole package
     python tests/mutate.py --num 0 nanopaged/swap.py    all mutants of one file
 
 Prints a line for each mutant: where it is, the change, and the test that failed, or SURVIVED. A survivor is a
-missing test, a line that is not needed, or an equivalent program. (Needs `os.fork`: Linux or macOS.)
+missing test, a line that is not needed, or an equivalent program. (Needs Linux or macOS.)
 """
 
 from __future__ import annotations
@@ -14,37 +14,26 @@ import ast
 import copy
 import os
 import random
+import re
 import resource
 import shutil
-import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-import torch
-from which import TESTS, tests_of
+from which import ROOT, tests_of
 
-# As conftest.py: kernels are interpreted without a GPU, and transformers imports triton.
-os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
-from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM  # noqa: E402, F401  see `os.fork`
-
-ROOT = Path(__file__).parents[1]
-CPU_SECONDS = 120  # for one test: a mutant that loops for ever is killed, too
-MEMORY = 16 << 30  # bytes that are written to, for the same reason (a browser reserves far more addresses)
-OPTIONS = ["--random-runs", "100", "-m", "not slow"]  # random runs of each kind
-FILES = [f"nanopaged/{file}" for file in TESTS]
-SWAPS: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or,
-    ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
-    ast.Div: ast.Mult, ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+CPU_SECONDS = 600  # for the tests of one mutant, because a mutant may loop forever
+MEMORY = 16 << 30  # bytes, for the same reason
+SWAPS = {
+    "Lt": "LtE", "LtE": "Lt", "Gt": "GtE", "GtE": "Gt", "Eq": "NotEq", "NotEq": "Eq", "Is": "IsNot",
+    "IsNot": "Is", "In": "NotIn", "NotIn": "In", "And": "Or", "Or": "And", "Add": "Sub", "Sub": "Add",
+    "BitAnd": "BitOr", "BitOr": "BitAnd", "Mult": "FloorDiv", "FloorDiv": "Mult", "Div": "Mult", "Mod": "Add",
 }  # fmt: skip
-DROPPED = (ast.Expr, ast.Assign, ast.AugAssign, ast.Delete, ast.Return, ast.Raise)
 NOT_MUTATED = (ast.JoinedStr, ast.arguments, ast.Assert)  # messages, signatures, invariants
-CHECKS = ("check_blocks", "_check_table", "check_host_blocks")  # called by other tests, too
 
 
 @dataclass
@@ -54,104 +43,96 @@ class Mutant:
     file: str
     line: int
     change: str
-    source: str
+    source: bytes
 
 
-def changes(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that may stand in the place of this one."""
-    if isinstance(node, ast.Compare):
-        for i, op in enumerate(node.ops):
-            yield _with(node, "ops", [*node.ops[:i], SWAPS[type(op)](), *node.ops[i + 1 :]])
-    elif type(getattr(node, "op", None)) in SWAPS:
-        yield _with(node, "op", SWAPS[type(node.op)]())
-    if isinstance(node, (ast.If, ast.While, ast.IfExp)):
-        yield _with(node, "test", ast.UnaryOp(ast.Not(), node.test))
-    if isinstance(node, ast.comprehension) and node.ifs:
-        yield _with(node, "ifs", [])
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
-        yield node.operand
-    if isinstance(node, ast.Constant) and type(node.value) is bool:
-        yield ast.Constant(not node.value)
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        yield ast.Constant(node.value + 1)
-    if isinstance(node, (ast.Break, ast.Continue)):
-        yield ast.Continue() if isinstance(node, ast.Break) else ast.Break()
-    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    if isinstance(node, DROPPED) and not is_text:
-        yield ast.Pass()
-
-
-def _with(node: ast.AST, field: str, value: object) -> ast.AST:
+def with_other(op: ast.AST, node: ast.AST) -> str:
+    """The source of a node with another operator."""
     changed = copy.copy(node)
-    setattr(changed, field, value)
-    return changed
+    name = type(op).__name__
+    changed.op = getattr(ast, SWAPS.get(name, name))()
+    changed.ops = [changed.op]
+    return ast.unparse(changed)
 
 
-def places(tree: ast.AST, inside: bool = False) -> Iterator[tuple[ast.AST, str, int | None]]:
-    """(parent, field, index) of each node in a function, except annotations, messages and invariants."""
-    for field, value in ast.iter_fields(tree):
-        for i, child in enumerate(value if isinstance(value, list) else [value]):
-            is_code = isinstance(child, ast.AST) and not isinstance(child, NOT_MUTATED)
-            is_left = field in ("annotation", "returns") or getattr(child, "name", "") in CHECKS
-            if is_code and not is_left:
-                if inside:
-                    yield tree, field, i if isinstance(value, list) else None
-                yield from places(child, inside or isinstance(tree, ast.FunctionDef))
+def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Parts of the node, and what may stand in their place."""
+    match node:
+        case ast.Compare(ops=[op]) | ast.BinOp(op=op) | ast.BoolOp(op=op):
+            yield node, f"({with_other(op, node)})"
+        case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
+            yield node, ast.unparse(operand)
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+            yield test, f"(not ({ast.unparse(test)}))"
+        case ast.comprehension(ifs=[test]):
+            yield test, "True"
+        case ast.Constant(value=bool(value)):
+            yield node, repr(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield node, repr(value + 1)
+        case ast.Break():
+            yield node, "continue"
+        case ast.Continue():
+            yield node, "break"
+        case ast.AugAssign(op=op):
+            yield node, with_other(op, node)
+            yield node, "pass"
+        case ast.Expr(value=ast.Constant()):
+            return  # a docstring
+        case ast.Expr() | ast.Assign() | ast.Delete() | ast.Return() | ast.Raise():
+            yield node, "pass"
+
+
+def nodes_in_functions(tree: ast.AST, inside: bool = False) -> Iterator[ast.AST]:
+    """All nodes whose change a test should notice."""
+    for child in ast.iter_child_nodes(tree):
+        is_annotation = child in (getattr(tree, "annotation", None), getattr(tree, "returns", None))
+        if is_annotation or isinstance(child, NOT_MUTATED):
+            continue
+        if inside:
+            yield child
+        yield from nodes_in_functions(child, inside or isinstance(tree, ast.FunctionDef))
 
 
 def mutants(file: str) -> Iterator[Mutant]:
     """All mutants of a file."""
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    for parent, field, i in list(places(tree)):
-        siblings = getattr(parent, field)
-        node = siblings if i is None else siblings[i]
-        for changed in list(changes(node)):
-            new = changed if i is None else [*siblings[:i], changed, *siblings[i + 1 :]]
-            setattr(parent, field, new)
-            source = ast.unparse(ast.fix_missing_locations(tree))
-            setattr(parent, field, siblings)
-            before, after = (ast.unparse(n).partition("\n")[0].strip() for n in (node, changed))
-            yield Mutant(file, getattr(node, "target", node).lineno, f"{before}  →  {after}", source)
+    source = (ROOT / file).read_bytes()
+    lines = source.splitlines(keepends=True)
+    for node in nodes_in_functions(ast.parse(source)):
+        for place, text in changes(node):
+            begin = sum(map(len, lines[: place.lineno - 1])) + place.col_offset
+            end = sum(map(len, lines[: place.end_lineno - 1])) + place.end_col_offset
+            before = " ".join(source[begin:end].decode().split())
+            if before != text.strip("()"):
+                changed = source[:begin] + text.encode() + source[end:]
+                yield Mutant(file, place.lineno, f"{before}  →  {text}", changed)
 
 
-class LastTest:
-    """A pytest plugin that writes the name of each test as it begins, and ends one that loops for ever."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.file.write_text(nodeid.removeprefix("tests/"), encoding="utf-8")
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+def limit() -> None:
+    """What the tests of one mutant may use."""
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
 
 
-def failing_test(folder: Path, mutant: Mutant | None, tests: list[str]) -> str | None:
-    """The test that fails for the mutant, in this copy of the repository; None if all pass."""
-    if mutant is not None:
-        shutil.copy(folder / mutant.file, folder / "unchanged")
-        (folder / mutant.file).write_text(mutant.source, encoding="utf-8")
-    last_test = folder / "last_test"
-    last_test.write_text("none: the tests cannot be imported", encoding="utf-8")
-    child = os.fork()  # with torch and transformers' models, which take seconds to import
-    if child == 0:
-        os.chdir(folder)
-        sys.path[:0] = [str(folder), str(folder / "tests")]
-        os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        sys.dont_write_bytecode = True  # a file that changes twice in a second would be taken from the cache
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(1, 2)
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-        os._exit(pytest.main([*dict.fromkeys(tests), "-x", "-p", "no:cacheprovider"], [LastTest(last_test)]))
-    _, status = os.waitpid(child, 0)
-    if mutant is not None:
-        shutil.copy(folder / "unchanged", folder / mutant.file)
-    return last_test.read_text(encoding="utf-8") if status else None
+def failing_test(folder: Path, tests: list[str]) -> str | None:
+    """The test that fails in this copy of the repository; None if all pass."""
+    # A file that changes twice in a second would be taken from the cache of bytecode.
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, preexec_fn=limit, capture_output=True, text=True
+    )
+    if done.returncode == 0:
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return failed[1].removeprefix("tests/") if failed else "the tests do not end, or not by themselves"
 
 
 def main() -> None:
     """Sample, test, print."""
+    package = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "nanopaged").rglob("*.py"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("files", nargs="*", default=FILES, help="of the package; all of them if none")
+    parser.add_argument("files", nargs="*", default=package, help="of the package; all of them if none")
     parser.add_argument("--num", type=int, default=100, help="mutants in the sample, 0 for all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     args = parser.parse_args()
@@ -163,11 +144,13 @@ def main() -> None:
         for part in ("nanopaged", "tests", "docs/experiments"):
             shutil.copytree(ROOT / part, folder / part)
         shutil.copy(ROOT / "pyproject.toml", folder)
-        needed = [test for file in {each.file for each in sample} for test in tests_of(file)] + OPTIONS
-        if (test := failing_test(folder, None, needed)) is not None:
+        needed = {test: None for mutant in sample for test in tests_of(mutant.file)}
+        if (test := failing_test(folder, list(needed))) is not None:
             sys.exit(f"{test} fails without any change")
         for mutant in sorted(sample, key=lambda mutant: (mutant.file, mutant.line)):
-            test = failing_test(folder, mutant, tests_of(mutant.file) + OPTIONS)
+            (folder / mutant.file).write_bytes(mutant.source)
+            test = failing_test(folder, tests_of(mutant.file))
+            shutil.copy(ROOT / mutant.file, folder / mutant.file)
             num_killed += test is not None
             print(f"{mutant.file}:{mutant.line}  {mutant.change:60}  {test or 'SURVIVED'}", flush=True)
     print(f"{num_killed} of {len(sample)} mutants killed ({len(everything)} in all, seed {args.seed})")

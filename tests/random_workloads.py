@@ -99,19 +99,23 @@ class Workload:
         )
 
 
+# Stage → lines that it executes in a step, roughly.
 STAGE_LINES = {"schedule": 60, "swap": 4, "copy": 3, "forward": 20, "sample": 20, "update": 60}
 STAGE_LINES |= {"detokenise": 30, "add": 4, "abort": 15}
-"""Stage → lines that it executes in a step, roughly."""
 
 
 def draw_faults(rng: random.Random, num_steps: int) -> list[Fault]:
     """Up to four. The stage is drawn first, so that short stages fail as often as long ones."""
     faults = []
     for _ in range(rng.randint(0, 4)):
-        stage, step = rng.choice(list(STAGE_LINES)), rng.randint(0, num_steps)
-        line = 1 + int(rng.expovariate(1 / STAGE_LINES[stage]))
-        error = rng.choice(["RuntimeError", "MemoryError", "KeyboardInterrupt"])
-        faults.append(Fault(step, stage, line, error))
+        stage = rng.choice(list(STAGE_LINES))
+        fault = Fault(
+            step=rng.randint(0, num_steps),
+            stage=stage,
+            line=1 + int(rng.expovariate(1 / STAGE_LINES[stage])),
+            error=rng.choice(["RuntimeError", "MemoryError", "KeyboardInterrupt"]),
+        )
+        faults.append(fault)
     return sorted(faults, key=lambda fault: fault.step)
 
 
@@ -161,8 +165,9 @@ def mixed(seed: int, model: str = "fake") -> Workload:
         asked = Asked(prompt, params, rng.randint(0, 8), rng.choice([None, None, rng.randint(0, 30)]))
         requests.append(asked)
         if rng.random() < 0.2:  # a twin, sometimes with a salt
-            aborted_after, salt = rng.choice([None, asked.aborted_after]), rng.choice([None, "x", "y"])
-            requests.append(Asked(prompt, params, asked.arrival, aborted_after, salt))
+            aborted_after = rng.choice([None, asked.aborted_after])
+            twin = replace(asked, aborted_after=aborted_after, salt=rng.choice([None, "x", "y"]))
+            requests.append(twin)
     most = max(asked.most_blocks(block_size) for asked in requests)
     return Workload(
         seed=seed,
@@ -195,17 +200,12 @@ def siblings(seed: int) -> Workload:
     """
     rng = random.Random(seed)
     stem = rng.choices(range(3), k=rng.randint(1, 8))
+    rules = {"stop": ("a", "b"), "max_tokens": 12, "ignore_eos": True}
     requests = []
     for _ in range(rng.randint(6, 14)):
         prompt = stem[: rng.randint(1, len(stem))] + rng.choices(range(3), k=rng.randint(0, 4))
-        params = SamplingParams(
-            n=rng.choice([1, 2, 2, 3]),
-            seed=rng.randint(0, 2),
-            stop=("a", "b"),
-            min_tokens=rng.randint(1, 12),
-            max_tokens=12,
-            ignore_eos=True,
-        )
+        n, min_tokens = rng.choice([1, 2, 2, 3]), rng.randint(1, 12)
+        params = SamplingParams(n=n, seed=rng.randint(0, 2), min_tokens=min_tokens, **rules)
         aborted_after = rng.choice([None, None, rng.randint(0, 20)])
         requests.append(Asked(prompt, params, rng.randint(0, 12), aborted_after))
     block_size = rng.randint(1, 3)
@@ -242,20 +242,18 @@ def forked(seed: int) -> Workload:
     for _ in range(rng.randint(1, 3)):
         prompt = stem[: rng.randint(1, len(stem))] + rng.choices(range(3), k=rng.randint(0, 8))
         width = rng.choice([2, 2, 3]) if chunked else rng.choice([3, 4])
-        max_tokens = rng.randint(6, 20) if chunked else rng.randint(20, 40)
+        rules = {"max_tokens": rng.randint(6, 20) if chunked else rng.randint(20, 40), "ignore_eos": True}
         if rng.random() < (0.4 if chunked else 0.8):
-            params = BeamSearchParams(beam_width=width, max_tokens=max_tokens, ignore_eos=True)
+            params = BeamSearchParams(beam_width=width, **rules)
         else:
-            stop = rng.choice([(), "éabé"])
-            params = SamplingParams(n=width, max_tokens=max_tokens, stop=stop, ignore_eos=True)
+            params = SamplingParams(n=width, stop=rng.choice([(), "éabé"]), **rules)
         requests.append(Asked(prompt, params, rng.randint(0, 4), rng.choice([None, rng.randint(4, 40)])))
     for asked in requests[:]:
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         requests.append(Asked([*asked.prompt, rng.randint(0, 2)], params, rng.randint(10, 60)))
     most = max(asked.most_blocks(block_size) for asked in requests)
-    return Workload(
-        seed=seed,
-        model="fake",
+    return replace(
+        mixed(seed),
         block_size=block_size,
         num_blocks=most + rng.randint(0, 3),
         num_host_blocks=rng.choice([most * 4, rng.randint(2, most + 4)]),
@@ -265,7 +263,6 @@ def forked(seed: int) -> Workload:
         preemption="directed",
         watermark=0.0,
         max_num_seqs=12,
-        order=rng.choice(["arrival", "arrival", "random"]),
         faults=draw_faults(rng, 60) if rng.random() < 0.5 else [],
         requests=requests,
     )

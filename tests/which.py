@@ -3,61 +3,41 @@
     python tests/which.py nanopaged/scheduler.py          prints them
     python tests/which.py --run nanopaged/scheduler.py    runs them, and stops at the first that fails
 
-mutate.py takes the tests of a changed file from here. test_which.py holds that no file is missing.
+These are the test of the same name, then those that import the file's module, themselves or by a helper in
+tests/, then the rest of the folder for this part of the package.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS = {  # file of the package → NAMEs of its tests, tests/*/test_NAME.py
-    "__init__.py": "names imports",
-    "__main__.py": "chat terminal",
-    "terminal.py": "terminal",
-    "engine.py": "scheduler api names weights snapshot trace prompts model_runner",
-    "llm.py": "names prompts api threads text",
-    "config.py": "api names sampler trace sharing beam_search weights",
-    "prompts.py": "prompts api text sharing names",
-    "outputs.py": "names api text",
-    "text.py": "text prompts api",
-    "sequence.py": "scheduler text swap random_runs api sampler threads",
-    "scheduler.py": "scheduler swap random_runs api",
-    "block_manager.py": "block_manager scheduler swap random_runs",
-    "swap.py": "swap scheduler random_runs",
-    "beam_search.py": "beam_search random_runs sharing",
-    "snapshot.py": "snapshot block_manager swap api trace random_runs",
-    "sampler.py": "sampler penalties beam_search sharing oracle api mps",
-    "model_runner.py": "model_runner api cuda_path sharing oracle",
-    "parallel.py": "parallel",
-    "memory.py": "model_runner api cuda_path weights mps",
-    "cuda_graphs.py": "cuda_graphs cuda_path",
-    "kv_cache.py": "kv_cache attention api cuda_path mps kernels",
-    "trace.py": "trace trace_page",
-    "attention/__init__.py": "attention cuda_path cpp api sharing",
-    "attention/cpp_backend.py": "cpp",
-    "attention/flash_backend.py": "attention cuda_path",
-    "attention/metadata.py": "model_runner attention",
-    "attention/reference_backend.py": "attention",
-    "attention/torch_backend.py": "attention oracle sharing",
-    "attention/triton_backend.py": "attention cuda_path cuda_graphs",
-    "kernels/build.py": "cpp",
-    "kernels/cpp.py": "cpp",
-    "kernels/paged_attention.py": "kernels attention cuda_path",
-    "model/checkpoint.py": "weights checkpoints parallel api",
-    "model/decoder.py": "weights cpp oracle parallel",
-    "model/model_config.py": "weights checkpoints parallel",
-}
+FOLDERS = {"nanopaged": "engine", "attention": "kernels"}  # of the package → of the tests; others are alike
+
+
+def imports(file: Path, package: str, name: str) -> bool:
+    """Whether a test imports this module of the package, or one of its helpers does."""
+    text = file.read_text(encoding="utf-8")
+    if re.search(rf"\b{package}\.{name}\b|^from {package} import .*\b{name}\b", text, re.MULTILINE):
+        return True
+    helpers = [ROOT / "tests" / f"{module}.py" for module in re.findall(r"^from (\w+) import", text, re.M)]
+    return any(imports(helper, package, name) for helper in helpers if helper.exists())
 
 
 def tests_of(file: str) -> list[str]:
     """The tests of a file, such as nanopaged/scheduler.py, as paths from the project's folder."""
-    names = TESTS[Path(file).absolute().relative_to(ROOT / "nanopaged").as_posix()]
-    files = [next((ROOT / "tests").glob(f"*/test_{name}.py")) for name in names.split()]
-    return [file.relative_to(ROOT).as_posix() for file in files]
+    path = Path(file).absolute().relative_to(ROOT)
+    package = ".".join(path.parent.parts)
+    folder = FOLDERS.get(path.parent.name, path.parent.name)
+    tests = sorted((ROOT / "tests").glob("*/test_*.py"), key=lambda test: (test.parent.name != folder, test))
+    found = [test for test in tests if test.stem == f"test_{path.stem}"]
+    found += [test for test in tests if test.parent.name != "docs" and imports(test, package, path.stem)]
+    found += [test for test in tests if test.parent.name == folder]
+    return [test.relative_to(ROOT).as_posix() for test in dict.fromkeys(found)]
 
 
 def main() -> None:
@@ -65,10 +45,10 @@ def main() -> None:
     parser.add_argument("files", nargs="+", help="of the package")
     parser.add_argument("--run", action="store_true", help="run the tests, too")
     args = parser.parse_args()
-    try:
-        tests = list(dict.fromkeys(test for file in args.files for test in tests_of(file)))
-    except (KeyError, ValueError):
-        parser.error(f"no tests are known for one of {' '.join(args.files)}: name files of nanopaged/")
+    missing = [file for file in args.files if not Path(file).is_file()]
+    if missing:
+        parser.error(f"{missing[0]} is no file: name files of nanopaged/")
+    tests = list(dict.fromkeys(test for file in args.files for test in tests_of(file)))
     print("\n".join(tests))
     if args.run:
         sys.exit(subprocess.call([sys.executable, "-m", "pytest", "-x", *tests], cwd=ROOT))

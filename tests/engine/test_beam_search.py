@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 
 import fake_runner
 import pytest
-from conftest import EOS
-from fake_runner import FakeRunner
+from fake_runner import fake_engine
 
-from nanopaged import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput
+from nanopaged import BeamSearchParams, RequestOutput
 from nanopaged.sequence import Sample
 
 PROMPT = [20] * 9
+EOS = 2
 Script = dict[tuple[int, ...], dict[int, float]]  # generated tokens → next token → its log-probability
 
 
 @pytest.fixture
-def search(config_only: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+def search(monkeypatch: pytest.MonkeyPatch) -> object:
     """Beams over a script. Where it says nothing, token 5 is certain to follow; all others are unlikely."""
 
     def run(script: Script, **params: object) -> tuple[RequestOutput, int]:
@@ -29,7 +28,7 @@ def search(config_only: Path, monkeypatch: pytest.MonkeyPatch) -> object:
             return [Sample(token_id, logprob) for token_id, logprob in (likely | unlikely).items()][:k]
 
         monkeypatch.setattr(fake_runner, "proposals", proposals)
-        engine = LLMEngine(EngineConfig(model=config_only, block_size=4), FakeRunner(40, 4))
+        engine = fake_engine(num_blocks=40)
         engine.add_request("a", PROMPT, BeamSearchParams(beam_width=2, **params))
         while engine.has_unfinished_requests():
             (output,) = engine.step()

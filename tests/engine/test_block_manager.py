@@ -56,9 +56,14 @@ def found(manager: BlockManager, *token_ids: int) -> int:
     return len(manager.find_prefix(sequence(*token_ids)))
 
 
+def draw(seq: Sequence, token_id: int) -> None:
+    """A token is sampled; it has no slot and no K/V yet."""
+    seq.append(Sample(token_id, 0.0))
+
+
 def append(manager: BlockManager, seq: Sequence, token_id: int) -> None:
     """A decode step: a token is appended, gets a slot, and its K/V is computed."""
-    seq.append(Sample(token_id, 0.0))
+    draw(seq, token_id)
     assert manager.append_slots([seq]) == []
     compute(manager, seq)
 
@@ -74,17 +79,6 @@ def test_a_block_is_taken_only_when_a_token_needs_it() -> None:
     assert len(seq.block_table) == 3
     assert filled_slots(manager, [seq]) == dict(zip(seq.block_table, (4, 4, 1), strict=True))
     check_blocks(manager, [seq])
-
-
-def test_slots_of_a_prompt_count_as_filled_when_they_are_computed() -> None:
-    """Two blocks of 4; a fork shares both, and they count once."""
-    manager = BlockManager(8, 4)
-    seq = admit(manager, 1, 2, 3, 4, 5, 6, computed=False)
-    assert sum(filled_slots(manager, [seq]).values()) == 0
-    compute(manager, seq, 2)
-    assert sum(filled_slots(manager, [seq]).values()) == 2
-    compute(manager, seq)
-    assert sum(filled_slots(manager, [seq, manager.fork(seq, 1)]).values()) == 6
 
 
 def test_equal_blocks_after_different_beginnings_are_not_shared() -> None:
@@ -233,14 +227,8 @@ def test_trimming_gives_back_the_blocks_beyond_the_tokens() -> None:
         manager.trim(seq, *options)
         assert seq.block_table == table[:num]
     assert manager.num_free_blocks == 4
-
-
-def test_a_block_given_back_twice_is_an_error_at_once() -> None:
-    manager = BlockManager(4, 2)
-    block_id = manager.take()
-    manager.release(block_id)
-    with pytest.raises(RuntimeError, match=f"block {block_id} was released more often"):
-        manager.release(block_id)
+    with pytest.raises(RuntimeError, match=f"block {table[0]} was released more often"):
+        manager.release(table[0])
 
 
 def test_an_emptied_prefix_cache_keeps_what_is_in_use() -> None:
@@ -259,32 +247,11 @@ def test_an_emptied_prefix_cache_keeps_what_is_in_use() -> None:
     check_blocks(manager, [])
 
 
-def test_the_invariants_notice_a_wrong_reference_count() -> None:
-    """A wrong count, a block both in a table and free, a sequence that is left out."""
-    manager = BlockManager(4, 2)
-    seq = admit(manager, 1, 2, 3)
-    manager.blocks[seq.block_table[0]].ref_count += 1
-    with pytest.raises(AssertionError, match="references"):
-        check_blocks(manager, [seq])
-    manager.blocks[seq.block_table[0]].ref_count -= 1
-    check_blocks(manager, [seq])
-    manager.free_ids.append(seq.block_table[1])
-    for sequences in ([seq], []):
-        with pytest.raises(AssertionError, match="free" if sequences else None):
-            check_blocks(manager, sequences)
-        manager.free_ids = [block_id for block_id in manager.free_ids if block_id not in seq.block_table]
-
-
 # ── forks and copy-on-write ───────────────────────────────────────────────────────────────────────
 
 
 def refs(manager: BlockManager, *block_ids: int) -> list[int]:
     return [manager.blocks[block_id].ref_count for block_id in block_ids]
-
-
-def draw(seq: Sequence, token_id: int) -> None:
-    """A token is sampled; it has no slot and no K/V yet."""
-    seq.append(Sample(token_id, 0.0))
 
 
 def test_parallel_sampling_as_in_figure_8_of_the_paper() -> None:

@@ -18,8 +18,7 @@ def greedy_params(max_tokens: int, **extra: object) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **extra)
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 7, 16])
-@pytest.mark.parametrize("budget", [1, 5, 64, 2048])
+@pytest.mark.parametrize(("block_size", "budget"), [(1, 5), (4, 1), (7, 64), (16, 2048)])
 def test_greedy_tokens_in_a_mixed_batch(oracle: Oracle, block_size: int, budget: int) -> None:
     """Prompts and outputs of many lengths together give what each gives alone in transformers."""
     prompts = random_prompts(6, seed=block_size)
@@ -30,9 +29,16 @@ def test_greedy_tokens_in_a_mixed_batch(oracle: Oracle, block_size: int, budget:
     assert tokens_of(outputs) == list(map(oracle.greedy, prompts, lengths))
 
 
-@pytest.mark.parametrize("spare_blocks", [0, 3, 100])
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize(
+    ("spare_blocks", "prefix_caching", "preemption"),
+    [
+        (0, True, "recompute"),
+        (0, False, "swap"),
+        (3, True, "swap"),
+        (3, False, "recompute"),
+        (0, True, "auto"),
+    ],
+)
 def test_greedy_tokens_in_pools_from_barely_enough(
     oracle: Oracle, spare_blocks: int, prefix_caching: bool, preemption: str
 ) -> None:
@@ -47,7 +53,7 @@ def test_greedy_tokens_in_pools_from_barely_enough(
     stats = llm.engine.stats()
     counts = {"recompute": stats.num_preemptions_recompute, "swap": stats.num_preemptions_swap}
     counts["auto"] = sum(counts.values())
-    assert (counts[preemption] > 0) == (spare_blocks < 100)
+    assert counts[preemption] > 0
 
 
 def test_logprobs_of_output_and_prompt(oracle: Oracle) -> None:
@@ -67,12 +73,12 @@ def test_logprobs_of_output_and_prompt(oracle: Oracle) -> None:
             assert completion.cumulative_logprob == pytest.approx(total, abs=TOLERANCE)
 
 
-def test_prompt_logprobs_do_not_come_short_when_the_prompt_is_cached(oracle: Oracle) -> None:
+def test_prompt_logprobs_do_not_come_short_when_the_prompt_is_cached(qwen3: Oracle) -> None:
     """Cached tokens have no logits, so a prompt with log-probabilities is always computed in full."""
     (prompt,) = random_prompts(1, seed=4, longest=60)
     prompt = prompt * 2
-    llm = LLM(oracle.folder, dtype="float32", num_blocks=64, block_size=4)
-    expected = oracle.logprobs(prompt)
+    llm = LLM(qwen3.folder, dtype="float32", num_blocks=64, block_size=4)
+    expected = qwen3.logprobs(prompt)
     for _ in range(2):
         params = greedy_params(2, prompt_logprobs=2, ignore_eos=True)
         (output,) = serve(llm, [prompt], [params])
@@ -92,43 +98,26 @@ def check_logprobs(logprobs: list, token_ids: list[int], expected: torch.Tensor,
             assert logprob.rank == (reference > reference[some_id]).sum().item() + 1
 
 
-def test_eos_ends_the_text_where_transformers_ends_it(oracle: Oracle) -> None:
+def test_eos_ends_the_text_where_transformers_ends_it(qwen3: Oracle) -> None:
     """Among many random prompts some reach end-of-sequence early; both must stop at the same token."""
     prompts = random_prompts(20, seed=11, longest=8)
-    llm = LLM(oracle.folder, dtype="float32", num_blocks=400)
+    llm = LLM(qwen3.folder, dtype="float32", num_blocks=400)
     outputs = llm.generate(prompts, greedy_params(40), use_tqdm=False)
-    assert tokens_of(outputs) == [oracle.greedy(prompt, 40) for prompt in prompts]
+    assert tokens_of(outputs) == [qwen3.greedy(prompt, 40) for prompt in prompts]
     reasons = [output.outputs[0].finish_reason for output in outputs]
     assert reasons == ["stop" if ids[-1] == EOS else "length" for ids in tokens_of(outputs)]
     assert set(reasons) == {"stop", "length"}, "the prompts no longer cover both cases"
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_the_other_backends_give_the_same_tokens(oracle: Oracle, backend: str) -> None:
+def test_the_other_backends_give_the_same_tokens(qwen3: Oracle, backend: str) -> None:
     """The slow loop, and the kernels (interpreted, where there is no GPU)."""
     if backend == "triton":
         pytest.importorskip("triton")
     prompts = random_prompts(3, seed=5, longest=30)
-    llm = LLM(oracle.folder, dtype="float32", attention_backend=backend, block_size=4, num_blocks=64)
+    llm = LLM(qwen3.folder, dtype="float32", attention_backend=backend, block_size=4, num_blocks=64)
     outputs = serve(llm, prompts, greedy_params(6))
-    assert tokens_of(outputs) == [oracle.greedy(prompt, 6) for prompt in prompts]
-
-
-def test_whole_prompts_only(oracle: Oracle) -> None:
-    """Without chunked prefill no step holds a part of a prompt, and the tokens are the same."""
-    prompts = random_prompts(8, seed=8, longest=60)
-    lengths = {"max_num_batched_tokens": 100, "max_model_len": 100, "num_blocks": 100}
-    llm = LLM(oracle.folder, dtype="float32", enable_chunked_prefill=False, **lengths)
-    schedule = llm.engine.scheduler.schedule
-
-    def checked_schedule() -> object:
-        batch = schedule()
-        assert all(seq.needs_sample for seq in batch.sequences)
-        return batch
-
-    llm.engine.scheduler.schedule = checked_schedule
-    outputs = serve(llm, prompts, greedy_params(10))
-    assert tokens_of(outputs) == [oracle.greedy(prompt, 10) for prompt in prompts]
+    assert tokens_of(outputs) == [qwen3.greedy(prompt, 6) for prompt in prompts]
 
 
 @pytest.mark.slow

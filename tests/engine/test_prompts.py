@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import unicodedata
 from itertools import count
 
 import pytest
@@ -12,13 +11,12 @@ import torch
 from conftest import MAX_MODEL_LEN, Oracle
 from faults import FailAtLine
 from serving import tokens_of
-from tokenizers import Tokenizer, models, normalizers, processors
-from transformers import PreTrainedTokenizerFast
+from tokenizers import processors
 
-from nanopaged import LLM, BeamSearchParams, EngineConfig, SamplingParams
-from nanopaged.prompts import PromptProcessor
+from nanopaged import LLM, BeamSearchParams, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
+HI = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -29,43 +27,20 @@ def llm() -> LLM:
 def test_what_is_no_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages; and 40 MB of text, which took two minutes and gigabytes to become tokens.
 
-    A token stands for at most 4 times the characters of the longest one: normalisation may join 4.
+    A token stands for at most 4 times the characters of the longest one: normalisation may join 4, as in
+    U+1F82, a letter with three accents.
     """
-    messages = [{"role": "user", "content": "Hi"}]
-    for prompts in (messages, [messages]):
+    for prompts in (HI, [HI]):
         with pytest.raises(ValueError, match=r"messages are for chat: llm.chat\(messages, params\)"):
             llm.generate(prompts, GREEDY, use_tqdm=False)
     tokenizer = llm.get_tokenizer()
-    long = 4 * max(map(len, tokenizer.get_vocab())) * llm.engine.max_model_len + 1
+    longest = 4 * max(map(len, tokenizer.get_vocab())) * llm.engine.max_model_len
     monkeypatch.setattr(tokenizer, "encode", lambda *args, **options: pytest.fail("it is tokenised"))
-    for prompt in ("x" * long, {"prompt": "é" * long}):
+    for prompt in ("x" * (longest + 1), {"prompt": "é" * (longest + 1)}):
         with pytest.raises(ValueError, match=r"the prompt has .* characters, but max_model_len is 2048"):
             llm.generate(prompt, GREEDY, use_tqdm=False)
-
-
-def test_normalisation_makes_one_character_of_four() -> None:
-    """The longest text that may fit is tokenised: each token is a letter with three accents.
-
-    No character of Unicode is the normal form of more than four.
-    """
-    letter = "\u1f82"
-    longest = max((unicodedata.normalize("NFD", chr(i)) for i in range(0x110000)), key=len)
-    assert len(longest) == 4
-    assert len(unicodedata.normalize("NFD", letter)) == 4
-    backend = Tokenizer(models.BPE({letter: 0}, []))
-    backend.normalizer = normalizers.NFC()
-    prompts = PromptProcessor(
-        config=EngineConfig(),
-        tokenizer=PreTrainedTokenizerFast(tokenizer_object=backend),
-        vocab_size=1,
-        num_blocks=10,
-        max_model_len=20,
-        eos_token_ids=frozenset(),
-    )
-    accents = unicodedata.normalize("NFD", letter)
-    assert prompts.encode(accents * 20) == [0] * 20
-    with pytest.raises(ValueError, match="the prompt has 84 characters, but max_model_len is 20 tokens"):
-        prompts.encode(accents * 21)
+    monkeypatch.setattr(tokenizer, "encode", lambda *args, **options: [1])
+    assert llm.engine.prompts.encode("x" * longest) == [1]
 
 
 def test_prompts_as_dicts(llm: LLM) -> None:
@@ -78,10 +53,7 @@ def test_prompts_as_dicts(llm: LLM) -> None:
     outputs = llm.generate([*prompts, "ROMEO:\n", ids], GREEDY, use_tqdm=False)
     assert [output.prompt for output in outputs] == ["ROMEO:\n", None, "shown", "ROMEO:\n", None]
     assert all(output.prompt_token_ids == ids for output in outputs)
-    (output,) = llm.generate(prompts[0], GREEDY, use_tqdm=False)
-    assert tokens_of([output]) * 5 == tokens_of(outputs)
-    llm.engine.add_request("a dict", prompts[0], GREEDY)
-    llm.engine.abort_request("a dict")
+    assert tokens_of(llm.generate(prompts[0], GREEDY, use_tqdm=False)) * 5 == tokens_of(outputs)
 
 
 def test_the_output_of_a_tokenizer_is_a_prompt(llm: LLM) -> None:
@@ -91,7 +63,7 @@ def test_the_output_of_a_tokenizer_is_a_prompt(llm: LLM) -> None:
     first, second = one["input_ids"], tokenizer.encode("O")
     zeros = [0] * (len(first) - 1)
     padded = {"input_ids": [first, second + zeros], "attention_mask": [[1] * len(first), [1] + zeros]}
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], return_dict=True)
+    chat = tokenizer.apply_chat_template(HI, return_dict=True)
     for prompts, token_ids in (
         (one, [first]),
         ([one], [first]),
@@ -168,51 +140,39 @@ THINKING = (
 )
 
 
-@pytest.fixture
-def thinker(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """A chat template that thinks by default, as Qwen3's does."""
-    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", THINKING)
-    return llm
+def set_template(llm: LLM, monkeypatch: pytest.MonkeyPatch, template: object) -> None:
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", template)
 
 
-def test_the_prompt_of_a_chat_is_the_rendered_text(thinker: LLM) -> None:
-    """With options of the template."""
-    messages = [{"role": "user", "content": "Hi"}]
-    for options, text in (
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
         (None, "<user>Hi;<assistant>"),
         ({"enable_thinking": False}, "<user>Hi;<assistant><think></think>"),
         ({"add_generation_prompt": False}, "<user>Hi;"),
         ({"tools": None, "chat_template": "{{ messages[0].content }}"}, "Hi"),
-    ):
-        (output,) = thinker.chat(messages, GREEDY, use_tqdm=False, chat_template_kwargs=options)
-        assert output.prompt == thinker.chat_prompt(messages, options)["prompt"] == text
-        assert thinker.get_tokenizer().decode(output.prompt_token_ids) == text
+        ({"tools": [{"name": "x"}], "chat_template": "{% generation %}{{ tools }}{% endgeneration %}"}, None),
+    ],
+)
+def test_the_prompt_of_a_chat_is_the_rendered_text(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, options: dict | None, text: str | None
+) -> None:
+    """With options of the template, which thinks by default, as Qwen3's does."""
+    set_template(llm, monkeypatch, THINKING)
+    (output,) = llm.chat(HI, GREEDY, use_tqdm=False, chat_template_kwargs=options)
+    assert output.prompt == (text or str(options["tools"]))
+    assert llm.get_tokenizer().decode(output.prompt_token_ids) == output.prompt
 
 
 @pytest.mark.parametrize(
     "template",
     ["{{ raise_exception('no system') }}", "{{ 1 / 0 }}", "{% if", "{{ messages.__class__.__mro__ }}", 5]
-    + ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ messages[9].role.x }}", "{{ x.y.z }}"],
+    + ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ messages[9].role.x }}"],
 )
 def test_a_chat_template_that_fails(llm: LLM, template: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", template)
+    set_template(llm, monkeypatch, template)
     with pytest.raises(ValueError, match="the chat template fails: "):
-        llm.chat([{"role": "user", "content": "Hi"}], GREEDY, use_tqdm=False)
-    assert llm.generate("Hi", GREEDY, use_tqdm=False)
-
-
-def test_content_parts_and_tool_calls(thinker: LLM) -> None:
-    call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
-    messages = [
-        {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "rain"},
-        {"role": "assistant", "tool_calls": [call]},
-    ]
-    before = copy.deepcopy(messages)
-    prompt = thinker.chat_prompt(messages)["prompt"]
-    assert prompt == "<user>Hi\nthere;<assistant>[weather];<tool>rain;<assistant>[weather];<assistant>"
-    assert messages == before
+        llm.chat_prompt(HI)
 
 
 CONVERSATION = [
@@ -221,52 +181,37 @@ CONVERSATION = [
     {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather"}}]},
     {"role": "tool", "content": "rain"},
 ]
+TEXTS = ["Be kind.", "Hi\nuser", "", "rain"]
 LOOP = "{% for part in m.content %}[{{ part.text | trim }}]{% endfor %}"
-SEVERAL = "{% for m in messages %}{{ m.role }}: %s;{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "takes_parts"),
     [
-        "{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}",
-        "{% if m.content is not defined %}none{% elif m.content is not string %}" + LOOP + "{% endif %}",
-        "{% if m.content is string %}{{ m.content }}"
-        "{% else %}{{ m.content | map(attribute='text') | join('+') }}{% endif %}",
+        ("{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}", True),
+        (
+            "{% if m.content is not defined %}none{% elif m.content is not string %}" + LOOP + "{% endif %}",
+            True,
+        ),
+        ("{{ m.content }}", False),  # prints the list
+        ("{{ m.content | tojson }}", False),
+        ("{{ m['content'].strip() }}", False),  # raises
+        ("{% if m.content is string %}{{ m.content }}{% endif %}", False),  # drops it
+        ("{% if m.role == 'user' %}" + LOOP + "{% else %}{{ m.content }}{% endif %}", False),  # of the system
+        ("{{ m.content }}{% for call in m.tool_calls or [] %}[{{ call.function.name }}]{% endfor %}", False),
     ],
 )
-def test_a_template_that_takes_parts_gets_them(
-    llm: LLM, content: str, monkeypatch: pytest.MonkeyPatch
+def test_a_template_gets_parts_or_texts(
+    llm: LLM, content: str, takes_parts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no content where a message has none. The text is that of transformers."""
-    tokenizer = llm.get_tokenizer()
-    monkeypatch.setattr(tokenizer, "chat_template", SEVERAL.replace("%s", content))
-    expected = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+    """Parts become lines and a missing content an empty text, for all messages, if it takes no parts."""
+    template = "{% for m in messages %}{{ m.role }}: " + content + ";{% endfor %}"
+    set_template(llm, monkeypatch, template)
+    texts = [m | {"content": text} for m, text in zip(CONVERSATION, TEXTS, strict=True)]
+    before = copy.deepcopy(CONVERSATION)
+    expected = llm.get_tokenizer().apply_chat_template(CONVERSATION if takes_parts else texts, tokenize=False)
     assert llm.chat_prompt(CONVERSATION)["prompt"] == expected
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{{ m.content }}",  # prints the list
-        "{{ m.content | tojson }}",
-        "{{ m.content + '' }}",  # raises
-        "{{ m['content'].strip() }}",
-        "{% if m.content is string %}{{ m.content }}{% endif %}",  # drops it
-        "{% if m.role == 'user' and m.content is not string %}"  # prints that of the system
-        + LOOP
-        + "{% else %}{{ m.content }}{% endif %}",
-    ],
-)
-def test_a_template_that_takes_texts_gets_them(
-    llm: LLM, content: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Parts become lines, and a missing content an empty text, for all messages alike."""
-    tokenizer = llm.get_tokenizer()
-    monkeypatch.setattr(tokenizer, "chat_template", SEVERAL.replace("%s", content))
-    contents = ["Be kind.", "Hi\nuser", "", "rain"]
-    texts = [m | {"content": text} for m, text in zip(CONVERSATION, contents, strict=True)]
-    expected = tokenizer.apply_chat_template(texts, tokenize=False)
-    assert llm.chat_prompt(CONVERSATION)["prompt"] == expected
+    assert before == CONVERSATION
 
 
 def test_a_chat_has_only_the_special_tokens_of_its_template(
@@ -278,7 +223,7 @@ def test_a_chat_has_only_the_special_tokens_of_its_template(
     processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, begin_id)])
     monkeypatch.setattr(llm.get_tokenizer().backend_tokenizer, "post_processor", processor)
     assert llm.engine.prompts.encode("Hi")[0] == begin_id
-    prompt = llm.chat_prompt([{"role": "user", "content": "Hi"}])
+    prompt = llm.chat_prompt(HI)
     assert llm.get_tokenizer().decode(prompt["prompt_token_ids"]) == prompt["prompt"]
 
 
@@ -290,9 +235,9 @@ def test_an_answer_that_was_begun(llm: LLM) -> None:
     )
     assert output.prompt.endswith("<|im_start|>assistant\nMy lord, the")
     assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt, add_special_tokens=False)
-    both = {"continue_final_message": True, "add_generation_prompt": True}
+    contradiction = {"continue_final_message": True, "add_generation_prompt": True}
     with pytest.raises(ValueError, match="continue_final_message and add_generation_prompt"):
-        llm.chat_prompt(messages, both)
+        llm.chat_prompt(messages, contradiction)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +247,6 @@ def test_an_answer_that_was_begun(llm: LLM) -> None:
         (THINKING, {"enable_thinking": False, "documents": []}, "documents"),
         ("{{ messages[0].content }}{{ messages[0]['thinking'] }}", {"thinking": True}, "thinking"),
         (THINKING, {"tokenize": True}, "tokenize"),
-        (THINKING, {"max_length": 5}, "max_length"),
         ("{{ tools }}", {"tools": [], "chat_template": THINKING}, "tools"),
     ],
 )
@@ -310,18 +254,9 @@ def test_an_option_that_the_template_does_not_use(
     llm: LLM, template: str, options: dict[str, object], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Past bug: tools were dropped without a word."""
-    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", template)
-    messages = [{"role": "user", "content": "Hi"}]
+    set_template(llm, monkeypatch, template)
     with pytest.raises(ValueError, match=f"the chat template does not use '{name}': leave it out"):
-        llm.chat(messages, GREEDY, use_tqdm=False, chat_template_kwargs=options)
-
-
-def test_tools_reach_a_template_that_uses_them(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = "{% generation %}{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}"
-    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", template + "{% endgeneration %}")
-    tools = [{"type": "function", "function": {"name": "weather"}}]
-    prompt = llm.chat_prompt([{"role": "user", "content": "Hi"}], {"tools": tools})
-    assert prompt["prompt"] == str(tools)
+        llm.chat_prompt(HI, options)
 
 
 # ── stop strings ──────────────────────────────────────────────────────────────────────────────────

@@ -89,17 +89,13 @@ def test_the_cached_blocks_stand_in_the_order_of_eviction() -> None:
     assert [snapshot.blocks[i].key for i in snapshot.cached] == keys
 
 
-def test_a_long_table_is_drawn_in_several_rows() -> None:
+def test_a_long_table_is_drawn_in_rows_and_free_blocks_in_runs() -> None:
     engine = make_engine(num_blocks=40)
-    engine.add_request("A", tokens(5, 100), SamplingParams(max_tokens=4, ignore_eos=True))
-    engine.step()
-    assert str(engine.snapshot()).count("physical block  ") == 2
-
-
-def test_free_blocks_before_used_ones() -> None:
-    engine = make_engine(num_blocks=6)
-    for name in "AB":
-        engine.add_request(name, tokens(ord(name), 3), SamplingParams(max_tokens=4, ignore_eos=True))
+    for name, num in (("A", 3), ("B", 100)):
+        engine.add_request(name, tokens(ord(name), num), SamplingParams(max_tokens=4, ignore_eos=True))
     engine.step()
     engine.abort_request("A")
-    assert str(engine.snapshot()).endswith("    0  free\n    1  ███·  B\n  2-5  free")
+    drawing = str(engine.snapshot())
+    assert drawing.count("physical block  ") == 2
+    assert "\n      0  free\n      1  ████  B\n" in drawing
+    assert drawing.endswith("\n  26-39  free")

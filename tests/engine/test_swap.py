@@ -1,41 +1,32 @@
-"""Preemption by swapping: host blocks, order, the choice of "auto", and the bytes that are moved."""
+"""Preemption by swapping: host blocks, order, and the choice of "auto"."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import pytest
 from conftest import tokens
-from fake_runner import FakeRunner
+from fake_runner import FakeRunner, fake_engine
 
-from nanopaged import LLM, EngineConfig, EngineStats, LLMEngine, RequestOutput, SamplingParams
+from nanopaged import LLM, EngineStats, LLMEngine, SamplingParams
 
-MakeEngine = Callable[..., LLMEngine]
-
-
-@pytest.fixture
-def make(config_only: Path) -> MakeEngine:
-    def make_engine(num_blocks: int = 8, num_host_blocks: int = 40, **config: object) -> LLMEngine:
-        options = {"block_size": 4, "preemption": "swap", "enable_prefix_caching": False} | config
-        runner = FakeRunner(num_blocks, options["block_size"], num_host_blocks)
-        return LLMEngine(EngineConfig(model=config_only, **options), runner)
-
-    return make_engine
+make = partial(fake_engine, num_blocks=8, num_host_blocks=40, preemption="swap", enable_prefix_caching=False)
 
 
 def params(max_tokens: int, **extra: object) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **extra)
 
 
-EARLY_AND_LATE = (("early", tokens(1, 8), 20), ("late", tokens(2, 8), 20))
-
-
-def add(engine: LLMEngine, *requests: tuple[str, list[int], int]) -> LLMEngine:
-    """Requests of name, prompt and output tokens; usually two that outgrow the pool together."""
-    for name, prompt, max_tokens in requests or EARLY_AND_LATE:
-        engine.add_request(name, prompt, params(max_tokens))
+def add(engine: LLMEngine, early: tuple[list[int], int], late: tuple[list[int], int]) -> LLMEngine:
+    """Two requests of prompt and output tokens, which outgrow the pool together."""
+    engine.add_request("early", early[0], params(early[1]))
+    engine.add_request("late", late[0], params(late[1]))
     return engine
+
+
+def add_two(engine: LLMEngine) -> LLMEngine:
+    return add(engine, early=(tokens(1, 8), 20), late=(tokens(2, 8), 20))
 
 
 def step_until(engine: LLMEngine, condition: Callable[[], bool]) -> None:
@@ -53,36 +44,35 @@ def swapped(engine: LLMEngine) -> LLMEngine:
     return engine
 
 
-def finish(engine: LLMEngine, done: dict[str, RequestOutput] | None = None) -> dict[str, RequestOutput]:
-    """To the end; the outputs in the order in which they finished, after those already in `done`."""
-    done = {} if done is None else done
+def finish(engine: LLMEngine) -> EngineStats:
+    """To the end. Then all blocks are free."""
     while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                done[output.request_id] = output
+        engine.step()
         engine.check_invariants()
     stats = engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.num_free_host_blocks == stats.num_host_blocks
-    return done
+    return stats
 
 
-def test_a_victim_is_moved_and_comes_back(make: MakeEngine) -> None:
+def test_a_victim_is_moved_and_comes_back() -> None:
     """Two requests outgrow the pool: the later goes to host memory, and returns when the earlier is done."""
-    engine = swapped(add(make()))
+    engine = swapped(add_two(make()))
+    early, late = engine.requests.values()
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting) == (1, 0)
     moved = stats.num_host_blocks - stats.num_free_host_blocks
     assert moved == stats.num_blocks_swapped_out > 0
-    done, stats = finish(engine), engine.stats()
+    stats = finish(engine)
     assert stats.num_blocks_swapped_in == stats.num_blocks_swapped_out == moved
     assert (stats.num_preemptions_swap, stats.num_preemptions_recompute) == (1, 0)
-    assert [(name, done[name].metrics.num_preemptions) for name in done] == [("early", 0), ("late", 1)]
+    assert (early.num_preemptions, late.num_preemptions) == (0, 1)
+    assert early.finish_time < late.finish_time
 
 
-def test_no_new_request_is_admitted_while_a_swapped_one_waits(make: MakeEngine) -> None:
-    engine = swapped(add(make()))
-    add(engine, ("new", tokens(3, 1), 1))  # would fit at once
+def test_no_new_request_is_admitted_while_a_swapped_one_waits() -> None:
+    engine = swapped(add_two(make()))
+    engine.add_request("new", tokens(3, 1), params(1))  # would fit immediately
     while engine.requests["late"] not in engine.scheduler.running:
         assert "new" not in [request.request_id for request in engine.scheduler.running]
         engine.step()
@@ -90,30 +80,26 @@ def test_no_new_request_is_admitted_while_a_swapped_one_waits(make: MakeEngine) 
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_full_host_pool_falls_back_to_recompute(make: MakeEngine, missing: int) -> None:
+def test_a_full_host_pool_falls_back_to_recompute(missing: int) -> None:
     """As many host blocks as the victim needs suffice; with one less it is recomputed."""
-
-    def preempted(num_host_blocks: int) -> EngineStats:
-        engine = add(make(num_host_blocks=num_host_blocks))
-        assert len(finish(engine)) == 2
-        return engine.stats()
-
-    stats = preempted(preempted(40).num_blocks_swapped_out - missing)
+    needed = finish(add_two(make())).num_blocks_swapped_out
+    stats = finish(add_two(make(num_host_blocks=needed - missing)))
     assert (stats.num_preemptions_swap, stats.num_preemptions_recompute) == (1 - missing, missing)
 
 
-def test_a_victim_that_needs_every_block_comes_back(make: MakeEngine) -> None:
+def test_a_victim_that_needs_every_block_comes_back() -> None:
     """Three blocks are on the host, and the newest token needs a fourth, of four."""
-    engine = swapped(add(make(num_blocks=4), ("early", tokens(1, 1), 4), ("late", tokens(2, 11), 5)))
+    engine = swapped(add(make(num_blocks=4), early=(tokens(1, 1), 4), late=(tokens(2, 11), 5)))
     assert engine.stats().num_blocks_swapped_out == 3
     step_until(engine, lambda: engine.stats().num_swapped == 0)
     assert engine.stats().num_used_blocks == 4
     finish(engine)
 
 
-def test_shared_blocks_move_once_and_stay_shared(make: MakeEngine) -> None:
+def test_shared_blocks_move_once_and_stay_shared() -> None:
     """Three samples share five full blocks of their prompt: five blocks are moved out, and five back."""
-    engine = add(make(num_blocks=17), ("early", tokens(1, 30), 28))
+    engine = make(num_blocks=17)
+    engine.add_request("early", tokens(1, 30), params(28))
     engine.add_request("family", tokens(2, 21), params(8, n=3))
     swapped(engine)
     family = engine.requests["family"]
@@ -128,43 +114,34 @@ def test_shared_blocks_move_once_and_stay_shared(make: MakeEngine) -> None:
     finish(engine)
 
 
-def test_a_request_whose_prompt_another_one_uses_is_swapped_whole(make: MakeEngine) -> None:
+def test_a_request_whose_prompt_another_one_uses_is_swapped_whole() -> None:
     """It comes back to blocks of its own; the other request keeps the blocks that were shared."""
     engine, prompt = make(num_blocks=14, enable_prefix_caching=True), tokens(1, 17)
-    add(engine, ("early", prompt, 28), ("late", [*prompt[:16], 50, 51], 24))
-    assert len(finish(engine)) == 2
-    stats = engine.stats()
+    stats = finish(add(engine, early=(prompt, 28), late=([*prompt[:16], 50, 51], 24)))
     assert stats.num_preemptions_swap > 0
     assert stats.num_blocks_swapped_in == stats.num_blocks_swapped_out
 
 
-def test_a_half_prefilled_victim(make: MakeEngine) -> None:
+def test_a_half_prefilled_victim() -> None:
     """Only what is computed is moved; the rest of the prompt goes on from there, not from the start."""
-    engine = add(make(num_blocks=11, max_num_batched_tokens=5), ("early", tokens(1, 4), 30))
-    engine.step()
-    late = swapped(add(engine, ("late", tokens(2, 33), 2))).requests["late"].sequences[0]
+    engine = make(num_blocks=11, max_num_batched_tokens=5)
+    late = swapped(add(engine, early=(tokens(1, 4), 30), late=(tokens(2, 33), 2))).requests["late"].live[0]
     assert 0 < late.num_computed_tokens < 33
     assert len(late.host_table) == -(-late.num_computed_tokens // 4)
-    finish(engine)
-    assert engine.stats().num_preemptions_swap == 1
+    assert finish(engine).num_preemptions_swap == 1
 
 
-@pytest.mark.parametrize("way", ["swap", "recompute"])
-def test_auto_takes_the_way_that_was_measured_to_be_cheaper(
-    make: MakeEngine, way: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_auto_takes_the_mode_that_was_measured_to_be_cheaper(
+    mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FakeRunner, "cheaper_preemption", lambda self: way)
-    engine = add(make(preemption="auto"))
-    finish(engine)
-    stats = engine.stats()
-    assert stats.preemption == way
+    monkeypatch.setattr(FakeRunner, "cheaper_preemption", lambda self: mode)
+    stats = finish(add_two(make(preemption="auto")))
+    assert stats.preemption == mode
     counts = {"swap": stats.num_preemptions_swap, "recompute": stats.num_preemptions_recompute}
-    assert {name for name, num in counts.items() if num} == {way}
+    assert {name for name, num in counts.items() if num} == {mode}
 
 
 def test_auto_measures_and_says_what_it_chose() -> None:
     assert LLM(num_blocks=64).engine.stats().preemption in ("swap", "recompute")
     assert LLM(num_blocks=64, num_host_blocks=0).engine.stats().preemption == "recompute"
-
-
-# ── the bytes ─────────────────────────────────────────────────────────────────────────────────────

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from unittest.mock import MagicMock
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -29,6 +30,7 @@ def tokenizer(llm: LLM) -> PreTrainedTokenizerBase:
 
 # Characters of one to four bytes, in scripts that a vocabulary may have as words, parts or bytes only.
 LETTERS = "ab .éßж한쀤툁漢字🙂👩\u200d\u0301"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def byte_level_tokenizer(rng: random.Random, data: bytes) -> tuple[Tokenizer, list[int]]:
@@ -55,8 +57,7 @@ def sentencepiece_tokenizer(rng: random.Random, data: bytes) -> tuple[Tokenizer,
     text = data.decode(errors="replace").replace(" ", "▁")
     letters = [letter for letter in sorted(set(text) - {"\ufffd"}) if rng.random() < 0.6]
     pairs = [a + b for a, b in pairwise(text) if {a, b} <= set(letters)]
-    names = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *letters, *pairs]
-    vocab = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    vocab = {name: i for i, name in enumerate(dict.fromkeys(["<unk>", *BYTES, "▁", *letters, *pairs]))}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     strip = [decoders.Strip(" ", 1, 0)] if rng.random() < 0.5 else []
     tokenizer.decoder = decoders.Sequence(
@@ -93,29 +94,24 @@ def drawn_outputs(num: int) -> Iterator[tuple[random.Random, Tokenizer, list[int
 
 
 def test_what_is_streamed_put_together_is_the_decode_of_all_tokens() -> None:
-    """For any vocabulary. Past bug: a token that ended one character and began the next broke the text."""
+    """For any vocabulary. Past bug: a token that ended one character and began the next broke the text.
+
+    Only what may still change is held back: half a character, or the byte tokens at the end.
+    """
     for _, tokenizer, token_ids in drawn_outputs(1500):
         detokenizer, shown = Detokenizer(tokenizer), ""
         for n in range(1, len(token_ids) + 1):
-            now = detokenizer.visible(token_ids[:n], finished=False)
+            now, end = detokenizer.visible(token_ids[:n], finished=False), n
             assert now.startswith(shown), "what was shown is taken back"
             shown = now
-        whole = tokenizer.decode(token_ids)
-        assert detokenizer.visible(token_ids, finished=True) == whole
-        assert whole.startswith(shown)
-        assert Detokenizer(tokenizer).visible(token_ids, finished=True) == whole, "asked only at the end"
-
-
-def test_only_what_may_still_change_is_held_back() -> None:
-    """Half a character, or the byte tokens at the end."""
-    for _, tokenizer, token_ids in drawn_outputs(1000):
-        detokenizer = Detokenizer(tokenizer)
-        for n in range(1, len(token_ids) + 1):
-            shown, end = detokenizer.visible(token_ids[:n], finished=False), n
             while end > 0 and tokenizer.id_to_token(token_ids[end - 1]).startswith(("<0x", "<end>")):
                 end -= 1
             settled = tokenizer.decode(token_ids[:end])
             assert shown in (settled, settled.removesuffix("\ufffd"))
+        whole = tokenizer.decode(token_ids)
+        assert whole.startswith(shown)
+        assert detokenizer.visible(token_ids, finished=True) == whole
+        assert Detokenizer(tokenizer).visible(token_ids, finished=True) == whole, "asked only at the end"
 
 
 def test_a_stop_string_cuts_the_decode_of_the_tokens_so_far() -> None:
@@ -127,7 +123,7 @@ def test_a_stop_string_cuts_the_decode_of_the_tokens_so_far() -> None:
         stop = (whole[begin : begin + rng.randint(1, 4)] or "x", rng.choice(LETTERS))
         if "\ufffd" in stop[0]:
             continue
-        detokenizer, shown = Detokenizer(tokenizer, stop), ""
+        detokenizer, shown, found = Detokenizer(tokenizer, stop), "", None
         for n in range(1, len(token_ids) + 1):
             so_far, found = tokenizer.decode(token_ids[:n]), detokenizer.find_stop(token_ids[:n])
             assert (found is not None) == any(s in so_far for s in stop)
@@ -139,14 +135,13 @@ def test_a_stop_string_cuts_the_decode_of_the_tokens_so_far() -> None:
                 assert so_far.startswith(shown + found)
                 num_stopped += 1
                 break
-        else:
-            assert detokenizer.visible(token_ids, finished=True) == whole
+        assert found is not None or detokenizer.visible(token_ids, finished=True) == whole
     assert num_stopped > 500
 
 
 def test_a_stop_string_in_byte_tokens_after_a_replacement_character() -> None:
     """Past bug: the character is a token of the vocabulary, but was taken for half of another one."""
-    names = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "\ufffd"]
+    names = ["<unk>", *BYTES, "\ufffd"]
     tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     token_ids = [257, *(1 + byte for byte in "😀END".encode())]
@@ -158,15 +153,16 @@ def test_a_stop_string_in_byte_tokens_after_a_replacement_character() -> None:
 
 def test_no_token_is_decoded_again_and_again(tokenizer: PreTrainedTokenizerBase) -> None:
     """Past bug: in a run of tokens without text, each was decoded together with all before it."""
+    backend = tokenizer.backend_tokenizer
 
     class CountingTokenizer:
         num_decoded = 0
-        get_added_tokens_decoder = tokenizer.backend_tokenizer.get_added_tokens_decoder
-        token_to_id = tokenizer.backend_tokenizer.token_to_id
+        get_added_tokens_decoder = backend.get_added_tokens_decoder
+        token_to_id = backend.token_to_id
 
         def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
             self.num_decoded += len(token_ids)
-            return tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     for token_id in (tokenizer.all_special_ids[0], tokenizer.encode("é")[0], tokenizer.encode("a")[0]):
         counting = CountingTokenizer()
@@ -174,17 +170,6 @@ def test_no_token_is_decoded_again_and_again(tokenizer: PreTrainedTokenizerBase)
         for n in range(1, 1001):
             detokenizer.find_stop([token_id] * n)
         assert counting.num_decoded < 100_000
-
-
-def test_an_unfinished_stop_string_is_held_back_and_then_released(tokenizer: PreTrainedTokenizerBase) -> None:
-    detokenizer = Detokenizer(tokenizer.backend_tokenizer, ("abcd",))
-    output = tokenizer.encode("xab")
-    for n in range(1, len(output) + 1):
-        detokenizer.find_stop(output[:n])
-    assert detokenizer.visible(output, finished=False) == "x"
-    assert detokenizer.visible(output, finished=True) == "xab"
-    output += tokenizer.encode("x")
-    assert detokenizer.visible(output, finished=False) == "xabx"
 
 
 def test_as_little_is_held_back_as_may_become_a_stop_string() -> None:
@@ -287,13 +272,14 @@ def test_two_streams_interleave(llm: LLM) -> None:
     alone = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
     states: list[list[RequestOutput]] = [[], []]
     streams = [llm.stream(prompt, params) for prompt in prompts]
-    for stream, mine in [*zip(streams, states, strict=True)] * 4:
-        mine.append(next(stream))
-    for stream, mine, text in [*zip(streams, states, alone, strict=True)][::-1]:
-        mine += stream
-        assert mine[-1].outputs[0].text == text
-        assert [state.finished for state in mine] == [False] * (len(mine) - 1) + [True]
-        for earlier, later in pairwise(mine):
+    for _ in range(4):
+        for stream, seen in zip(streams, states, strict=True):
+            seen.append(next(stream))
+    for stream, seen, text in list(zip(streams, states, alone, strict=True))[::-1]:
+        seen += stream
+        assert seen[-1].outputs[0].text == text
+        assert [state.finished for state in seen] == [False] * (len(seen) - 1) + [True]
+        for earlier, later in pairwise(seen):
             assert later.outputs[0].text.startswith(earlier.outputs[0].text)
     assert [len(state.outputs[0].token_ids) for state in states[1]] == [1, 3, 5, 7, *range(8, 31)]
     for _ in llm.stream("ROMEO:\n", params):
@@ -304,30 +290,18 @@ def test_two_streams_interleave(llm: LLM) -> None:
 
 def test_generate_serves_the_streams_that_are_open(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """They get a token in each of its steps, and its progress bar does not count them."""
-
-    class Bar:
-        def __init__(self, **options: object) -> None:
-            self.options, self.num_finished = options, 0
-            bars.append(self)
-
-        def __enter__(self) -> Bar:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-        def update(self, num: int) -> None:
-            self.num_finished += num
-
-    bars: list[Bar] = []
-    monkeypatch.setattr("nanopaged.llm.tqdm", Bar)
+    bar = MagicMock()
+    monkeypatch.setattr("nanopaged.llm.tqdm", bar)
     long, short = [llm.stream("O", SamplingParams(max_tokens=n, ignore_eos=True)) for n in (30, 3)]
     assert [len(next(stream).outputs[0].token_ids) for stream in (long, short)] == [1, 1]
     llm.generate(["ROMEO:\n", "JULIET:\n"], SamplingParams(max_tokens=10, ignore_eos=True))
+    assert bar.call_args.kwargs["total"] == 2
+    updates = bar.return_value.__enter__.return_value.update.call_args_list
+    assert sum(update.args[0] for update in updates) == 2
+    assert "disable" not in bar.call_args.kwargs
     llm.generate("ROMEO:\n", SamplingParams(max_tokens=1), use_tqdm=False)
+    assert bar.call_args.kwargs["disable"] is True
     assert len(next(long).outputs[0].token_ids) == 2 + 10 + 1 + 1
     (last,) = short
     assert (last.finished, len(last.outputs[0].token_ids)) == (True, 3)
-    assert [(bar.options["total"], bar.num_finished) for bar in bars] == [(2, 2), (1, 1)]
-    assert [bar.options.get("disable") for bar in bars] == [None, True]
     long.close()
