@@ -92,10 +92,8 @@ class Saboteur(ModelRunner):
         super().__init__(*args, **kwargs)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        self.obey("before")
-        hidden = super().forward(inputs)
-        self.obey("after")
-        return hidden
+        self.obey("step")
+        return super().forward(inputs)
 
     def obey(self, when: str) -> None:
         order = self.orders.read_text(encoding="utf-8") if self.orders.exists() else ""
@@ -171,10 +169,9 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ("before raise", r"rank 1 has failed: [^$]*Traceback[^$]*ValueError: sabotage"),
-        slow("after raise", r"rank 1 has failed: [^$]*Traceback[^$]*ValueError: sabotage"),
-        ("before die", "rank 1 has failed: .* terminated with signal SIGKILL"),
-        slow("before hang", "rank 0 failed within a step: .*imed out"),
+        ("step raise", r"rank 1 has failed: [^$]*Traceback[^$]*ValueError: sabotage"),
+        ("step die", "rank 1 has failed: .* terminated with signal SIGKILL"),
+        slow("step hang", "rank 0 failed within a step: .*imed out"),
     ],
 )
 def test_a_worker_that_fails_ends_the_engine(qwen3: Oracle, orders: Path, order: str, message: str) -> None:
@@ -222,16 +219,9 @@ def test_a_failure_of_rank_0_in_a_step_ends_the_engine(
         engine.step()
 
 
-@pytest.mark.parametrize(
-    ("order", "message"),
-    [
-        ("start raise", r"cannot start: rank 1 [^$]*ValueError: sabotage"),
-        slow("start die", "rank 1 has failed: .*SIGKILL"),
-    ],
-)
-def test_a_worker_that_cannot_start(qwen3: Oracle, orders: Path, order: str, message: str) -> None:
-    orders.write_text(order, encoding="utf-8")
-    with pytest.raises(RuntimeError, match=message):
+def test_a_worker_that_cannot_start(qwen3: Oracle, orders: Path) -> None:
+    orders.write_text("start raise", encoding="utf-8")
+    with pytest.raises(RuntimeError, match=r"cannot start: rank 1 [^$]*ValueError: sabotage"):
         sabotaged(qwen3, orders)
 
 
@@ -335,7 +325,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [None, *(i * 0.8 for i in range(8))])
+@pytest.mark.parametrize("seconds", [None, 0.0, 1.0, 2.0, 4.0, 6.0])
 def test_workers_end_when_their_engine_is_killed(
     qwen3: Oracle, tmp_path: Path, seconds: float | None
 ) -> None:
