@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from threading import Thread, get_ident
 from typing import Any
 
@@ -25,6 +26,7 @@ from fake_cuda import CUDA, FakeCuda, pretend
 from nanopaged import LLM, SamplingParams, memory
 from nanopaged import engine as engine_module
 from nanopaged import model_runner as runner_module
+from nanopaged.attention import choose_backend
 from nanopaged.attention.metadata import StepInputs
 from nanopaged.attention.triton_backend import TritonAttention
 from nanopaged.kv_cache import KVCache, KVShape
@@ -40,88 +42,39 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         yield cuda
 
 
-# ── which dtype and which backend ─────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
-    ("capability", "checkpoint", "dtype", "used", "told"),
+    ("capability", "version", "backend", "reason", "auto"),
     [
-        ((7, 5), "bfloat16", "auto", "float16", "the checkpoint is read as float16"),
-        ((7, 5), "float32", "auto", "float32", ""),
-        ((7, 5), "bfloat16", "bfloat16", "bfloat16", "dtype='float16' is faster"),
-        ((7, 5), "bfloat16", "float32", "float32", ""),
-        ((7, 0), "bfloat16", "auto", "float16", "the checkpoint is read as float16"),
-        ((8, 0), "bfloat16", "auto", "bfloat16", ""),
-        ((12, 0), "bfloat16", "auto", "bfloat16", ""),
-    ],
-)
-def test_the_dtype_on_a_gpu(
-    qwen3: Oracle,
-    cuda: FakeCuda,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capability: tuple[int, int],
-    checkpoint: str,
-    dtype: str,
-    used: str,
-    told: str,
-) -> None:
-    """A T4 (7.5) and a V100 (7.0) compute bfloat16 slowly. The T4 has Triton, neither has flash attention."""
-    change_config(monkeypatch, dtype=checkpoint)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    runner = on_cuda(qwen3, dtype=dtype, enforce_eager=True).engine.runner
-    assert runner.kv_cache.data.dtype == runner.model.norm.weight.dtype == getattr(torch, used)
-    backends = {(7, 0): "TorchAttention", (7, 5): "TritonAttention"}
-    assert type(runner.attention).__name__ == backends.get(capability, "FlashAttention")
-    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings == ([f"cuda:0 has no instructions for bfloat16: {told}"] if told else [])
-
-
-@pytest.mark.parametrize(
-    ("capability", "version", "backend", "reason"),
-    [
-        ((7, 0), "3.9.0", "triton", "8.0, or 7.5 with Triton 3.5, and cuda:0 has 7.0 with Triton 3.9.0"),
-        ((7, 5), "3.4.1", "triton", "or 7.5 with Triton 3.5, and cuda:0 has 7.5 with Triton 3.4.1"),
-        ((7, 5), "3.10.0+git5", "flash", "needs a CUDA GPU of compute capability 8.0, and this is cuda:0"),
-        ((7, 5), "3.5.0", "triton", None),
-        ((8, 0), "3.2.0", "flash", None),
+        ((7, 0), "3.9.0", "triton", "7.5 with Triton 3.5, and cuda:0 has 7.0 with Triton 3.9.0", "torch"),
+        ((7, 5), "3.4.1", "triton", "7.5 with Triton 3.5, and cuda:0 has 7.5 with Triton 3.4.1", "torch"),
+        ((7, 5), "3.10.0+git5", "flash", "compute capability 8.0, and this is cuda:0", "triton"),
+        ((7, 5), "3.5.0", "flash", "compute capability 8.0, and this is cuda:0", "triton"),
+        ((8, 0), "3.2.0", "reference", None, "flash"),
     ],
 )
 def test_kernels_need_turing(
-    qwen3: Oracle,
     cuda: FakeCuda,
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     version: str,
     backend: str,
     reason: str | None,
+    auto: str,
 ) -> None:
-    """Where they cannot run they are refused with the reason, and "auto" stores and copies without them."""
+    """Where they cannot run they are refused with the reason, and "auto" takes the next ones."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr("triton.__version__", version)
+    shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.float16)
+    assert choose_backend("auto", CUDA, shape) == auto
     if reason is not None:
         message = f"'{backend}' cannot run here: .*{re.escape(reason)}; 'auto' picks another"
         with pytest.raises(ValueError, match=message):
-            on_cuda(qwen3, dtype="float16", attention_backend=backend)
-    llm = on_cuda(qwen3, dtype="float16", enforce_eager=True)
-    run(cuda, llm, [7], SamplingParams(n=3, max_tokens=3))
-    assert llm.engine.stats().num_blocks_copied > 0
-    kernels = {name for name in cuda.launched if name.endswith("_kernel")}
-    runs = backend == "flash" or reason is None
-    assert {"store_kernel", "decode_kernel"} <= kernels if runs else not kernels
+            choose_backend(backend, CUDA, shape)
 
 
 # ── the engine on it ──────────────────────────────────────────────────────────────────────────────
 
 Steps = list[list[tuple[str, str]]]  # the events of each
-
-
-def change_config(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
-    """Of every checkpoint that is read."""
-    read = engine_module.read_model_config
-    monkeypatch.setattr(
-        engine_module, "read_model_config", lambda folder: dataclasses.replace(read(folder), **changes)
-    )
 
 
 def on_cuda(oracle: Oracle, **options: object) -> LLM:
@@ -184,7 +137,9 @@ def test_a_step_waits_for_the_tokens_alone(
 
     monkeypatch.setattr(runner_module, "prepare", watched)
     if backend == "flash":  # which needs a head_dim that is a multiple of 8
-        change_config(monkeypatch, head_dim=16)
+        read = engine_module.read_model_config
+        wide = partial(dataclasses.replace, head_dim=16)
+        monkeypatch.setattr(engine_module, "read_model_config", lambda folder: wide(read(folder)))
     llm = on_cuda(oracle, attention_backend=backend, dtype=dtype, enforce_eager=enforce_eager)
     params = SamplingParams(max_tokens=2)
     steps = run(cuda, llm, [20], params) + run(cuda, llm, [5, 20], params)

@@ -64,29 +64,35 @@ def test_dtypes(oracle: Oracle, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "has_compiler", "asked", "expected", "warning"),
+    ("machine", "checkpoint", "asked", "expected", "told"),
     [
-        ("AVX2", False, "auto", torch.float32, "the checkpoint is read as float32"),
-        ("AVX2", False, "bfloat16", torch.bfloat16, "dtype='float32' is faster"),
-        ("AVX2", True, "auto", torch.bfloat16, None),
-        ("AVX512", False, "auto", torch.bfloat16, None),
+        ("AVX2", "bfloat16", "auto", torch.float32, "the checkpoint is read as float32"),
+        ("AVX2", "bfloat16", "bfloat16", torch.bfloat16, "dtype='float32' is faster"),
+        ("AVX2 and a compiler", "bfloat16", "auto", torch.bfloat16, None),
+        ("AVX512", "bfloat16", "auto", torch.bfloat16, None),
+        ((7, 5), "bfloat16", "auto", torch.float16, "the checkpoint is read as float16"),
+        ((7, 5), "float32", "auto", torch.float32, None),
+        ((7, 5), "bfloat16", "bfloat16", torch.bfloat16, "dtype='float16' is faster"),
+        ((7, 5), "bfloat16", "float32", torch.float32, None),
+        ((8, 0), "bfloat16", "auto", torch.bfloat16, None),
     ],
 )
-def test_bfloat16_where_the_cpu_is_slow(
-    capability: str,
-    has_compiler: bool,
+def test_bfloat16_where_it_is_slow(
+    machine: str | tuple[int, int],
+    checkpoint: str,
     asked: str,
     expected: torch.dtype,
-    warning: str | None,
+    told: str | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """PyTorch has no fast bfloat16 without AVX-512; the C++ kernels have."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(build, "can_build_or_load", lambda: has_compiler)
-    dtype = pick_dtype(EngineConfig(dtype=asked), "bfloat16", torch.device("cpu"))
-    assert dtype == expected
-    assert caplog.messages == ([f"cpu has no instructions for bfloat16: {warning}"] if warning else [])
+    """PyTorch has no fast bfloat16 without AVX-512; the C++ kernels have. A T4 (7.5) has none."""
+    device = torch.device("cpu" if isinstance(machine, str) else "cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: machine)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: machine.split()[0])
+    monkeypatch.setattr(build, "can_build_or_load", lambda: "compiler" in machine)
+    assert pick_dtype(EngineConfig(dtype=asked), checkpoint, device) == expected
+    assert caplog.messages == ([f"{device} has no instructions for bfloat16: {told}"] if told else [])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
