@@ -12,7 +12,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from numbers import Integral
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +44,7 @@ class FakeCuda(TorchDispatchMode):
         events: (what, where) in order. What: "send" and "fetch" of pinned memory, which are asynchronous,
             "blocking send", "wait", "launch" of a Triton kernel, "capture" and "replay". Where: the file and
             function of the package, or the kernel.
-        launched: the names of all kernels a GPU would run, those behind PyTorch's operations included.
+        launched: the names of all kernels and of PyTorch's operations on the device.
     """
 
     def __init__(self) -> None:
@@ -78,19 +77,19 @@ class FakeCuda(TorchDispatchMode):
             if isinstance(tensor, FakeTensor):
                 tensor.constant = None  # known numbers would be sent to a real GPU
         out = func(*args, **kwargs)
-        got = _tensors(out)
         if kwargs.get("pin_memory"):
             self._pin(out)
         host = [tensor for tensor in given if not tensor.is_cuda]
-        if not any(tensor.is_cuda for tensor in given + got):
+        if not any(tensor.is_cuda for tensor in given + _tensors(out)):
             return out
         assert not self.capturing or not host, f"{func} reads {host} of the host, while a graph is captured"
-        if name in ("to", "_to_copy", "copy_") and (host or not got[0].is_cuda):
-            self._copied(func, args, kwargs, *(args[:2] if name == "copy_" else (got[0], args[0])))
+        if name in ("to", "_to_copy", "copy_") and (host or not out.is_cuda):
+            src = args[1] if name == "copy_" else args[0]
+            self._copied(func, args, kwargs, out, src)
             return out
         # A single number of the host is an argument of the kernel.
         assert all(tensor.dim() == 0 for tensor in host), f"{func} mixes {host} of the host with the device's"
-        self._launched(name, func, args, given, got)
+        self.launched.append(name)
         return out
 
     def _copied(self, func: Any, args: tuple, kwargs: dict[str, Any], dst: Tensor, src: Tensor) -> None:
@@ -105,18 +104,6 @@ class FakeCuda(TorchDispatchMode):
         else:
             self.note("send" if at_once else "blocking send")
 
-    def _launched(self, name: str, func: Any, args: tuple, given: list[Tensor], got: list[Tensor]) -> None:
-        """Note a kernel, unless the operation only allocates memory or looks at it in another way."""
-        storages = set(map(_storage, given))
-        changes_or_makes = func._schema.is_mutable or any(_storage(tensor) not in storages for tensor in got)
-        if not changes_or_makes or name.startswith(("empty", "new_empty")):
-            return
-        if name == "copy_" and _layout(args[0]) == _layout(args[1]):
-            return  # x[:, :2] *= y ends with this; PyTorch notices that it is the same memory
-        if name == "rms_norm" and not args[0].is_contiguous():
-            self.launched.append("clone")  # its kernel wants the rows end to end
-        self.launched.append(name)
-
     def _pin(self, tensor: Tensor) -> Tensor:
         self.pinned[_storage(tensor)] = tensor.untyped_storage()
         return tensor
@@ -126,21 +113,21 @@ class FakeCuda(TorchDispatchMode):
     def getitem(self, tensor: Tensor, index: object) -> Tensor:
         if not tensor.is_cuda:
             return torch.Tensor.__getitem__(tensor, index)
-        view, indices = _index(tensor, index)
-        return torch.ops.aten.index(view, indices) if indices else view
+        indices = _indices(index)
+        return torch.ops.aten.index(tensor, indices) if indices else _view(tensor, index)
 
     def setitem(self, tensor: Tensor, index: object, value: object) -> None:
         if not tensor.is_cuda:
             torch.Tensor.__setitem__(tensor, index, value)
             return
-        view, indices = _index(tensor, index)
+        indices = _indices(index)
         if indices:
             assert isinstance(value, Tensor), "a number to be put at indices is sent first, which waits"
-            torch.ops.aten.index_put_(view, indices, value)
+            torch.ops.aten.index_put_(tensor, indices, value)
         elif isinstance(value, Tensor):
-            self.copy_(view, value)
+            self.copy_(_view(tensor, index), value)
         else:
-            view.fill_(value)
+            _view(tensor, index).fill_(value)
 
     def copy_(self, tensor: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
         return torch.ops.aten.copy_(tensor, src, non_blocking)
@@ -173,10 +160,6 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
 def _where() -> str:
     """The innermost running function of the package, leaving out `to_device` and comprehensions."""
     frame = sys._getframe(1)
@@ -189,30 +172,25 @@ def _where() -> str:
     return "a test"
 
 
-def _index(tensor: Tensor, index: object) -> tuple[Tensor, list[Tensor | None]]:
-    """What numbers and slices leave of it, and the tensors by which that is still to be indexed."""
-    index = list(index) if isinstance(index, tuple) else [index]
-    for at, i in enumerate(index):
-        if i is Ellipsis:
-            index[at : at + 1] = [slice(None)] * (tensor.dim() + 1 - sum(j is not None for j in index))
-            break
-    view, dim, indices = tensor, 0, []
-    for i in index:
-        if isinstance(i, Integral):
-            view = view.select(dim, int(i))
-            continue
-        if i is None:
-            view = view.unsqueeze(dim)
-        elif isinstance(i, slice):
-            if i != slice(None):
-                view = torch.ops.aten.slice(view, dim, i.start, i.stop, i.step or 1)
+def _view(tensor: Tensor, index: object) -> Tensor:
+    """What numbers and slices leave of it."""
+    view = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")[index]
+    return tensor.as_strided(view.shape, view.stride(), tensor.storage_offset() + view.storage_offset())
+
+
+def _indices(index: object) -> list[Tensor | None]:
+    """The tensors among the parts of an index, and None for a whole dimension; [] if there are none."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    assert not any(isinstance(part, list | np.ndarray) for part in parts), "a list is sent first, which waits"
+    if not any(isinstance(part, Tensor) for part in parts):
+        return []
+    for part in parts:
+        if isinstance(part, Tensor):
+            assert part.is_cuda, "an index of the host is sent first, which waits"
+            assert part.dtype != torch.bool, "how many a mask selects has to be asked, which waits"
         else:
-            assert isinstance(i, Tensor), f"an index that is a {type(i).__name__} is sent first, which waits"
-            assert i.is_cuda, "an index of the host is sent first, which waits"
-            assert i.dtype != torch.bool, "how many a mask selects has to be asked, which waits"
-            indices += [None] * (dim - len(indices)) + [i]
-        dim += 1
-    return view, indices
+            assert part == slice(None), f"not taken by this fake: {index}"
+    return [part if isinstance(part, Tensor) else None for part in parts]
 
 
 class Launcher:
@@ -249,15 +227,11 @@ def fake_varlen(cuda: FakeCuda) -> Callable[..., Tensor]:
         assert all(t.is_cuda for t in (q, k, v, cu_q, cu_k))
         assert q.dtype == k.dtype == v.dtype
         assert q.dtype in (torch.float16, torch.bfloat16)
-        assert k.shape == v.shape == (len(k), k.shape[1], q.shape[2])
+        assert k.shape == v.shape
         assert q.shape[1] % k.shape[1] == q.shape[2] % 8 == 0
-        assert q.stride(2) == k.stride(2) == v.stride(2) == 1
         assert cu_q.dtype == cu_k.dtype == torch.int32
         assert cu_q.shape == cu_k.shape
-        assert type(max_q) is type(max_k) is int
         assert 0 < max_q <= max_k <= len(k)
-        assert max_q <= len(q)
-        assert type(softmax_scale) is float
         cuda.note("launch", "varlen")
         cuda.launched.append("varlen")
         return torch.empty_like(q)

@@ -1,10 +1,8 @@
 """Python programs that the tests run, without the seconds in which each would import torch and transformers.
 
-`run_program` does what `subprocess.run` does. On Linux, a process that has imported the libraries waits for
-programs. It forks for each, and the child becomes the program: with a folder, environment, `sys.argv`,
-`sys.path`, `__main__`, output, exit status and process group of its own. The process that waits has not
-imported nanopaged, which a program takes from its own copy of the repository. test_programs.py compares both
-ways.
+On Linux, a process that has imported the libraries waits for programs. It forks for each, and the child
+becomes the program: with a folder, environment, arguments and output of its own. It has not imported
+nanopaged, which a program takes from its own copy of the repository.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import json
 import os
 import re
 import runpy
-import select
 import shlex
 import signal
 import subprocess
@@ -44,8 +41,8 @@ Done = subprocess.CompletedProcess[str]
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a reader, in which programs print the same on every machine."""
     # On a CI server (CI, BUILD_NUMBER) pytest does not shorten its summary to the width of the screen.
-    not_theirs = {"TRITON_INTERPRET", "CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "PYTHONPATH"}
-    inherited = {name: value for name, value in INHERITED.items() if name not in not_theirs}
+    left_out = {"TRITON_INTERPRET", "CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "PYTHONPATH"}
+    inherited = {name: value for name, value in INHERITED.items() if name not in left_out}
     paths = [str(Path(sys.executable).parent), inherited.get("PATH", "")]
     return inherited | {
         "PATH": os.pathsep.join(paths),
@@ -76,9 +73,19 @@ def run_program(arguments: list[str], folder: Path, env: dict[str, str], timeout
     """
     given = {name: value for name, value in env.items() if name not in MAY_DIFFER}
     understood = arguments[0] in ("-m", "-c") or not arguments[0].startswith("-")
-    if sys.platform == "linux" and understood and given == _environment_of_the_waiting_process():
-        return _run_fork(arguments, folder, env, timeout)
-    return run_process([sys.executable, *arguments], folder, env, timeout)
+    if sys.platform != "linux" or not understood or given != _environment_of_the_waiting_process():
+        return run_process([sys.executable, *arguments], folder, env, timeout)
+    waiting = _waiting_process()
+    with tempfile.TemporaryDirectory() as name:
+        files = [os.devnull, str(Path(name, "stdout")), str(Path(name, "stderr"))]
+        program = {"arguments": arguments, "folder": str(folder), "env": env, "files": files}
+        line = json.dumps(program | {"timeout": timeout}, default=str)
+        waiting.stdin.write(line.encode() + b"\n")
+        status = int(waiting.stdout.readline())
+        if status == -signal.SIGALRM:
+            raise subprocess.TimeoutExpired(arguments, timeout)
+        stdout, stderr = (Path(file).read_text(encoding="utf-8") for file in files[1:])
+    return subprocess.CompletedProcess(arguments, status, stdout, stderr)
 
 
 def run_process(command: str | list[str], folder: Path, env: dict[str, str], timeout: float = 300) -> Done:
@@ -118,33 +125,14 @@ def _waiting_process() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,
-        start_new_session=True,  # Ctrl-C is for pytest, which kills the program
+        start_new_session=True,
     )
-    atexit.register(process.communicate)  # it ends when its stdin does
+    atexit.register(os.killpg, process.pid, signal.SIGKILL)  # with a program that a Ctrl-C has left behind
     return process
 
 
-def _run_fork(arguments: list[str], folder: Path, env: dict[str, str], timeout: float) -> Done:
-    waiting = _waiting_process()
-    with tempfile.TemporaryDirectory() as name:
-        files = [os.devnull, *(str(Path(name) / stream) for stream in ("stdout", "stderr"))]
-        program = {"arguments": arguments, "folder": str(folder), "environment": env, "files": files}
-        waiting.stdin.write(json.dumps(program, default=str).encode() + b"\n")
-        pid = int(waiting.stdout.readline())
-        try:
-            if not select.select([waiting.stdout], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired([sys.executable, *arguments], timeout)
-        except BaseException:
-            os.killpg(pid, signal.SIGKILL)
-            waiting.stdout.readline()
-            raise
-        status = int(waiting.stdout.readline())
-        stdout, stderr = (Path(file).read_text(encoding="utf-8") for file in files[1:])
-    return subprocess.CompletedProcess([sys.executable, *arguments], status, stdout, stderr)
-
-
 def wait_for_programs() -> None:
-    """Fork for each line of stdin; say the child's pid, and later its exit status, on stdout."""
+    """Fork for each line of stdin; say the child's exit status on stdout."""
     for name in LIBRARIES:
         with suppress(ImportError):
             importlib.import_module(name)
@@ -152,24 +140,22 @@ def wait_for_programs() -> None:
     while line := sys.stdin.readline():
         pid = os.fork()
         if pid == 0:
-            os.setpgid(0, 0)
             _become(**json.loads(line))
-        os.setpgid(pid, pid)  # here too, since the child may not have got so far when it is killed
-        print(pid, flush=True)
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
-def _become(arguments: list[str], folder: str, environment: dict[str, str], files: list[str]) -> None:
+def _become(arguments: list[str], folder: str, env: dict[str, str], files: list[str], timeout: float) -> None:
     """Run the program in this process, and end it."""
+    signal.setitimer(signal.ITIMER_REAL, timeout)  # SIGALRM kills it
     for descriptor, file in enumerate(files):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), descriptor)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (the old one has been read from)
     os.chdir(folder)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(env)
     del sys.path[0]  # the folder of this file
-    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     status = 0
     try:
         _run_main(arguments)
@@ -190,7 +176,7 @@ def _become(arguments: list[str], folder: str, environment: dict[str, str], file
 
 def _run_main(arguments: list[str]) -> None:
     """What `python arguments…` does with its arguments: `-m module …`, `-c code …` or `file …`."""
-    main = sys.modules["__main__"] = ModuleType("__main__")
+    sys.argv = arguments
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())
@@ -198,13 +184,11 @@ def _run_main(arguments: list[str]) -> None:
     elif arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         sys.path.insert(0, "")
+        main = sys.modules["__main__"] = ModuleType("__main__")
         exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
     else:
-        sys.argv = arguments
-        file = Path(arguments[0]).absolute()
-        sys.path.insert(0, str(file.resolve().parent))
-        main.__file__ = str(file)
-        exec(compile(file.read_bytes(), main.__file__, "exec"), main.__dict__)
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":

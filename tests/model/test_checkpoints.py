@@ -1,12 +1,15 @@
 """A table of checkpoints: for each, the loader answers as transformers does, or with one error.
 
 A row is a list of changes to a small random checkpoint. In `REFUSED` the pattern of the error follows.
+test_weights.py has models and files that differ by more than a few changes.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.model.checkpoint import TINY_MODEL, read_eos_token_ids
+from nanopaged.model.model_config import read_model_config
 
 Step = Callable[[Path], object]
 A, B = "a.safetensors", "b.safetensors"
@@ -82,9 +86,32 @@ def write(folder: Path, file: str, contents: str | None) -> None:
 
 
 @step
+def model(folder: Path, family: str, **changes: object) -> None:
+    """Put another model in the place of the Llama."""
+    make_checkpoint(family, folder, **changes)
+
+
+@step
 def make_folder(folder: Path, name: str) -> None:
     (folder / name).unlink()
     (folder / name).mkdir()
+
+
+@step
+def make_pipe(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+
+
+@step
+def link(folder: Path, name: str, to: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(to)
+
+
+def tiny(folder: Path) -> None:
+    """Put the tiny model in the place of the Llama."""
+    shutil.copytree(TINY_MODEL, folder, dirs_exist_ok=True)
 
 
 # ── the tables ────────────────────────────────────────────────────────────────────────────────────
@@ -96,6 +123,10 @@ NO_HEAD, NO_EMBEDDING = weights(lambda t: t.pop(HEAD)), weights(lambda t: t.pop(
 COPY = weights(lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
 MILLION = entries(rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+QWEN3 = model("qwen3")
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "layer_types": None}
+HALF_A_WINDOW = WINDOW | {"layer_types": ["full_attention", "sliding_attention"]}
+NULLS = {"num_key_value_heads": None, "head_dim": None}
 ROPE_4 = {"type": "llama3"} | {name: LLAMA3_ROPE[name] for name in list(LLAMA3_ROPE)[2:]}
 
 
@@ -147,6 +178,14 @@ AS_TRANSFORMERS = {
     "an end in config.json alone": [entries(GENERATION, eos_token_id=...), entries(eos_token_id=13)],
     "an end in config.json beside null": [entries(GENERATION, eos_token_id=None), entries(eos_token_id=13)],
     "no end": [write(GENERATION, None), entries(eos_token_id=...)],
+    # other models
+    "the tiny model": [tiny],
+    "biases everywhere": [model("llama", attention_bias=True, mlp_bias=True)],
+    "biases of a Qwen2": [model("qwen2"), entries(attention_bias=True)],
+    "biases of a Qwen2 that says it has none": [model("qwen2"), entries(attention_bias=False)],
+    "sizes that are worked out": [model("llama", num_key_value_heads=6, head_dim=8), entries(**NULLS)],
+    "a window from layer 2 on, of two layers": [QWEN3, entries(**WINDOW)],
+    "a window that is not used": [QWEN3, entries(**WINDOW | {"use_sliding_window": False})],
 }
 
 ADDED = {"content": "ROMEO", "special": True}
@@ -176,6 +215,7 @@ TOKENIZERS = {
 ODD = f"{FREQUENCIES} in .* is not what config.json says, with rope_theta "
 TEXT = "the tokenizer in .* cannot be read: "
 SLOW = f"{TEXT}.*backend_tokenizer.* must run on the tokenizers library"
+
 REFUSED = {
     "a missing weight": (weights(lambda t: t.pop(NORM)), f"config.json; missing: {NORM}; unexpected"),
     "an unknown weight": (put("sinks", RAMP), "config.json; missing: ; unexpected: sinks"),
@@ -183,8 +223,6 @@ REFUSED = {
     "a missing shard": (shards(), write(B, None), f"{B} is no file: convert the weights"),
     "half a file": (lambda folder: os.truncate(folder / WEIGHTS, 9999), f"{WEIGHTS} is broken or cut short"),
     "a folder": (make_folder(WEIGHTS), f"{WEIGHTS} is no file: convert the weights"),
-    "another file": (entries(transformers_weights=B), f"transformers_weights '{B}', but only None"),
-    "another config": (entries(configuration_files=["x"]), "configuration_files .'x'., but only None"),
     "a head that does not fit": (TIED, put(HEAD, RAMP), rf"{HEAD} is F32 \[48\], .* \[97, 48\]"),
     "a head of another model": (put(f"draft.{HEAD}", RAMP), f"config.json; .*unexpected: draft.{HEAD}"),
     "tied, without embedding": (TIED, NO_EMBEDDING, f"config.json; missing: {EMBEDDING}"),
@@ -192,14 +230,54 @@ REFUSED = {
     "another theta": (entries(rope_parameters=ROPE), put(FREQUENCIES, frequencies(1e4)), f"{ODD}500"),
     "another scaling": (put(FREQUENCIES, frequencies(1e4)), f"{ODD}10000.* scaling .*'factor': 8"),
     "three frequencies": (put(FREQUENCIES, torch.ones(3)), ODD),
-    "a length of -1": (entries(original_max_position_embeddings=-1), "_embeddings -1, but only a fin"),
     "NaN": (put(NORM, (-RAMP).log()), f"{NORM} is not finite in torch.float32"),
     "infinity": (put(NORM, RAMP / 0), f"{NORM} is not finite in torch.float32"),
+    "a head_dim that is worked out": (entries(hidden_size=6, **NULLS), "'head_dim': 1}"),
+    "control characters in a name": (put("\x1b]0;title\x07\n", RAMP), "unexpected: .*title"),
+    "control characters in a config": (entries(dtype="\x1b[31m\n"), "config.json"),
     "too large": (put(NORM, RAMP * 1e5), entries(dtype="float16"), f"{NORM} is not finite in torch.float16"),
     "no family": (write("config.json", "{}"), "model_type None, but only llama or qwen2 or qwen3"),
+    "another family": (QWEN3, entries(model_type="llama"), "unexpected: .*q_norm"),
     "a slow tokenizer": (entries(TOKENIZER, tokenizer_class="ByT5Tokenizer"), SLOW),
     "a tokenizer that is a folder": (make_folder("tokenizer.json"), TEXT),
+    "a window": (QWEN3, entries(**WINDOW | {"max_window_layers": 1}), "sliding_attention"),
+    "a window in layers": (QWEN3, entries(**HALF_A_WINDOW), "sliding_attention"),
+    # The class of a Llama knows no such field, but transformers' cache drops what lies before the window.
+    "a window of a Llama": (entries(**WINDOW), "sliding_window 4"),
+    "chunks": (QWEN3, entries(layer_types=["chunked_attention"] * 2), "chunked_attention"),
 }
+CONFIGS: dict[str, dict[str, object]] = {  # the pattern of the error → what config.json of a Qwen3 says
+    "model_type 'gpt2', but only llama or qwen2 or qwen3 is supported": {"model_type": "gpt2"},
+    "model_type .'qwen3'., but only": {"model_type": ["qwen3"]},
+    "gelu": {"hidden_act": "gelu"},
+    "quantization_config .*awq": {"quantization_config": {"quant_method": "awq"}},
+    "num_hidden_layers 10000000, but must have at most 1000": {"num_hidden_layers": 10**7},
+    "'num_heads': 0.*, but only sizes above 0": {"num_attention_heads": 0},
+    "num_heads a multiple of num_kv_heads": {"num_key_value_heads": 4},
+    "head_dim": {"head_dim": 15},
+    "'hidden_size' expected int": {"hidden_size": 48.0},
+    "vocab_size=16777216, hidden_size=16777216": {"vocab_size": 1 << 24, "hidden_size": 1 << 24},
+    "rope_type 'yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+    "dynamic": {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "rope": {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+    "full_attention .*, but only None": {"rope_parameters": {"full_attention": ROPE}},
+    "partial_rotary_factor 0.5": {"partial_rotary_factor": 0.5},
+    r"low_freq_factor 4\.0, but only a number below high_freq_factor, 4\.0": {
+        "rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4.0}
+    },
+    "_embeddings -1, but only a fin": {"original_max_position_embeddings": -1},
+    "is_causal False": {"is_causal": False},
+    "per_layer_config": {"per_layer_config": {"1": {"rms_norm_eps": 0.1}}},
+    "dtype 'float64'": {"dtype": "float64"},
+    "auto": {"dtype": "auto"},
+    # Newer transformers checks the type; to older ones it is a model whose biases are missing.
+    "config.json cannot be used: .*'attention_bias'|missing: .*k_proj.bias": {"attention_bias": "yes"},
+    f"transformers_weights '{B}', but only None": {"transformers_weights": B},
+    "configuration_files .'x'., but only None": {"configuration_files": ["x"]},
+}
+for pattern, changes in CONFIGS.items():
+    REFUSED[pattern] = (QWEN3, entries(**changes), pattern)
 # Quantised weights without a quantization_config would be read as numbers that they are not.
 for dtype in (F64, torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
     REFUSED[f"{dtype}"] = (cast(dtype, NORM), f"{NORM} is .*, but must be F32, F16 or BF16")
@@ -214,21 +292,45 @@ for value in ("x", [], {}, [1]):
 for name in ("fast_tokenizer_files", "gguf_file", "init_inputs", "merges", "vocab"):
     change = entries(TOKENIZER, **{name: ["../outside/tokenizer.4.0.0.json"]})
     REFUSED[name] = (*VOCABULARY, QWEN2, change, f"{TOKENIZER} in .* has {name}, by which files outside")
+# A pipe would be waited for, and /dev/zero never ends.
+for file in ("config.json", "tokenizer.json", WEIGHTS, GENERATION) if hasattr(os, "mkfifo") else ():
+    no_file = f"{file} is (neither a file nor a folder|no file: convert)"
+    REFUSED[f"{file} is a pipe"] = (make_pipe(file), no_file)
+    REFUSED[f"{file} is a device"] = (link(file, "/dev/zero"), no_file)
+# transformers has more to say of some of these in config.json.
+for eos in ("7", ["7"], -1, True, 7.0, math.nan, {"a": 1}, [[7]], [7, None]):
+    shown = re.escape(str(eos))
+    no_ids = rf"generation_config\.json has eos_token_id .*{shown}.*, but token ids are"
+    REFUSED[f"eos {eos}"] = (entries(GENERATION, eos_token_id=eos), no_ids)
+    change = (write(GENERATION, None), entries(eos_token_id=eos))
+    REFUSED[f"eos {eos} in config.json"] = (*change, rf"/config\.json .*eos_token_id.*{shown}")
 
 # ── the rows are held to transformers, or to an error ─────────────────────────────────────────────
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    make_checkpoint("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def folder(llama: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint, to be changed."""
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
 @pytest.mark.parametrize("row", AS_TRANSFORMERS)
 @torch.inference_mode()
-def test_a_checkpoint(row: str, tmp_path: Path) -> None:
+def test_a_checkpoint(row: str, folder: Path) -> None:
     """The dtype, and the greedy tokens in float32."""
-    make_checkpoint("llama", tmp_path)
     for change in AS_TRANSFORMERS[row]:
-        change(tmp_path)
-    llm = LLM(tmp_path, num_blocks=32)
-    assert llm.engine.runner.dtype == AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype
-    llm = LLM(tmp_path, num_blocks=32, dtype="float32")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=F32, attn_implementation="eager").eval()
+        change(folder)
+    dtype = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype
+    assert read_model_config(folder).dtype == str(dtype).removeprefix("torch.")
+    llm = LLM(folder, num_blocks=32, dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=F32, attn_implementation="eager").eval()
     prompts = random_prompts(3, seed=1)
     params = SamplingParams(temperature=0, max_tokens=8)
     for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
@@ -255,15 +357,40 @@ def test_a_tokenizer(row: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", REFUSED)
-def test_a_checkpoint_that_is_refused(row: str, tmp_path: Path) -> None:
-    make_checkpoint("llama", tmp_path)
+def test_a_checkpoint_that_is_refused(row: str, folder: Path) -> None:
     for file in ("tokenizer.json", TOKENIZER):
-        shutil.copy(TINY_MODEL / file, tmp_path)
+        shutil.copy(TINY_MODEL / file, folder)
     *changes, error = REFUSED[row]
     for change in changes:
-        change(tmp_path)
-    with pytest.raises((ValueError, FileNotFoundError), match=error):
-        LLM(tmp_path, num_blocks=8)
+        change(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=error) as raised:
+        LLM(folder, num_blocks=8)
+    assert "\x1b" not in str(raised.value), "it could move the cursor of a terminal, or set its title"
+
+
+NO_NUMBERS = (None, math.nan, math.inf, -1.0, 0, 0.0, "1e4", True, [1.0], 10**400)
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda value: str(value)[:6])
+@pytest.mark.parametrize("name", ["rms_norm_eps", *list(LLAMA3_ROPE)[1:]])
+def test_numbers_that_cannot_be_computed_with(folder: Path, name: str, value: object) -> None:
+    """In each place of rope's numbers. transformers refuses some when it reads them, and others never."""
+    number = re.escape(repr(value))
+    message = (
+        rf"config\.json (has {name} {number}, but only a finite|cannot be used: .*{name}'.* {number}[,)}}])"
+    )
+    rope = LLAMA3_ROPE | {name: value}
+    edits: list[dict[str, object]] = [{"rope_parameters": rope}, {"rope_scaling": rope}]
+    if name == "rms_norm_eps":
+        edits = [{name: value}]
+    if name == "rope_theta":
+        edits += [{"rope_parameters": {"rope_type": "default", name: value}}]
+        edits += [{"rope_parameters": None, name: value}]
+    original = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for edit in edits:
+        write("config.json", json.dumps(original | edit))(folder)
+        with pytest.raises(ValueError, match=message):
+            read_model_config(folder)
 
 
 OUTSIDE = [f"../model/{A}", f"{{}}/{A}", f"inside/{A}", f"inside/../{A}"]
@@ -271,10 +398,8 @@ NO_FILES = ["x" * 300, "no\0name", "..", "", 5, None, [A], {A: 5}]
 
 
 @pytest.mark.parametrize("name", [*OUTSIDE, *NO_FILES], ids=lambda name: repr(name)[:30])
-def test_an_index_lists_only_files_of_its_folder(name: object, tmp_path: Path) -> None:
+def test_an_index_lists_only_files_of_its_folder(name: object, folder: Path) -> None:
     """Even where the name leads to a file, because a folder in it may be a link to elsewhere."""
-    folder = tmp_path / "model"
-    make_checkpoint("llama", folder)
     message = "is no file: convert"
     if name in OUTSIDE:
         name = str(name).format(folder)

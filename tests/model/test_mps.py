@@ -1,74 +1,35 @@
-"""Apple's GPU, on a Mac; elsewhere the fake device of `fake_mps.py`, which refuses what MPS cannot do."""
+"""Apple's GPU, on a Mac; elsewhere, whether PyTorch has a kernel for it of each operator that is used there.
+
+What is not known without a Mac is which dtypes and shapes each Metal kernel takes, and how exact it is.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torchgen
 from conftest import MAX_MODEL_LEN, Oracle, random_prompts, tokens
-from fake_mps import MPS, FakeMps, pretend
 from serving import KINDS, tokens_of
-from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.attention import choose_backend
+from nanopaged.kv_cache import KVShape
+from nanopaged.model.decoder import Model
+from nanopaged.model_runner import ModelRunner
 
 REAL = torch.backends.mps.is_available()
-
-
-@pytest.fixture
-def mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMps]:
-    """The fake device."""
-    if REAL:
-        pytest.skip("there is a real Apple GPU")
-    with pretend(monkeypatch) as mps:
-        yield mps
-
-
-@pytest.fixture
-def apple(request: pytest.FixtureRequest) -> None:
-    """Apple's GPU where there is one, else the fake device."""
-    if not REAL:
-        request.getfixturevalue("mps")
-
-
-# ── the fake itself ───────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        (lambda x, host: x.double(), "float64"),
-        (lambda x, host: host.double().to(MPS), "float64"),
-        (lambda x, host: torch.linalg.eig(x), "no kernel for MPS"),
-        (lambda x, host: x + host, "mixes"),
-        (lambda x, host: x[host.long()], "an index of the host"),
-        (lambda x, host: x.__setitem__(0, host), "a value of the host"),
-        (lambda x, host: host.to(MPS, non_blocking=True), "does not wait"),
-        (lambda x, host: x.to("cpu", non_blocking=True), "does not wait"),
-        (lambda x, host: host.copy_(x, non_blocking=True), "does not wait"),
-        (lambda x, host: torch.empty(3, pin_memory=True), "pinned"),
-    ],
-)
-def test_the_fake_refuses(mps: FakeMps, wrong: Callable[[Tensor, Tensor], object], reason: str) -> None:
-    with pytest.raises(AssertionError, match=reason):
-        wrong(torch.zeros(3, 3).to(MPS), torch.zeros(3, 3))
-
-
-def test_the_fake_computes(mps: FakeMps) -> None:
-    """Views share memory, and what works in place gives the tensor itself."""
-    x = torch.arange(6, device=MPS).view(2, 3)
-    assert x.device == MPS
-    assert x[1].add_(x[0]).tolist() == [3, 5, 7]
-    x[:, 0] = x[:, 2] * 2
-    assert x.cpu().tolist() == [[4, 1, 2], [14, 5, 7]]
-    assert x.mul_(0) is x
-
-
-# ── whole runs ────────────────────────────────────────────────────────────────────────────────────
-
+on_a_mac = pytest.mark.skipif(not REAL, reason="there is no Apple GPU")
+MPS = torch.device("mps:0")
+WIDE = (torch.float64, torch.complex128)  # docs.pytorch.org/docs/stable/notes/mps.html
 PROMPTS = random_prompts(2, seed=3, longest=12)
+DEVICES = ["mps", "cpu"]
 
 
 def engine(oracle: Oracle, device: str, **options: object) -> LLM:
@@ -76,53 +37,124 @@ def engine(oracle: Oracle, device: str, **options: object) -> LLM:
     return LLM(oracle.folder, device=device, **defaults | options)
 
 
-@pytest.mark.parametrize("name", list(KINDS))
-def test_every_kind_of_sampling_gives_the_tokens_of_the_cpu(qwen3: Oracle, apple: None, name: str) -> None:
-    """A seed draws what it draws on the CPU: only the logits are computed on the other device."""
-    scored = {"prompt_logprobs": 2} if name == "log-probabilities" else {}
-    params = dataclasses.replace(KINDS[name], max_tokens=4, **scored)
-    on_mps = engine(qwen3, "mps").generate(PROMPTS, params, use_tqdm=False)
-    on_cpu = engine(qwen3, "cpu").generate(PROMPTS, params, use_tqdm=False)
-    assert tokens_of(on_mps) == tokens_of(on_cpu)
-    if scored:
-        for output, expected_output in zip(on_mps, on_cpu, strict=True):
-            logprobs = output.prompt_logprobs[1:] + output.outputs[0].logprobs
-            expected = expected_output.prompt_logprobs[1:] + expected_output.outputs[0].logprobs
-            for position, expected_position in zip(logprobs, expected, strict=True):
-                assert position == pytest.approx(expected_position, abs=1e-4)
-
-
-@pytest.mark.parametrize("preemption", ["swap", "recompute", "auto"])
-def test_preemption_copies_and_chunks(qwen3: Oracle, apple: None, preemption: str) -> None:
+def run_in_a_small_pool(llm: LLM) -> list[list[int]]:
     """Too few blocks for three samples or beams each, prompts in chunks, prefixes, blocks copied on write."""
-    options = {"num_blocks": 14, "max_num_batched_tokens": 16, "watermark": 0.0, "preemption": preemption}
     prompts = [tokens(5, 9), tokens(5, 9) + [1, 2], tokens(5, 7), tokens(5, 8), tokens(6, 9)]
     params = [SamplingParams(n=3, temperature=0.8, seed=1, max_tokens=6, ignore_eos=True)] * 3
     params += [BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)] * 2
-    runs = []
-    for device in ("mps", "cpu"):
-        llm = engine(qwen3, device, **options)
-        runs.append(tokens_of(llm.generate(prompts, params, use_tqdm=False)))
-        stats = llm.engine.stats()
-        counts = {"swap": stats.num_preemptions_swap, "recompute": stats.num_preemptions_recompute}
-        assert counts.get(preemption, sum(counts.values())) > 0
-        assert stats.num_blocks_copied > 0
+    generated = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+    stats = llm.engine.stats()
+    assert stats.num_preemptions_swap + stats.num_preemptions_recompute > 0
+    assert stats.num_blocks_copied > 0
+    return generated
+
+
+SMALL_POOL = {"num_blocks": 14, "max_num_batched_tokens": 16, "watermark": 0.0}
+
+# ── anywhere: its operators ───────────────────────────────────────────────────────────────────────
+
+
+@cache
+def kernels() -> dict[str, set[str]]:
+    """PyTorch's own list: operator → the backends for which it has a kernel ("MPS", "CPU", …)."""
+    listed = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    found: dict[str, set[str]] = {}
+    delegates: dict[str, str] = {}
+    for entry in listed.read_text(encoding="utf-8").split("\n- func: ")[1:]:
+        name = entry.partition("(")[0]
+        found[name] = set()
+        for line in entry.splitlines()[1:]:
+            field, _, value = line.partition("#")[0].strip().partition(":")
+            if line.startswith("    "):  # the kernels of "dispatch"
+                found[name].update(key.strip() for key in field.split(","))
+            if field == "structured_delegate":
+                delegates[name] = value.strip()
+            if field == "autogen":
+                found.update({made.strip(): {"CompositeExplicitAutograd"} for made in value.split(",")})
+    return found | {name: found[name] | found[to] for name, to in delegates.items()}
+
+
+class Operators(TorchDispatchMode):
+    """Computes on the CPU, and fails on what MPS has not: an operator without a kernel for it, or float64."""
+
+    seen: set[str] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would import its compiler, which takes seconds, to keep it from this class."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        name = func.name().removeprefix("aten::")
+        can = kernels()[name]
+        if not can & {"MPS", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"}:
+            assert not can or "CompositeImplicitAutograd" in can, f"{name} has no kernel for MPS: {can}"
+            with self:  # it is made of other operators
+                return func.decompose(*args, **(kwargs or {}))
+        self.seen.add(name)
+        out = func(*args, **(kwargs or {}))
+        assert not isinstance(out, torch.Tensor) or out.dtype not in WIDE, f"{name} gives {out.dtype}"
+        return out
+
+
+def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with Operators():
+            return function(*args)
+
+    return call
+
+
+def test_every_operator_has_a_kernel(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the model, attention, and the moves of blocks; samples are drawn on the CPU."""
+    monkeypatch.setattr(ModelRunner, "forward", watched(ModelRunner.forward))
+    monkeypatch.setattr(Model, "logits", watched(Model.logits))
+    run_in_a_small_pool(engine(oracle, "cpu", **SMALL_POOL))
+    assert {"linear", "index_copy_", "_softmax", "copy_", "embedding"} <= Operators.seen
+
+
+# ── on a Mac: whole runs ──────────────────────────────────────────────────────────────────────────
+
+
+@on_a_mac
+@pytest.mark.parametrize("name", list(KINDS))
+def test_every_kind_of_sampling_gives_the_tokens_of_the_cpu(qwen3: Oracle, name: str) -> None:
+    """A seed draws what it draws on the CPU: only the logits are computed on the other device."""
+    params = dataclasses.replace(KINDS[name], max_tokens=4)
+    runs = [engine(qwen3, device).generate(PROMPTS, params, use_tqdm=False) for device in DEVICES]
+    assert tokens_of(runs[0]) == tokens_of(runs[1])
+    for output, expected in zip(*runs, strict=True):
+        scores = [completion.cumulative_logprob for completion in output.outputs]
+        assert scores == pytest.approx([c.cumulative_logprob for c in expected.outputs], abs=1e-4)
+
+
+@on_a_mac
+@pytest.mark.parametrize("preemption", ["swap", "recompute", "auto"])
+def test_preemption_copies_and_chunks(qwen3: Oracle, preemption: str) -> None:
+    options = SMALL_POOL | {"preemption": preemption}
+    runs = [run_in_a_small_pool(engine(qwen3, device, **options)) for device in DEVICES]
     assert runs[0] == runs[1]
 
 
-def test_backends_and_dtypes(qwen3: Oracle, apple: None) -> None:
-    for backend, dtype in (("reference", "auto"), ("auto", "bfloat16"), ("torch", "float16")):
-        llm = engine(qwen3, "mps", attention_backend=backend, dtype=dtype)
-        (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-        assert len(output.outputs[0].token_ids) == 3
-        assert llm.engine.runner.kv_cache.data.device == MPS
+@on_a_mac
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("reference", "auto"), ("auto", "bfloat16"), ("torch", "float16")]
+)
+def test_backends_and_dtypes(qwen3: Oracle, backend: str, dtype: str) -> None:
+    llm = engine(qwen3, "mps", attention_backend=backend, dtype=dtype)
+    (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3
+    assert llm.engine.runner.kv_cache.data.device == MPS
 
 
-def test_the_number_of_blocks(qwen3: Oracle, apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_a_mac
+def test_the_number_of_blocks(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Apple's GPU shares the memory of the CPU, so the rule is the CPU's: no step is run to measure."""
     monkeypatch.setattr("nanopaged.memory.HOST_BYTES", 1 << 20)
-    on_cpu = engine(qwen3, "cpu", num_blocks=None, max_num_seqs=10**6).engine.stats().num_blocks
-    on_mps = engine(qwen3, "mps", num_blocks=None, max_num_seqs=10**6).engine.stats().num_blocks
+    llms = [engine(qwen3, device, num_blocks=None, max_num_seqs=10**6) for device in DEVICES]
+    on_mps, on_cpu = (llm.engine.stats().num_blocks for llm in llms)
     assert on_mps == on_cpu < 10**6 * MAX_MODEL_LEN // 4
 
 
@@ -130,21 +162,22 @@ def test_the_number_of_blocks(qwen3: Oracle, apple: None, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("backend", "message"),
     [
-        ({"attention_backend": "flash"}, "'flash' cannot .*(a CUDA GPU.*this is mps:0|cannot be imported)"),
-        ({"attention_backend": "cpp"}, "'cpp' cannot run here: its kernels run on a CPU, not on mps:0"),
-        ({"tensor_parallel_size": 2}, "device 'mps' cannot .*: use cpu, cuda, or mps with one rank"),
+        ("flash", "'flash' cannot .*(a CUDA GPU.*this is mps:0|cannot be imported)"),
+        ("cpp", "'cpp' cannot run here: its kernels run on a CPU, not on mps:0"),
     ],
 )
-def test_what_needs_another_device_says_so(
-    qwen3: Oracle, apple: None, options: dict[str, object], message: str
-) -> None:
+def test_what_needs_another_device_says_so(backend: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        engine(qwen3, "mps", **options)
+        choose_backend(backend, MPS, KVShape(1, 1, 8, torch.float16))
 
 
 @pytest.mark.skipif(REAL, reason="there is a real Apple GPU")
-def test_a_machine_without_it_says_so() -> None:
-    with pytest.raises(ValueError, match="device 'mps' cannot be used here: PyTorch has no such device"):
-        LLM(device="mps")
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [("mps", "PyTorch has no such device"), ("meta", "use cpu, cuda, or mps with one rank")],
+)
+def test_a_device_that_cannot_be_used(device: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"device '{device}' cannot be used here: {reason}"):
+        LLM(device=device)

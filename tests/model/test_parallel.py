@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -29,6 +30,7 @@ from nanopaged.model_runner import ModelRunner
 OPTIONS: dict[str, Any] = {"num_blocks": 30, "num_host_blocks": 12, "block_size": 4}
 OPTIONS |= {"max_num_batched_tokens": 40}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+slow = partial(pytest.param, marks=pytest.mark.slow)  # each start of ranks takes seconds
 
 
 # ── the same outputs ──────────────────────────────────────────────────────────────────────────────
@@ -59,10 +61,7 @@ def everything(llm: LLM) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize(
-    ("family", "size"),
-    [("llama", 2), ("qwen2", 2), ("qwen3", 2), pytest.param("llama", 4, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("family", "size"), [("llama", 2), ("qwen3", 2), slow("qwen2", 2), slow("llama", 4)])
 def test_ranks_together_give_what_one_gives(family: str, size: int, tmp_path: Path) -> None:
     """Four ranks share two KV heads, so that two ranks each have the same one."""
     biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
@@ -93,10 +92,8 @@ class Saboteur(ModelRunner):
         super().__init__(*args, **kwargs)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        self.obey("before")
-        hidden = super().forward(inputs)
-        self.obey("after")
-        return hidden
+        self.obey("step")
+        return super().forward(inputs)
 
     def obey(self, when: str) -> None:
         order = self.orders.read_text(encoding="utf-8") if self.orders.exists() else ""
@@ -172,10 +169,9 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ("before raise", r"rank 1 has failed: [^$]*Traceback[^$]*ValueError: sabotage"),
-        ("after raise", r"rank 1 has failed: [^$]*Traceback[^$]*ValueError: sabotage"),
-        ("before die", "rank 1 has failed: .* terminated with signal SIGKILL"),
-        ("before hang", "rank 0 failed within a step: .*imed out"),
+        ("step raise", r"rank 1 has failed: [^$]*Traceback[^$]*ValueError: sabotage"),
+        ("step die", "rank 1 has failed: .* terminated with signal SIGKILL"),
+        slow("step hang", "rank 0 failed within a step: .*imed out"),
     ],
 )
 def test_a_worker_that_fails_ends_the_engine(qwen3: Oracle, orders: Path, order: str, message: str) -> None:
@@ -185,10 +181,8 @@ def test_a_worker_that_fails_ends_the_engine(qwen3: Oracle, orders: Path, order:
     engine.add_request("a", [1, 2, 3], GREEDY)
     engine.step()
     orders.write_text(order, encoding="utf-8")
-    began = time.monotonic()
     with pytest.raises(RuntimeError, match=f"^the engine has ended: {message}") as first:
         engine.step()
-    assert time.monotonic() - began < 60
     assert not any(process.is_alive() for process in processes)
     for _ in range(2):
         began = time.monotonic()
@@ -201,37 +195,33 @@ def test_a_worker_that_fails_ends_the_engine(qwen3: Oracle, orders: Path, order:
     assert not engine.has_unfinished_requests()
 
 
-@pytest.mark.parametrize(("name", "error"), [("send", ValueError), ("gather", KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("name", "error", "raised"),
+    [("send", ValueError, RuntimeError), slow("gather", KeyboardInterrupt, KeyboardInterrupt)],
+)
 def test_a_failure_of_rank_0_in_a_step_ends_the_engine(
-    qwen3: Oracle, name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    qwen3: Oracle,
+    name: str,
+    error: type[BaseException],
+    raised: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The ranks are out of step. Ctrl-C itself passes through."""
     engine = LLM(qwen3.folder, tensor_parallel_size=2, **OPTIONS).engine
     engine.add_request("a", [1, 2, 3], GREEDY)
     engine.step()
-
-    def fail(*args: Any) -> Any:
-        raise error("here")
-
     with monkeypatch.context() as patch:
-        patch.setattr(parallel.Ranks, name, fail)
-        with pytest.raises(RuntimeError if error is ValueError else error):
+        patch.setattr(parallel.Ranks, name, Mock(side_effect=error("in a step")))
+        with pytest.raises(raised):
             engine.step()
-    ended = rf"the engine has ended: rank 0 failed within a step: {error.__name__}\('here'\)"
+    ended = rf"the engine has ended: rank 0 failed within a step: {error.__name__}\('in a step'\)"
     with pytest.raises(RuntimeError, match=ended):
         engine.step()
 
 
-@pytest.mark.parametrize(
-    ("order", "message"),
-    [
-        ("start raise", r"cannot start: rank 1 [^$]*ValueError: sabotage"),
-        ("start die", "rank 1 has failed: .*SIGKILL"),
-    ],
-)
-def test_a_worker_that_cannot_start(qwen3: Oracle, orders: Path, order: str, message: str) -> None:
-    orders.write_text(order, encoding="utf-8")
-    with pytest.raises(RuntimeError, match=message):
+def test_a_worker_that_cannot_start(qwen3: Oracle, orders: Path) -> None:
+    orders.write_text("start raise", encoding="utf-8")
+    with pytest.raises(RuntimeError, match=r"cannot start: rank 1 [^$]*ValueError: sabotage"):
         sabotaged(qwen3, orders)
 
 
@@ -241,11 +231,11 @@ def fail_on_rank_0(error: type[BaseException], ranks: parallel.Ranks) -> None:
     time.sleep(1000)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [ValueError, slow(KeyboardInterrupt)])
 def test_a_start_that_is_broken_off(error: type[BaseException]) -> None:
     """Rank 0 cannot load its weights; or Ctrl-C comes when the workers have just been started."""
     with pytest.raises(error):
-        parallel.start(3, partial(fail_on_rank_0, error))
+        parallel.start(2, partial(fail_on_rank_0, error))
 
 
 def test_a_start_whose_workers_cannot_be_started() -> None:
@@ -335,7 +325,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [None, *(i * 0.4 for i in range(20))])
+@pytest.mark.parametrize("seconds", [None, 0.0, 1.0, 2.0, 4.0, 6.0])
 def test_workers_end_when_their_engine_is_killed(
     qwen3: Oracle, tmp_path: Path, seconds: float | None
 ) -> None:

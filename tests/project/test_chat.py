@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import count
@@ -14,7 +12,7 @@ from itertools import count
 import pytest
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.__main__ import chat
+from nanopaged.__main__ import chat, main
 from nanopaged.sequence import ScheduledBatch, StepResult
 
 Talk = Callable[..., str]
@@ -30,9 +28,9 @@ def llm() -> LLM:
 def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
     """What `chat` prints for the lines that are typed."""
 
-    def talk(llm: LLM, *lines: str, params: SamplingParams = GREEDY) -> str:
+    def talk(llm: LLM, *lines: str) -> str:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        chat(llm, params)
+        chat(llm, GREEDY)
         return capsys.readouterr().out
 
     return talk
@@ -101,37 +99,40 @@ def test_a_conversation_that_is_too_long(talk: Talk) -> None:
 
 def test_without_a_template_the_text_goes_on(llm: LLM, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.engine.tokenizer, "chat_template", None)
-    answers, text = [], ""
+    text, printed = "", ""
     for line in ("To be, or", "ROMEO:"):
-        text += line
-        (output,) = llm.generate(text, GREEDY, use_tqdm=False)
-        answers.append(f"{output.outputs[0].text}\n")
-        text += answers[-1]
-    assert talk(llm, "To be, or", "ROMEO:") == "".join(answers)
+        (output,) = llm.generate(text + line, GREEDY, use_tqdm=False)
+        answer = f"{output.outputs[0].text}\n"
+        text += line + answer
+        printed += answer
+    assert talk(llm, "To be, or", "ROMEO:") == printed
 
 
 def test_a_template_that_fails(llm: LLM, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line says why, and the chat goes on."""
-    monkeypatch.setattr(
-        llm.engine.tokenizer, "chat_template", "{{ raise_exception('two\\nlines \x1b[31m') }}"
-    )
-    printed = talk(llm, "What news?", "/reset", "Who is dead?")
-    assert (
-        printed.splitlines()
-        == ["the chat template fails: TemplateError: two lines [31m; /reset forgets the conversation"] * 2
-    )
+    template = "{{ raise_exception('two\\nlines \x1b[31m') }}"
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", template)
+    line = "the chat template fails: TemplateError: two lines [31m; /reset forgets the conversation"
+    assert talk(llm, "What news?", "/reset", "Who is dead?").splitlines() == [line, line]
 
 
-def test_ctrl_c_stops_an_answer(llm: LLM, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_interrupts", [1, 2])
+def test_ctrl_c_stops_an_answer(
+    llm: LLM, talk: Talk, num_interrupts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was shown is remembered, nothing is left running, and the chat goes on.
 
-    The step that is under way ends first. Past bug: it failed, and the prefix cache was emptied.
+    The step that is under way ends first. Past bug: it failed, and the prefix cache was emptied. A second
+    Ctrl-C does not wait for the step.
     """
-    whole, number, execute = answers_of(llm, "What news?")[0], count(1), llm.engine.runner.execute
+    (whole,) = answers_of(llm, "What news?")
+    number, execute, handler = count(1), llm.engine.runner.execute, signal.getsignal(signal.SIGINT)
 
     def interrupted(batch: ScheduledBatch) -> StepResult:
         if next(number) == 5:
-            signal.raise_signal(signal.SIGINT)
+            for _ in range(num_interrupts):
+                signal.raise_signal(signal.SIGINT)
+            assert num_interrupts == 1, "the step goes on"
         return execute(batch)
 
     monkeypatch.setattr(llm.engine.runner, "execute", interrupted)
@@ -142,34 +143,12 @@ def test_ctrl_c_stops_an_answer(llm: LLM, talk: Talk, monkeypatch: pytest.Monkey
     assert 0 < len(start) < len(whole)
     assert whole.startswith(start)
     assert not llm.engine.has_unfinished_requests()
-    assert llm.engine.stats().num_cached_blocks >= num_cached
-    messages = [("user", "What news?"), ("assistant", start), ("user", "Who is dead?")]
-    chat = [{"role": role, "content": content} for role, content in messages]
-    (next_answer,) = llm.chat(chat, GREEDY, use_tqdm=False)
-    assert printed.endswith(f"\n{next_answer.outputs[0].text}\n")
-
-
-def test_a_second_ctrl_c_does_not_wait_for_the_step(
-    llm: LLM, talk: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (whole,) = answers_of(llm, "What news?")
-    number, execute = count(1), llm.engine.runner.execute
-
-    def interrupted(batch: ScheduledBatch) -> StepResult:
-        if next(number) == 5:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            pytest.fail("the step goes on")
-        return execute(batch)
-
-    monkeypatch.setattr(llm.engine.runner, "execute", interrupted)
-    handler = signal.getsignal(signal.SIGINT)
-    printed = talk(llm, "What news?", "/reset", "What news?")
-    shown = printed.removesuffix(f"\n{whole}\n")
-    assert 0 < len(shown) < len(whole)
-    assert whole.startswith(shown)
-    assert not llm.engine.has_unfinished_requests()
+    assert num_interrupts == 2 or llm.engine.stats().num_cached_blocks >= num_cached
     assert signal.getsignal(signal.SIGINT) is handler
+    turns = [("user", "What news?"), ("assistant", start), ("user", "Who is dead?")]
+    conversation = [{"role": role, "content": content} for role, content in turns]
+    (next_answer,) = llm.chat(conversation, GREEDY, use_tqdm=False)
+    assert printed.endswith(f"\n{next_answer.outputs[0].text}\n")
 
 
 def test_ctrl_c_at_the_prompt(
@@ -190,11 +169,9 @@ def test_ctrl_c_at_the_prompt(
     assert list(lines) == ["What news?"]
 
 
-def test_a_pipe() -> None:
+def test_a_pipe(llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """No prompt is drawn, and /quit ends the chat before the rest."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, "-m", "nanopaged", "--temperature", "0", "--max-tokens", "60"]
-    typed = "What news?\n/quit\nWho is dead?\n"
-    done = subprocess.run(command, input=typed, capture_output=True, encoding="utf-8", env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{answers_of(LLM(max_num_seqs=1), 'What news?')[0]}\n"
+    monkeypatch.setattr(sys, "argv", ["nanopaged", "--temperature", "0", "--max-tokens", "60"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What news?\n/quit\nWho is dead?\n"))
+    main()
+    assert capsys.readouterr().out == f"{answers_of(llm, 'What news?')[0]}\n"

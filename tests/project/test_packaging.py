@@ -42,14 +42,19 @@ print(nanopaged.__file__, nanopaged.__version__, len(output.outputs[0].token_ids
 
 
 def test_the_changelog_begins_with_this_version() -> None:
-    """Its versions and their dates fall."""
     page = (ROOT / "docs" / "records" / "CHANGELOG.md").read_text(encoding="utf-8")
-    headings = re.findall(r"^## (.*)$", page, flags=re.MULTILINE)
-    found = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+) \((\d{4}-\d\d-\d\d)\)", heading) for heading in headings]
-    versions = [(tuple(map(int, each.groups()[:3])), each[4]) for each in found]
-    assert ".".join(map(str, versions[0][0])) == nanopaged.__version__
-    assert [version for version, _ in versions] == sorted({version for version, _ in versions}, reverse=True)
-    assert [date for _, date in versions] == sorted((date for _, date in versions), reverse=True)
+    assert re.search(r"^## ([\d.]+) \(\d{4}-\d\d-\d\d\)$", page, re.MULTILINE)[1] == nanopaged.__version__
+
+
+def test_every_promise_was_tried_at_its_lower_bound() -> None:
+    """A bound of pyproject.toml that is changed must be tried: a row of the table of versions has it."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    bounds = [re.search(r'requires-python = ">=([\d.]+)"', project)[1]]
+    for name in ("torch", "transformers", "triton", "numpy"):
+        bounds.append(re.search(rf'"{name}>=([\d.]+)', project)[1])
+    row = r"\| " + r"(?:\.\d+)* \| ".join(map(re.escape, bounds)) + r"(?:\.\d+)* \| \d+ \| 0 \|"
+    page = (ROOT / "docs" / "reference" / "using.md").read_text(encoding="utf-8")
+    assert len(re.findall(row, page)) == 1, row
 
 
 def run(*command: str | Path, cwd: Path) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +40,8 @@ def run_to_end(engine: LLMEngine) -> None:
         engine.step()
         engine.check_invariants()
 
+
+BEAMS = BeamSearchParams(beam_width=3, max_tokens=40, ignore_eos=True)
 
 # ── a line has the whole state ────────────────────────────────────────────────────────────────────
 
@@ -115,18 +115,19 @@ def names_of(lines: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def check_state(state: State, snapshot: Snapshot, names: dict[str, str]) -> None:
-    queues = {"running": state.running, "waiting": state.waiting}
-    for queue, its_states in (("running", {"running"}), ("waiting", {"waiting", "swapped"})):
-        there = [names[r.request_id] for r in snapshot.requests if r.state in its_states]
-        assert sorted(queues[queue]) == sorted(there)
+    queues: dict[str, list[str]] = {"running": [], "waiting": [], "swapped": []}
+    several = {name.rstrip("0123456789") for name in state.seqs if name[-1].isdigit()}
     seqs = {}
     for request in snapshot.requests:
+        queues[request.state].append(names[request.request_id])
         for seq in request.sequences:
             name = names[request.request_id] + seq.name.removeprefix(request.request_id).lstrip(".")
             tables = list(seq.block_table), list(seq.host_table)
-            seqs[name] = (list(seq.token_ids), seq.num_computed_tokens, *tables)
-    several = {name.rstrip("0123456789") for name in state.seqs if name[-1].isdigit()}
-    assert state.seqs == {f"{name}1" if name in several else name: seq for name, seq in seqs.items()}
+            contents = (list(seq.token_ids), seq.num_computed_tokens, *tables)
+            seqs[f"{name}1" if name in several else name] = contents
+    assert state.seqs == seqs
+    assert sorted(state.running) == sorted(queues["running"])
+    assert sorted(state.waiting) == sorted(queues["waiting"] + queues["swapped"])
     assert state.cached == list(snapshot.cached)
     assert state.keys == {b.block_id: short_key(b.key) for b in snapshot.blocks if b.key is not None}
 
@@ -148,77 +149,53 @@ def test_random_runs(make: Any, tmp_path: Path) -> None:
     assert num_failed > 5
 
 
-def test_what_never_changes_is_written_once(tmp_path: Path) -> None:
-    """The ids of requests are in their first line; each token is there once for each sequence."""
-    engine = make_engine(tmp_path / "run.html", num_blocks=400, block_size=16, num_host_blocks=0)
-    for i in range(8):
-        engine.add_request(f"request {i}", [900 + i] * 40, greedy(5, n=1 + i % 3))
-    run_to_end(engine)
-    lines = lines_of(tmp_path / "run.html")
-    assert [lines[0].count(f"request {i}") for i in range(8)] == [1] * 8
-    num = [sum(len(re.findall(rf"[\[,]{900 + i}\b", line)) for line in lines) for i in range(8)]
-    assert num == [40 * (1 + i % 3) for i in range(8)]
-    assert not any("request" in line for line in lines[1:])
-
-
 def lines_of(page: Path) -> list[str]:
     """The text of the lines of the steps."""
     return page.read_text(encoding="utf-8").split('id="steps">\n')[1].splitlines()[1:]
 
 
-Asked = tuple[list[int], SamplingParams | BeamSearchParams]
-
-
 def lengths_of_lines(
-    page: Path, num_blocks: int, asked: list[Asked], earlier: list[Asked], beside: list[Asked]
+    page: Path, params: Any, num: int, num_blocks: int, long: int = 20, earlier: int = 0, beside: int = 0
 ) -> list[int]:
-    """Characters of the lines of steps 2 to 30 of requests; others came earlier, or wait beside them."""
-    most = sum(params.width for _, params in asked)
-    options = {"num_blocks": num_blocks, "max_num_batched_tokens": 200_000, "max_num_seqs": most}
-    engine = make_engine(page, num_host_blocks=0, preemption="recompute", **options)
-    for i, (prompt, params) in enumerate(earlier):
-        engine.add_request(f"earlier {i}", prompt, params)
+    """Characters of the lines of the first steps of `num` requests.
+
+    Args:
+        long: tokens of a prompt.
+        earlier, beside: other requests, which have ended or wait.
+    """
+    options = {"num_host_blocks": 0, "preemption": "recompute", "max_num_batched_tokens": 200_000}
+    engine = make_engine(page, num_blocks=num_blocks, max_num_seqs=num * params.width, **options)
+    for i in range(earlier):
+        engine.add_request(f"earlier {i}", [i + 100] * 400, greedy(2))
     run_to_end(engine)
     num_lines = len(lines_of(page))
-    for i, (prompt, params) in enumerate(asked + beside):
-        engine.add_request(f"{i}", prompt, params)
+    for i in range(num):
+        engine.add_request(f"{i}", [i + 1] * long, params)
+    for i in range(beside):
+        engine.add_request(f"beside {i}", [i] * 8, greedy(2))
     for _ in range(30):
         engine.step()
     return [len(line) for line in lines_of(page)[num_lines + 1 :]]
 
 
-BEAMS = BeamSearchParams(beam_width=3, max_tokens=40, ignore_eos=True)
-
-
 @pytest.mark.parametrize(
-    ("params", "num", "num_blocks", "long", "earlier", "beside"),
+    ("params", "num", "num_blocks", "more"),
     [
-        pytest.param(greedy(40), 1, 4000, 20, 40, 0, id="a full prefix cache"),
-        pytest.param(greedy(40), 8, 95, 20, 0, 1000, id="a long queue"),
-        pytest.param(greedy(40), 64, 40_000, 2000, 0, 0, id="long texts"),
-        pytest.param(BEAMS, 1, 2000, 2000, 0, 0, id="long beams"),
-        pytest.param(greedy(40, n=3, seed=1), 1, 2000, 2000, 0, 0, id="long samples"),
+        pytest.param(greedy(40), 1, 4000, {"earlier": 40}, id="a full prefix cache"),
+        pytest.param(greedy(40), 8, 95, {"beside": 1000}, id="a long queue, with preemption"),
+        pytest.param(greedy(40), 64, 40_000, {"long": 2000}, id="long texts"),
+        pytest.param(BEAMS, 1, 2000, {"long": 2000}, id="long beams"),
+        pytest.param(greedy(40, n=3, seed=1), 1, 2000, {"long": 2000}, id="long samples"),
     ],
 )
 def test_a_line_is_as_long_as_what_has_changed(
-    params: Any, num: int, num_blocks: int, long: int, earlier: int, beside: int, tmp_path: Path
+    params: Any, num: int, num_blocks: int, more: dict[str, int], tmp_path: Path
 ) -> None:
-    """Requests beside much that stays as it is give lines like those beside little.
-
-    Args:
-        params, num: of the requests.
-        num_blocks: of the pool. In that of the long queue, requests are preempted.
-        long: tokens of a prompt, instead of 20.
-        earlier, beside: other requests, which have ended or wait, instead of none.
-    """
-    lengths = []
-    for size, *others in ((20, 0, 0), (long, earlier, beside)):
-        asked = [([i + 1] * size, params) for i in range(num)]
-        before = [([i + 100] * 400, greedy(2)) for i in range(others[0])]
-        waiting = [([i] * 8, greedy(2)) for i in range(others[1])]
-        lengths.append(lengths_of_lines(tmp_path / "run.html", num_blocks, asked, before, waiting))
-    for little, much in zip(*lengths, strict=True):
-        assert much < 2 * little + 100, lengths
+    """Requests beside much that stays as it is give lines like those beside little."""
+    little = lengths_of_lines(tmp_path / "run.html", params, num, num_blocks)
+    much = lengths_of_lines(tmp_path / "run.html", params, num, num_blocks, **more)
+    for length, longer in zip(little, much, strict=True):
+        assert longer < 2 * length + 100
 
 
 def test_requests_are_told_apart_not_ids(tmp_path: Path) -> None:
@@ -252,29 +229,6 @@ def test_a_line_that_was_not_written_has_told_nothing(
         *_, states = states_of(read_trace(page)[1:])
         check_state(states["updated"], engine.snapshot(), {"a": "A"})
     assert [len(output.token_ids) for output in outputs[0].outputs] == [3, 3], "no token is lost"
-
-
-def test_a_ctrl_c_just_after_a_line_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recorder does not know that the page has it. The line of the failed step begins anew."""
-    page = tmp_path / "run.html"
-    engine = make_engine(page)
-    engine.add_request("a", tokens(5, 7), greedy(6, n=2, seed=1))
-    engine.step()
-
-    @contextmanager
-    def open_and_interrupt(mode: str) -> Iterator[Any]:
-        with page.open(mode) as file:
-            yield file
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.listeners[0], "path", Mock(open=open_and_interrupt))
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    while engine.has_unfinished_requests():
-        *_, states = states_of(read_trace(page)[1:])
-        check_state(states["updated"], engine.snapshot(), {"a": "A"})
-        engine.step()
 
 
 def test_the_trace_changes_nothing(tmp_path: Path) -> None:
@@ -312,14 +266,17 @@ def test_the_page_is_complete_after_every_step(tmp_path: Path) -> None:
     assert read_trace(page)[1]["requests"][0][1] == "</script><b>\ud800"
 
 
-def test_mistakes(tmp_path: Path) -> None:
-    for trace, error, message in (
-        (tmp_path / "nowhere" / "run.html", FileNotFoundError, "there is no folder '.*nowhere'"),
-        (tmp_path, ValueError, "which is a folder: name a file in it"),
+@pytest.mark.parametrize(
+    ("trace", "error", "message"),
+    [
+        ("nowhere/run.html", FileNotFoundError, "there is no folder '.*nowhere'"),
+        (".", ValueError, "which is a folder: name a file in it"),
         (True, TypeError, "trace must be a file name such as 'run.html', got True"),
-    ):
-        with pytest.raises(error, match=message):
-            EngineConfig(trace=trace)
+    ],
+)
+def test_mistakes(trace: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        EngineConfig(trace=trace)
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_engine(

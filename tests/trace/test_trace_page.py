@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from browser import Browser, open_browser
 from conftest import tokens
 from programs import load_file
 from random_workloads import forked, mixed
-from test_trace import greedy, make_engine, names_of, record, run_to_end
+from test_trace import Recorded, greedy, make_engine, names_of, record, run_to_end
 from traces import find_events, parts_of, read_trace
 
 from nanopaged import BeamSearchParams
@@ -60,85 +61,40 @@ def browser() -> Iterator[Browser]:
 def check_page(shown: dict[str, Any], snapshot: Snapshot, names: dict[str, str]) -> None:
     """Everything that the page shows of a part of a step is as in the snapshot."""
     size = snapshot.block_size
-    users: dict[int, list[int]] = {}  # block → the tables that have it
-    host_users: dict[int, list[int]] = {}
-    tables, contents = [], {}
-    for request in snapshot.requests:
-        for seq in request.sequences:
-            for table, its_users in ((seq.block_table, users), (seq.host_table, host_users)):
-                for block_id in table:
-                    its_users.setdefault(block_id, []).append(len(tables))
-            table, num = seq.block_table or seq.host_table, seq.num_computed_tokens
-            filled = [min(size, max(0, num - i * size)) for i in range(len(table))]
-            if table:
-                tables.append(list(map(list, zip(table, filled, strict=True)))[-MOST_ROWS:])
-            for i, block_id in enumerate(seq.block_table):
-                contents.setdefault(block_id, []).append(list(seq.token_ids[i * size : i * size + filled[i]]))
+    users: dict[int, list[int]] = defaultdict(list)  # block → the tables that have it
+    host_users: Counter[int] = Counter()
+    tables, contents = [], defaultdict(list)
+    for seq in sequences_of(snapshot):
+        host_users.update(seq.host_table)
+        filled = [max(0, min(size, seq.num_computed_tokens - first)) for first in range(0, 10_000, size)]
+        for i, block_id in enumerate(seq.block_table):
+            users[block_id].append(len(tables))
+            contents[block_id].append(list(seq.token_ids[i * size : i * size + filled[i]]))
+        if table := seq.block_table or seq.host_table:
+            tables.append([[block_id, filled[i]] for i, block_id in enumerate(table)][-MOST_ROWS:])
     assert shown["tables"] == tables[:MOST_TABLES]
-    assert shown["tokens"] == [list(seq.token_ids) for r in snapshot.requests for seq in r.sequences]
+    assert shown["tokens"] == [list(seq.token_ids) for seq in sequences_of(snapshot)]
     for state, queue in zip(("running", "waiting", "swapped"), shown["queues"], strict=True):
         assert queue == [names[r.request_id] for r in snapshot.requests if r.state == state]
     assert shown["cached"] == list(snapshot.cached)
     assert all(block.state == "free" for block in snapshot.blocks[len(shown["pool"]) :])
-    for cell, block, (key, its_tokens) in zip(shown["pool"], snapshot.blocks, shown["keys"], strict=False):
+    for cell, block, (key, token_ids) in zip(shown["pool"], snapshot.blocks, shown["keys"], strict=False):
         assert (cell["kind"], cell["refs"]) == (block.state, block.ref_count)
         assert cell["shared"] == (block.ref_count > 1)
         assert key == (None if block.key is None else short_key(block.key))
-        assert len(its_tokens) == block.num_filled
-        assert not block.num_filled or not block.ref_count or its_tokens in contents[block.block_id]
+        assert len(token_ids) == block.num_filled
+        assert not block.num_filled or not block.ref_count or token_ids in contents[block.block_id]
         if block.state != "free":
             assert float(cell["filled"].rstrip("%")) == pytest.approx(100 * block.num_filled / size, 1e-4)
         if block.ref_count == 1 and users[block.block_id][0] < MOST_TABLES:
             assert cell["colour"] == shown["colours"][users[block.block_id][0]]
     for block_id, cell in enumerate(shown["host"]):
-        assert cell["kind"] == ("used" if block_id in host_users else "free")
-        assert cell["refs"] == len(host_users.get(block_id, []))
+        assert cell["kind"] == ("used" if host_users[block_id] else "free")
+        assert cell["refs"] == host_users[block_id]
 
 
-@pytest.mark.parametrize("make", [mixed, forked])
-def test_random_runs(make: Any, browser: Browser, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """In every part of random steps, visited in any order, the page shows the engine's own state."""
-    first = request.config.getoption("--first-seed")
-    for seed in range(first, first + max(3, request.config.getoption("--random-runs") // 50)):
-        page = tmp_path / f"{seed}.html"
-        recorded = record(make(seed), page)
-        _, *lines = read_trace(page)
-        names, tokens_of = names_of(lines), {}
-        browser.open(page)
-        used, filled = browser.run("[window.trace.used, window.trace.filled]")
-        said = browser.run("window.trace.lines.map((line, i) => window.trace.said(i + 1))")
-        for i, (step, events) in enumerate(zip(recorded, find_events(lines), strict=True)):
-            blocks = [block for block in step.updated.blocks if block.ref_count]
-            assert used[i] == len(blocks)
-            assert filled[i] * step.updated.block_size == pytest.approx(
-                sum(block.num_filled for block in blocks)
-            )
-            assert events.items() <= {(kind, it["part"]) for it in said[i] for kind in it["kinds"]}
-            for snapshot in (step.scheduled or step.updated, step.updated):
-                for seq in (seq for request in snapshot.requests for seq in request.sequences):
-                    for at, block_id in enumerate(seq.block_table):
-                        key, size = snapshot.blocks[block_id].key, snapshot.block_size
-                        if key is not None:
-                            its = list(seq.token_ids[at * size : (at + 1) * size])
-                            assert tokens_of.setdefault(short_key(key), its) == its
-        rng = random.Random(seed)
-        moving = [i for i, step in enumerate(recorded) if step.moves]
-        steps = {*rng.sample(range(len(lines)), k=min(4, len(lines))), *moving[:2]}
-        for i in rng.sample(sorted(steps), k=len(steps)):
-            step = recorded[i]
-            states = {"scheduled": step.scheduled, "copied": step.moves and step.scheduled}
-            states = states | {"updated": step.updated} if step.scheduled else {"failed": step.updated}
-            for part, snapshot in states.items():
-                if snapshot:
-                    shown = browser.run(GO_AND_READ, i + 1, part)
-                    assert shown["parts"] == parts_of(lines[i])
-                    check_page(shown, snapshot, names)
-                    for key, its_tokens in (shown["keys"][block_id] for block_id in shown["cached"]):
-                        assert its_tokens == tokens_of[key]  # as the request that published the key
-                    check_moves(shown, part, step.moves)
-        console, asked = browser.logs()
-        assert console == []
-        assert all(url.startswith(("file:", "data:")) for url in asked), asked
+def sequences_of(snapshot: Snapshot) -> list[Any]:
+    return [seq for request in snapshot.requests for seq in request.sequences]
 
 
 def check_moves(shown: dict[str, Any], part: str, moves: list[str]) -> None:
@@ -151,6 +107,46 @@ def check_moves(shown: dict[str, Any], part: str, moves: list[str]) -> None:
         sources = {("source", place, int(source)) for place, source, _, _ in ends}
         sources -= {("source", to, copy) for _, to, copy in copies}
         assert set(map(tuple, shown["marked"])) == copies | sources
+
+
+def states_of_parts(step: Recorded) -> dict[str, Snapshot]:
+    if step.scheduled is None:
+        return {"failed": step.updated}
+    copied = {"copied": step.scheduled} if step.moves else {}
+    return {"scheduled": step.scheduled, "updated": step.updated} | copied
+
+
+@pytest.mark.parametrize("make", [mixed, forked])
+def test_random_runs(make: Any, browser: Browser, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """In every part of random steps, visited in any order, the page shows the engine's own state."""
+    first = request.config.getoption("--first-seed")
+    for seed in range(first, first + max(3, request.config.getoption("--random-runs") // 50)):
+        page = tmp_path / f"{seed}.html"
+        recorded = record(make(seed), page)
+        _, *lines = read_trace(page)
+        names = names_of(lines)
+        browser.open(page)
+        said = browser.run("window.trace.lines.map((line, i) => window.trace.said(i + 1))")
+        for sentences_of_step, events in zip(said, find_events(lines), strict=True):
+            kinds = {(kind, it["part"]) for it in sentences_of_step for kind in it["kinds"]}
+            assert events.items() <= kinds
+        used, filled = browser.run("[window.trace.used, window.trace.filled]")
+        for i, step in enumerate(recorded):
+            blocks = [block for block in step.updated.blocks if block.ref_count]
+            num_filled = sum(block.num_filled for block in blocks)
+            assert (used[i], filled[i] * step.updated.block_size) == (len(blocks), pytest.approx(num_filled))
+        rng = random.Random(seed)
+        moving = [i for i, step in enumerate(recorded) if step.moves]
+        steps = {*rng.sample(range(len(lines)), k=min(4, len(lines))), *moving[:2]}
+        for i in rng.sample(sorted(steps), k=len(steps)):
+            for part, snapshot in states_of_parts(recorded[i]).items():
+                shown = browser.run(GO_AND_READ, i + 1, part)
+                assert shown["parts"] == parts_of(lines[i])
+                check_page(shown, snapshot, names)
+                check_moves(shown, part, recorded[i].moves)
+        console, asked = browser.logs()
+        assert console == []
+        assert all(url.startswith(("file:", "data:")) for url in asked), asked
 
 
 # ── what is said ──────────────────────────────────────────────────────────────────────────────────
@@ -221,26 +217,19 @@ def test_preemption(browser: Browser, tmp_path: Path, num_host_blocks: int) -> N
         assert "swap" not in said
 
 
-def test_words_and_picture_agree_also_in_a_beam_search(browser: Browser, tmp_path: Path) -> None:
-    """What is said of a part holds in its picture: the tables of the names, the arrows, the blocks."""
+def test_words_and_picture_agree_in_a_beam_search(browser: Browser, tmp_path: Path) -> None:
+    """Each of the next beams has the table of the beam from which it is said to come."""
     page = tmp_path / "run.html"
     engine = make_engine(page, num_blocks=30)
     engine.add_request("beams", tokens(5, 7), BeamSearchParams(beam_width=3, max_tokens=14, ignore_eos=True))
     run_to_end(engine)
     said = sentences(browser, page)
     assert said["arrive"] == ["scheduled: A arrives with a prompt of 7 tokens, for a beam search of width 3."]
-    copy = r"(A\d) writes into block (\d+), which .+ also uses?: copied to block (\d+)\."
-    for step, part in places_with(page, "copy"):
-        arrows = [move for _, move in browser.run(GO_AND_READ, step, part)["moves"]]
-        for sentence in words(browser):
-            writer, src, dst = re.fullmatch(copy, sentence).groups()
-            assert {int(src), int(dst)} & {*rows(browser, writer)} == {int(dst)}
-            assert f"pool {src} pool {dst}" in arrows
     for step, part in places_with(page, "beams"):
         browser.run("window.trace.go(arguments[0], 'computed')", step)
         old = {name: rows(browser, name) for name in ("A1", "A2", "A3")}
         browser.run("window.trace.go(arguments[0], arguments[1])", step, part)
-        (sentence,) = [sentence for sentence in words(browser) if sentence.startswith("The next beams")]
+        (sentence,) = [text for text in browser.texts("#said li") if text.startswith("The next beams")]
         children = [(a, child) for a, b in re.findall(r"(A\d) → ([A\d ]+)", sentence) for child in b.split()]
         assert sorted(child for _, child in children) == ["A1", "A2", "A3"]
         assert all(rows(browser, child) == old[parent] for parent, child in children)
@@ -294,18 +283,13 @@ def here(browser: Browser) -> tuple[int, str]:
     return place["step"], place["part"]
 
 
-def words(browser: Browser) -> list[str]:
-    """The sentences of the part that is shown."""
-    return browser.texts("#said li")
-
-
 def rows(browser: Browser, name: str) -> list[int]:
     """The physical blocks in the table of a sequence that is shown."""
     return list(map(int, browser.texts(f".table[data-seq='{name}'] .entry")))
 
 
 def test_keys_and_buttons_walk(browser: Browser, small_page: Path) -> None:
-    """Part by part, and with Shift step by step; space plays."""
+    """Part by part, and with Shift step by step; space plays. A slider that has the focus moves once."""
     browser.open(small_page)
     _, *lines = read_trace(small_page)
     places = [(0, ""), *((i, part) for i, line in enumerate(lines, 1) for part in parts_of(line))]
@@ -324,7 +308,7 @@ def test_keys_and_buttons_walk(browser: Browser, small_page: Path) -> None:
     browser.press(HOME)
     browser.run("document.getElementById('slider').focus()")
     browser.press(RIGHT)
-    assert here(browser) == (1, "updated"), "the slider has the focus, and moves once"
+    assert here(browser) == (1, "updated")
     browser.run("document.activeElement.blur()")
     browser.press(" ")
     browser.driver.execute_async_script("setTimeout(arguments[0], 700)")
@@ -334,34 +318,47 @@ def test_keys_and_buttons_walk(browser: Browser, small_page: Path) -> None:
 
 
 def test_keys_jump_to_events(browser: Browser, small_page: Path) -> None:
-    """And blocks are marked in all ways."""
+    """With Shift backwards. Blocks are marked in all ways."""
     browser.open(small_page)
-    for key, kind in zip("cpshef", ["copy", "preempt", "swap", "hit", "evict", "fork"], strict=True):
+    for key, kind in {
+        "c": "copy",
+        "p": "preempt",
+        "s": "swap",
+        "h": "hit",
+        "e": "evict",
+        "f": "fork",
+    }.items():
         places = places_with(small_page, kind)
         assert places, f"the run should have a {kind}"
         browser.press(HOME)
-        for place in [*places, places[-1]]:  # there is no later one
-            browser.press(key)
-            assert here(browser) == place
-        for place in reversed(places[:-1]):
-            browser.press(key.upper())  # with Shift: backwards
+        there_and_back = [(key, place) for place in [*places, places[-1]]]  # there is no later one
+        there_and_back += [(key.upper(), place) for place in reversed(places[:-1])]
+        for pressed, place in there_and_back:
+            browser.press(pressed)
             assert here(browser) == place
     seen: set[str] = set()
-    for step in range(1, len(read_trace(small_page))):
-        for part in browser.run("window.trace.parts(arguments[0])", step):
+    for step, line in enumerate(read_trace(small_page)[1:], 1):
+        for part in parts_of(line):
             seen |= {mark for mark, _, _ in browser.run(GO_AND_READ, step, part)["marked"]}
     assert seen == {"source", "copy", "taken", "freed", "kept", "users", "evicted", "hit"}
     assert browser.logs()[0] == []
 
 
-def test_the_place_in_the_address(browser: Browser, small_page: Path) -> None:
-    """Also in that of an open page. A part that the step does not have is the one before it."""
-    addresses = {"3": "#3", "2-copied": "#2-copied", "1-copied": "#1-scheduled", "none": "#0"}
-    places = [(3, "updated"), (2, "copied"), (1, "scheduled"), (0, "")]
-    for (name, shown), place in zip(addresses.items(), places, strict=True):
-        browser.open(small_page, name)
-        assert here(browser) == place
-        assert browser.run("location.hash") == shown
+@pytest.mark.parametrize(
+    ("name", "address", "place"),
+    [
+        ("3", "#3", (3, "updated")),
+        ("2-copied", "#2-copied", (2, "copied")),
+        ("1-copied", "#1-scheduled", (1, "scheduled")),  # a part that the step does not have: the one before
+        ("none", "#0", (0, "")),
+    ],
+)
+def test_the_place_in_the_address(
+    browser: Browser, small_page: Path, name: str, address: str, place: tuple[int, str]
+) -> None:
+    """Also in that of an open page."""
+    browser.open(small_page, name)
+    assert (browser.run("location.hash"), here(browser)) == (address, place)
     browser.run("location.hash = '#4-computed'")
     browser.driver.execute_async_script("setTimeout(arguments[0], 0)")
     assert here(browser) == (4, "computed")
@@ -392,23 +389,23 @@ def test_a_block_tells_what_it_holds(browser: Browser, small_page: Path) -> None
     browser.press(RIGHT)
     assert browser.text("block").startswith("Block 1 · ")
     assert here(browser) == (1, "updated")
-    browser.run("document.querySelectorAll('#running .chip')[0].click()")
+    browser.click("#running .chip")
     assert browser.texts(".table h3") == ["A1", "A2"]
     assert browser.run("document.querySelectorAll('.cell.dimmed').length") > 0
 
 
 def test_finding(browser: Browser, small_page: Path) -> None:
-    """A request by name or id, a sequence, a block."""
+    """A request by name or id, a sequence, a block. Escape shows all tables again."""
     browser.open(small_page, "2")
 
-    def find(text: str) -> None:
+    def find(text: str) -> list[str]:
         browser.press("/")
         browser.press(text + ENTER)
         browser.run("document.activeElement.blur()")
+        return browser.texts(".table h3")
 
-    for name, names in (("A", ["A1", "A2"]), ("a2", ["A2"]), ("second", ["B"]), ("sec", ["B"])):
-        find(name)
-        assert browser.texts(".table h3") == names
+    for name, tables in {"A": ["A1", "A2"], "a2": ["A2"], "second": ["B"], "sec": ["B"]}.items():
+        assert find(name) == tables
         browser.press("/")
         browser.press(ESCAPE)
         assert browser.texts(".table h3") == ["A1", "A2", "B"]
@@ -427,8 +424,7 @@ def test_finding(browser: Browser, small_page: Path) -> None:
 
 ROOT = Path(__file__).parents[2]
 TOUR = ROOT / "docs" / "play" / "tour.html"
-SCREENS = {"desktop": (1440, 900), "laptop": (1280, 720), "phone": (390, 844)}
-SCREENS_TO_TEST = [pytest.param("desktop", marks=pytest.mark.slow), "laptop", "phone"]
+SCREENS = [("laptop", 1280, 720), ("phone", 390, 844)]
 WHERE = """(() => ["pool", "tables", "picture", "caption"].map((id) => {
   const { left, top, right, bottom } = document.getElementById(id).getBoundingClientRect();
   return [left, top, right, bottom];
@@ -436,30 +432,30 @@ WHERE = """(() => ["pool", "tables", "picture", "caption"].map((id) => {
 
 
 @pytest.fixture(scope="module")
-def presets(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
-    """The page of each run of the playground's presets, and the step at which it opens."""
+def presets(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
+    """The page of each of the playground's presets, and the step at which it opens."""
     play, folder = ROOT / "docs" / "play", tmp_path_factory.mktemp("presets")
-    run, pages = load_file(play / "playground.py").run, {}
+    run, pages = load_file(play / "playground.py").run, []
     for preset in json.loads((play / "presets.json").read_text(encoding="utf-8"))["presets"]:
-        for i, its in enumerate([{}, preset["beside"]] if "beside" in preset else [{}]):
-            page = folder / f"{preset['name']}-{i}.html"
-            page.write_text(run(preset["settings"] | its, {})["page"], encoding="utf-8")
-            pages[page] = preset.get("step", 1)
+        page = folder / f"{preset['name']}.html"
+        page.write_text(run(preset["settings"], {})["page"], encoding="utf-8")
+        pages.append((page, preset.get("step", 1)))
     return pages
 
 
-@pytest.mark.parametrize("screen", SCREENS_TO_TEST)
-def test_pool_and_tables_are_in_view(browser: Browser, presets: dict[Path, str], screen: str) -> None:
+@pytest.mark.parametrize(("screen", "width", "height"), SCREENS)
+def test_pool_and_tables_are_in_view(
+    browser: Browser, presets: list[tuple[Path, int]], screen: str, width: int, height: int
+) -> None:
     """At each stop of the tour and in each preset, without scrolling; on a phone, the caption and the pool.
 
-    Each entry in view has its arrow. The tokens of a small pool are in their slots.
+    Each entry in view has its arrow. The tokens of a small pool are in their slots. In all parts of the tour
+    the pool and the tables keep their places.
     """
-    width, height = SCREENS[screen]
     browser.screen(width, height)
     browser.open(TOUR)
-    places = [(TOUR, place) for place in browser.run("trace.captions.map((c) => c.place.join('-'))")]
-    assert len(places) == 10
-    for page, step in places + list(presets.items()):
+    stops = [(TOUR, place) for place in browser.run("trace.captions.map((c) => c.place.join('-'))")]
+    for page, step in stops + presets:
         browser.open(page, step)
         pool, tables, picture, caption = browser.run(WHERE)
         assert pool[3] <= height, (page.name, step)
@@ -470,22 +466,12 @@ def test_pool_and_tables_are_in_view(browser: Browser, presets: dict[Path, str],
         entries = "[...document.querySelectorAll('.entry')].length"
         assert screen == "phone" or browser.run(entries) == len(browser.texts("#links path"))
         assert "".join(browser.texts("#pool .slot")).strip()
-
-
-@pytest.mark.parametrize("screen", SCREENS_TO_TEST)
-def test_the_view_never_jumps(browser: Browser, screen: str) -> None:
-    """The pool and the tables keep their places in all parts of the tour, and at all its stops."""
-    browser.screen(*SCREENS[screen])
-    browser.open(TOUR)
-    for button, most in (("forward", 239), ("stop-forward", 10)):
-        browser.run("trace.go(0)")
-        walk = (
-            f"Array.from({{ length: {most} }}, () => (document.getElementById('{button}').click(), {WHERE}))"
-        )
-        places = browser.run(walk)
-        assert list(here(browser)) == browser.run("trace.captions.at(-1).place"), "it is walked to its end"
-        assert all(place[:2] == places[0][:2] for place in places)
-        assert browser.run("scrollY") == 0
+    browser.open(TOUR, "none")
+    walk = f"Array.from({{ length: 239 }}, () => (document.getElementById('forward').click(), {WHERE}))"
+    places = browser.run(walk)
+    assert list(here(browser)) == browser.run("trace.captions.at(-1).place"), "it is walked to its end"
+    assert all(place[:2] == places[0][:2] for place in places)
+    assert browser.run("scrollY") == 0
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
