@@ -89,7 +89,7 @@ def test_the_cached_blocks_stand_in_the_order_of_eviction() -> None:
     assert [snapshot.blocks[i].key for i in snapshot.cached] == keys
 
 
-def test_a_long_table_is_drawn_in_rows_and_free_blocks_in_runs() -> None:
+def test_a_long_table_is_drawn_in_rows_and_blocks_that_look_alike_in_runs() -> None:
     engine = make_engine(num_blocks=40)
     for name, num in (("A", 3), ("B", 100)):
         engine.add_request(name, tokens(ord(name), num), SamplingParams(max_tokens=4, ignore_eos=True))
@@ -97,5 +97,4 @@ def test_a_long_table_is_drawn_in_rows_and_free_blocks_in_runs() -> None:
     engine.abort_request("A")
     drawing = str(engine.snapshot())
     assert drawing.count("physical block  ") == 2
-    assert "\n      0  free\n      1  ████  B\n" in drawing
-    assert drawing.endswith("\n  26-39  free")
+    assert drawing.endswith("\n      0  free\n   1-25  ████  B\n  26-39  free")

@@ -175,3 +175,22 @@ def test_a_pipe(llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setattr(sys, "stdin", io.StringIO("What news?\n/quit\nWho is dead?\n"))
     main()
     assert capsys.readouterr().out == f"{answers_of(llm, 'What news?')[0]}\n"
+
+
+def test_in_a_terminal_each_answer_says_what_it_took(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The blocks are those that the drawing of /blocks has, and hold all tokens but the last one."""
+    llm.reset_prefix_cache()
+    lines = iter(["What news?", "/blocks", "Who is dead?", "/quit"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    chat(llm, GREEDY)
+    printed = capsys.readouterr().out
+    pattern = r"^turn (\d+): (\d+) tokens, (\d+) from the cache, (\d+) blocks$"
+    (_, num_tokens, cached, num_blocks), second = [
+        tuple(map(int, turn)) for turn in re.findall(pattern, printed, flags=re.MULTILINE)
+    ]
+    (drawn,) = re.findall(r"^  physical block +(.+)$", printed, flags=re.MULTILINE)
+    assert (cached, num_blocks) == (0, len(drawn.split()))
+    assert second[2] == (num_tokens - 1) // 16 * 16, "the full blocks of the first turn"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from programs import environment
 
-from nanopaged.terminal import one_line
+from nanopaged.terminal import load_fork, one_line
 
 ROOT = Path(__file__).parents[2]
 needs_bash = pytest.mark.skipif(sys.platform == "win32", reason="there is no bash on Windows")
@@ -68,7 +68,7 @@ def test_every_program_is_run_so() -> None:
     command = ["git", "ls-files", "*.py", ":!*test_*.py"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     others = ("tests/", "docs/book/figures/", "docs/site/", "docs/play/")
-    others += ("docs/one_file.py", "docs/build/texts.py")
+    others += ("docs/one_file.py", "docs/experiments/gpu/")
     for name in listed.stdout.split():
         if name.startswith(others) or not (ROOT / name).exists():
             continue
@@ -120,3 +120,15 @@ def test_real_programs(program: str, first: str, tmp_path: Path) -> None:
         done = run_shell(f"{program} > /dev/full", NANOPAGED_CACHE=str(tmp_path))
         assert done.returncode == 1
         assert "Traceback" not in done.stderr
+
+
+def test_a_fork_says_that_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "first_come.py"
+    file.write_text('"""Serves in order.\n\nNothing else."""\nclass LLM: pass\n', encoding="utf-8")
+    assert load_fork(str(file)).__module__ == "first_come"
+    assert capsys.readouterr() == ("", "the fork first_come: Serves in order.\n")
+    (tmp_path / "second.py").write_text("x = 1\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="second.py is not a fork: its file has no class LLM"):
+        load_fork(str(tmp_path / "second.py"))
+    with pytest.raises(FileNotFoundError, match="gone.py"):
+        load_fork(str(tmp_path / "gone.py"))
