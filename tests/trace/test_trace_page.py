@@ -35,8 +35,10 @@ GO_AND_READ = """(() => {
   const state = window.trace.stateAt(arguments[0], arguments[1]);
   return {
     pool: all(document, "#pool .cell").map(cell), host: all(document, "#host .cell").map(cell),
-    tables: all(document, ".table").map((t) => all(t, ".entry").map(entry)),
-    colours: all(document, ".table").map((t) => t.style.getPropertyValue("--a")),
+    tables: all(document, "#tables .table").map((t) => all(t, ".entry").map(entry)),
+    hostTables: all(document, "#host-tables .table").map((t) => all(t, ".entry").map(entry)),
+    reasons: all(document, ".why").map((e) => e.textContent.split(":")[0]),
+    colours: all(document, "#tables .table").map((t) => t.style.getPropertyValue("--a")),
     queues: ["running", "waiting", "swapped"].map(queue),
     moves: all(document, "#arrows [data-move]").map((path) => [path.classList[1], path.dataset.move]),
     marked: all(document, ".cell[data-mark]")
@@ -63,16 +65,24 @@ def check_page(shown: dict[str, Any], snapshot: Snapshot, names: dict[str, str])
     size = snapshot.block_size
     users: dict[int, list[int]] = defaultdict(list)  # block → the tables that have it
     host_users: Counter[int] = Counter()
-    tables, contents = [], defaultdict(list)
+    tables, host_tables, contents = [], [], defaultdict(list)
+    waiting = [request.sequences[0] for request in snapshot.requests if request.state == "waiting"]
     for seq in sequences_of(snapshot):
         host_users.update(seq.host_table)
         filled = [max(0, min(size, seq.num_computed_tokens - first)) for first in range(0, 10_000, size)]
         for i, block_id in enumerate(seq.block_table):
             users[block_id].append(len(tables))
             contents[block_id].append(list(seq.token_ids[i * size : i * size + filled[i]]))
-        if table := seq.block_table or seq.host_table:
-            tables.append([[block_id, filled[i]] for i, block_id in enumerate(table)][-MOST_ROWS:])
+        table = seq.block_table or seq.host_table
+        row = [[block_id, filled[i]] for i, block_id in enumerate(table)][-MOST_ROWS:]
+        if seq.host_table:
+            host_tables.append(row)
+        elif seq.block_table or any(seq is first for first in waiting):
+            tables.append(row)
     assert shown["tables"] == tables[:MOST_TABLES]
+    assert shown["hostTables"] == host_tables[:MOST_TABLES]
+    assert len(shown["reasons"]) == shown["tables"].count([]), "a request without blocks says why"
+    assert set(shown["reasons"]) <= {"waits", "preempted"}
     assert shown["tokens"] == [list(seq.token_ids) for seq in sequences_of(snapshot)]
     for state, queue in zip(("running", "waiting", "swapped"), shown["queues"], strict=True):
         assert queue == [names[r.request_id] for r in snapshot.requests if r.state == state]
@@ -350,7 +360,7 @@ def test_keys_jump_to_events(browser: Browser, small_page: Path) -> None:
         ("3", "#3", (3, "updated")),
         ("2-copied", "#2-copied", (2, "copied")),
         ("1-copied", "#1-scheduled", (1, "scheduled")),  # a part that the step does not have: the one before
-        ("none", "#0", (0, "")),
+        ("none", "#1-computed", (1, "computed")),  # a trace does not open empty
     ],
 )
 def test_the_place_in_the_address(
