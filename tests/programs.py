@@ -27,7 +27,7 @@ from types import ModuleType
 
 # Neither Triton nor transformers' model classes, which import it: a program first chooses its interpreter.
 LIBRARIES = ["torch", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"]
-LIBRARIES += ["matplotlib.pyplot", "pytest", "hypothesis", "psutil"]
+LIBRARIES += ["pytest", "hypothesis", "psutil"]
 # Libraries read the environment when they are imported. So a program is forked only if its environment is
 # that of the process that waits, except for these names.
 MAY_DIFFER = {"PYTHONPATH", "GIT_CEILING_DIRECTORIES"}

@@ -241,7 +241,8 @@ def run_workload(**options: Any) -> LLM:
         options["attention_backend"] = "torch"
     args = bench.make_parser().parse_args(words)
     began = time.perf_counter()
-    llm = make_llm(args, preemption="recompute", **options)  # else 4 GiB of the host are pinned
+    options = {"preemption": "recompute"} | options  # else 4 GiB of the host are pinned
+    llm = make_llm(args.shape, args.dtype, args.model or "", seed=args.seed, **options)
     runner = llm.engine.runner
     num_graphs = len(runner.graphs.graphs) if runner.graphs is not None else 0
     say(
