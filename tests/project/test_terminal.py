@@ -122,13 +122,13 @@ def test_real_programs(program: str, first: str, tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_a_fork_says_that_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fork_says_that_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", sys.path[:])
     file = tmp_path / "first_come.py"
     file.write_text('"""Serves in order.\n\nNothing else."""\nclass LLM: pass\n', encoding="utf-8")
     assert load_fork(str(file)).__module__ == "first_come"
     assert capsys.readouterr() == ("", "the fork first_come: Serves in order.\n")
-    (tmp_path / "second.py").write_text("x = 1\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="second.py is not a fork: its file has no class LLM"):
-        load_fork(str(tmp_path / "second.py"))
     with pytest.raises(FileNotFoundError, match="gone.py"):
         load_fork(str(tmp_path / "gone.py"))
