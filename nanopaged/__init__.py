@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from nanopaged.engine import LLMEngine
     from nanopaged.llm import LLM
 
-__version__ = "0.7.0"
+__version__ = "0.8.0"
 
 __all__ = [
     "LLM",
