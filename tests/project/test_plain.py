@@ -6,42 +6,17 @@ Line breaks change only the second of these numbers. An f-string counts as one t
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
 from pathlib import Path
 
+from doc_pages import quote
+
 PACKAGE = Path(__file__).parents[2] / "nanopaged"
-NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
 TREES = {
     file: ast.parse(file.read_text(encoding="utf-8"))
     for file in PACKAGE.rglob("*.py")
     if file.read_text(encoding="utf-8").strip()
 }
 NODES = [node for tree in TREES.values() for node in ast.walk(tree)]
-
-
-def lines_of_tokens(file: Path) -> list[int]:
-    """The first line of each token of the code, without docstrings and comments."""
-    docstrings: set[int] = set()
-    for node in ast.walk(TREES[file]):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            docstrings.update(range(node.lineno, node.end_lineno + 1))
-    lines = []
-    depth = 0  # inside an f-string, whose parts are tokens of their own since Python 3.12
-    for token in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
-        kind = tokenize.tok_name[token.type]
-        is_docstring = kind == "STRING" and token.start[0] in docstrings
-        if depth == 0 and token.type not in NO_CODE and not is_docstring:
-            lines.append(token.start[0])
-        depth += {"FSTRING_START": 1, "FSTRING_END": -1}.get(kind, 0)
-    return lines
 
 
 def names_only_starred(function: ast.FunctionDef) -> set[str]:
@@ -65,7 +40,7 @@ def is_packed(assignment: ast.Assign) -> bool:
 
 
 def test_the_package_is_plain() -> None:
-    lines = [lines_of_tokens(file) for file in TREES]
+    lines = [quote.lines_of_code(file.read_text(encoding="utf-8")) for file in TREES]
     num_tokens = sum(map(len, lines))
     assert num_tokens <= 40_100
     assert num_tokens / sum(len(set(of_file)) for of_file in lines) <= 9.3, "tokens a line of code"
