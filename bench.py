@@ -75,15 +75,18 @@ def main() -> None:
             flush=True,
         )
         rates = {name: [] for name in sides}
-        for _ in range(args.repeat):  # the sides take turns, so that a slow minute slows all of them
-            for name, run_side in sides.items():
-                rates[name].append(num_output / run_side(model, requests, args))
-                print(f"{name}: {rates[name][-1]:.1f} output tokens/s", flush=True)
+        try:
+            for _ in range(args.repeat):  # the sides take turns, so that a slow minute slows all of them
+                for name, run_side in sides.items():
+                    rates[name].append(num_output / run_side(model, requests, args))
+                    print(f"{name}: {rates[name][-1]:.1f} output tokens/s", flush=True)
+        except ValueError as error:  # such as prompts that are too long for the model
+            parser.error(one_line(error))
     print_rates(rates)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The defaults suit a laptop; on a GPU they are nano-vllm's benchmark."""
+    """The defaults suit a laptop. On a GPU, model and lengths are those of nano-vllm's benchmark."""
     on_gpu = DEVICE.type == "cuda"
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
@@ -99,7 +102,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--repeat", type=int, default=1, help="rounds; the median counts")
     add("--baseline", help="hf, or the path of another checkout")
     add("--fork", metavar="FILE", help="a fork, whose engine is measured as nanopaged's")
-    add("--options", type=json.loads, default={}, help="of LLM, such as '{\"block_size\": 32}'")
+    add(
+        "--options",
+        type=json.loads,
+        default={},
+        help="further options of LLM as JSON, such as '{\"block_size\": 32}'",
+    )
     add("--threads", type=int, default=torch.get_num_threads(), help="of all sides, on a CPU")
     add("--seed", type=int, default=0, help="of weights and requests; default: 0")
     return parser
@@ -162,6 +170,8 @@ def measure(llm: LLM, requests: Requests) -> float:
         further.append((metrics.finish_time - metrics.first_token_time) / max(1, n - 1))
     num_steps = after.num_steps - before.num_steps
     num_tokens = after.num_generated_tokens - before.num_generated_tokens
+    if num_tokens != sum(n for _, n in requests):
+        raise ValueError(f"outputs were cut: a text has at most {llm.engine.max_model_len} tokens")
     for name, seconds_of in [("first token", first), ("each further", further)]:
         p50, p95, p99 = 1000 * np.percentile(seconds_of, [50, 95, 99])
         print(f"{name}, ms (p50 p95 p99)".ljust(32), f"{p50:8.1f} {p95:8.1f} {p99:8.1f}")

@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--fork", metavar="FILE", help="a fork, whose engine runs")
     args = parser.parse_args()
     prompts = args.prompt or [f"{OPENING}\n\n{speaker}:\n" for speaker in SPEAKERS]
+    prompts = list(dict.fromkeys(prompts))  # each is its own id, so none may come twice
     try:
         make_llm = load_fork(args.fork) if args.fork else LLM
         engine = make_llm(args.model, trace=args.trace).engine

@@ -220,6 +220,7 @@ class BlockManager:
                 if self.blocks[src].ref_count > 1:
                     dst = self.take()
                     self.release(src)
+                    # In place: a table whose last block is shared is new (a fork, or swapped in).
                     seq.block_table[newest] = dst
                     copies.append((src, dst))
             while len(seq.block_table) < blocks_needed(seq.num_tokens, size):
@@ -259,8 +260,8 @@ class BlockManager:
     def keys_of(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """The keys of the first `num_blocks` blocks of a sequence, which must be full.
 
-        K/V depends on the whole prefix, so a key identifies the whole prefix. It is the SHA-256
-        hash of the previous block's key, followed by the block's own tokens, which are not hashed.
+        K/V depends on the whole prefix, so a key identifies the whole prefix. It is
+        sha256(previous key), followed by the block's own tokens, which are not hashed.
 
             block_size = 2    tokens  a b │ c d │ e      k0 = (a b)    k1 = sha256(k0) + (c d)
             with a salt                                  k0 = sha256(-1 salt) + (a b)
@@ -281,7 +282,7 @@ class BlockManager:
         return keys[:num_blocks]
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """The published blocks that the sequence begins with, up to the first one that is missing.
+        """The published blocks of the longest prefix of the sequence that the cache has.
 
         The block of the last token is not looked up, because that token must be computed for its
         logits.

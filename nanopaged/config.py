@@ -23,9 +23,7 @@ def is_int(value: Any) -> bool:
 
 
 def check_int(name: str, value: Any, minimum: int) -> int:
-    """The value of an option as an int of Python's. Raises unless it is an int of at least
-    `minimum`.
-    """
+    """The option's value as a Python int. Raises unless it is an int of at least `minimum`."""
     if not is_int(value):
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
     if value < minimum:

@@ -113,7 +113,7 @@ class LLMEngine:
             watermark=config.watermark,
         )
         self.prompts = self.make_prompts(
-            config,
+            self.config,
             tokenizer=self.tokenizer,
             vocab_size=self.vocab_size,
             num_blocks=runner.num_blocks,

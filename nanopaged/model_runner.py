@@ -200,7 +200,7 @@ class ModelRunner:
 def choose_operations(
     backend: str, device: torch.device, dtype: torch.dtype, enforce_eager: bool
 ) -> Operations:
-    """The functions for the operations of the layers: one pass over memory, if possible."""
+    """Fused versions of a layer's small operations where this device has them, else plain ones."""
     if backend == "cpp":
         return Operations(
             partial(add_norm, norm=cpp.rms_norm),

@@ -1,9 +1,9 @@
 """Sampling: which sequences get a token in a step, and which token.
 
-A sequence gets a token if the step computes its last known token. From the logits of that token one
-token is drawn; n tokens, if a request for n outputs has just finished its prompt; for a beam, the
-most likely tokens. A draw's random number is a hash of (seed, output index, position): the rest of
-the batch does not matter.
+A sequence gets a token if the step computes its last known token. Usually one token is drawn from
+the logits of that token. A request for n outputs draws n tokens when its prompt is computed, and a
+beam takes the most likely ones. A draw's random number is a hash of (seed, output index, position),
+so the rest of the batch does not matter.
 """
 
 import math
@@ -280,8 +280,8 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
         VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    sums of chunks .3 .3 .4, cumulative .3 .6 1.
         u = .5: the second chunk, at (.5 - .3) / .3 = 2/3 of it: token 2
 
-    The sums are in float64, which adds float32 numbers almost exactly, so that no token of
-    probability 0 is drawn.
+    The cumulative sums are in float64, which adds float32 numbers almost exactly, so that no token
+    of probability 0 is drawn.
 
     Args:
         probs: [num_rows, vocab_size]; their sum need not be 1.
@@ -342,13 +342,15 @@ def gather_logprobs(
     rows = torch.cat(tables).tolist()
     samples = []
     for row, num in zip(rows, num_logprobs, strict=True):
-        token = Sample(int(row[0]), row[1])
+        token_id, logprob, *rest = row
+        token = Sample(int(token_id), logprob)
         if num is not None:
-            best_values = row[3 : 3 + num_best]
-            best_ids = row[3 + num_best :]
+            rank, *best = rest
+            best_values = best[:num_best]
+            best_ids = best[num_best:]
             token.logprobs = {}
             for i in range(num):
                 token.logprobs[int(best_ids[i])] = Logprob(best_values[i], rank=i + 1)
-            token.logprobs.setdefault(token.token_id, Logprob(token.logprob, rank=int(row[2])))
+            token.logprobs.setdefault(token.token_id, Logprob(token.logprob, rank=int(rank)))
         samples.append(token)
     return samples

@@ -116,8 +116,9 @@ class TorchAttention:
             keys, values = [
                 gather_context(cache, table, context_len) for cache in self.layers[layer]
             ]
-            # Keys after a query have weight 0, and 0 · NaN = NaN. A tile of one query has none. On
-            # a GPU the host would wait for the answer.
+            # Keys after a query have weight 0, but 0 · NaN = NaN. If a value is NaN, one query is
+            # computed at a time, because then its tile has no key after it. On a GPU the host
+            # would have to wait for the answer.
             has_nan = values.is_cpu and not values.isfinite().all()
             tile_len = 1 if has_nan else QUERY_TILE
             for first in range(context_len - query_len, context_len, tile_len):

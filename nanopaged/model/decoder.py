@@ -158,9 +158,7 @@ class Linear(nn.Module):
         self.packed = None
 
     def pack(self, operations: Operations) -> None:
-        """Keep W only in the order in which the kernel of the operations reads it, if they have
-        one.
-        """
+        """Replace W by a copy in the order in which the kernel reads it, if there is a kernel."""
         if operations.packed_linear is not None and self.weight is not None:
             self.packed = operations.packed_linear(self.weight.data, self.bias)
             self.weight = None  # frees its memory

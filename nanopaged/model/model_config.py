@@ -196,8 +196,8 @@ def read_model_config(folder: Path) -> ModelConfig:
     }
     if min(sizes.values()) < 1 or num_heads % num_kv_heads or head_dim % 2:
         raise ValueError(
-            f"{file} has sizes {sizes}, but only sizes above 0, num_heads a multiple of"
-            " num_kv_heads, head_dim even is supported"
+            f"{file} has sizes {sizes}, but sizes must be above 0, num_heads a multiple of"
+            " num_kv_heads, and head_dim even"
         )
     bias = settings.get("attention_bias", False)
     family = {"qkv_bias": bias, "o_bias": bias, "qk_norm": False} | FAMILIES[model_type]

@@ -91,7 +91,6 @@ def test_example_answers_prompts_of_the_user_and_writes_a_trace(run: Run, tmp_pa
     ("command", "complaint"),
     [
         ("example.py --max-tokens 0", "max_tokens is 0, but must be at least 1"),
-        ("example.py --prompt Hello --prompt Hello", "request_id 'Hello' is taken by an unfinished request"),
         ("example.py --prompt Hello --prompt ''", "the prompt is empty: it needs at least one token"),
         ("example.py --trace nowhere/run.html", "there is no folder"),
         (
@@ -103,6 +102,10 @@ def test_example_answers_prompts_of_the_user_and_writes_a_trace(run: Run, tmp_pa
         ("-m nanopaged --max-tokens 0", "max_tokens is 0, but must be at least 1"),
         ("-m nanopaged --model ./typo", "typo is not a folder: name the one that holds config.json"),
         ("bench.py --requests 0", "must be at least 1"),
+        (
+            "bench.py --shape test --requests 1 --min-input 5000 --max-input 5000",
+            "the prompt has 5000 tokens, but max_model_len is 4096",
+        ),
         ("bench.py --min-input 300", "must not exceed --max-input"),
         ("bench.py --shape test --options '{\"block_size\": 0}'", "block_size is 0, but must be at least 1"),
         ("bench.py --options {", "argument --options: invalid loads value: '{'"),

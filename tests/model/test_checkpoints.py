@@ -252,7 +252,7 @@ CONFIGS: dict[str, dict[str, object]] = {  # the pattern of the error → what c
     "gelu": {"hidden_act": "gelu"},
     "quantization_config .*awq": {"quantization_config": {"quant_method": "awq"}},
     "num_hidden_layers 10000000, but must have at most 1000": {"num_hidden_layers": 10**7},
-    "'num_heads': 0.*, but only sizes above 0": {"num_attention_heads": 0},
+    "'num_heads': 0.*, but sizes must be above 0": {"num_attention_heads": 0},
     "num_heads a multiple of num_kv_heads": {"num_key_value_heads": 4},
     "head_dim": {"head_dim": 15},
     "'hidden_size' expected int": {"hidden_size": 48.0},
