@@ -34,7 +34,7 @@ from nanopaged.model.checkpoint import find_model
 from nanopaged.model.model_config import read_model_config
 from nanopaged.terminal import load_fork, one_line, run_program
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
 Requests = list[tuple[list[int], int]]  # token ids of a prompt, number of tokens to generate
 SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size"]
 SIZES += ["num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"]
@@ -181,7 +181,7 @@ def measure(llm: LLM, requests: Requests) -> float:
 
 def run_checkout(model: str, requests: Requests, args: argparse.Namespace, folder: str, fork: str) -> float:
     """Run this program in a new process, whose `import nanopaged` finds the package of the folder."""
-    run_bench = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
+    run_bench = f"import runpy; runpy.run_path({str(ROOT / 'bench.py')!r}, run_name='__main__')"
     model = str(find_model(model).resolve())  # a relative path would be one in the other folder
     command = [sys.executable, "-c", run_bench, *sys.argv[1:], "--model", model, "--repeat=1", "--baseline="]
     done = subprocess.run([*command, f"--fork={fork}"], cwd=folder, stdout=subprocess.PIPE, text=True)

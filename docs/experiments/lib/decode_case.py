@@ -30,6 +30,10 @@ class KVSizes:
     head_dim: int
     dtype: torch.dtype
 
+    def bytes_per_token(self) -> int:
+        """Of K and V, in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
 
 class DecodeCase:
     """One layer's decode of sequences of `lens` tokens, the new one included."""
@@ -56,7 +60,7 @@ class DecodeCase:
         self.q = torch.randn(len(lens), num_heads, sizes.head_dim).to(device, sizes.dtype)
         # The query heads of a KV head as so many queries: [num_seqs, num_kv_heads, group, head_dim]
         self.grouped_q = self.q.view(len(lens), sizes.num_kv_heads, sizes.group, sizes.head_dim)
-        self.num_bytes = 2 * self.k[0, :, 0].nbytes * sum(lens)  # of K and V, in one layer
+        self.num_bytes = sum(lens) * sizes.bytes_per_token()
 
     def paged(self, max_splits: int | None = None, backend: str = "auto") -> Callable[[], Tensor]:
         """Our own decode, without storing the new K/V."""
