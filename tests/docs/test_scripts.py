@@ -242,6 +242,7 @@ def peers(*arguments: str, path: Path, status: int = 0) -> str:
     return done.stderr if status else done.stdout
 
 
+@pytest.mark.slow
 def test_peers(tmp_path: Path) -> None:
     """vLLM itself is not installed here: a module of its name takes its place, and sleeps half a second."""
     (tmp_path / "vllm.py").write_text(FAKE_VLLM, encoding="utf-8")

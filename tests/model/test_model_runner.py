@@ -171,6 +171,7 @@ def test_compiled_operations_give_the_same_tokens(
     assert tokens_of(outputs) == [oracle.greedy(prompt, 12) for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_engines_of_many_kinds_stay_compiled(compile_quickly: None) -> None:
     """A code object is compiled for eight kinds of arguments. Three dtypes, with norms of q and k and
     without, one token and several are twelve; beyond the eighth `fullgraph` is an error.
