@@ -6,6 +6,7 @@ aborts its unfinished requests.
 """
 
 import logging
+import os
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -77,7 +78,8 @@ class LLM:
                 then.
             RuntimeError: a call of another thread is unfinished.
         """
-        disable = None if use_tqdm else True  # None: no bar if the error stream is not a terminal
+        # With None there is no bar if the error stream is not a terminal.
+        disable = (os.environ.get("TQDM_DISABLE") or None) if use_tqdm else True
         requests = self._make_requests(pair_up(prompts, sampling_params))
         own = set(requests)  # a step also serves the streams of this thread
         with (
