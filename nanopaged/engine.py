@@ -121,6 +121,8 @@ class LLMEngine:
             eos_token_ids=read_eos_token_ids(folder, self.tokenizer),
         )
         self.requests: dict[str, Request] = {}
+        self.is_changing = False  # within `_or_start_over`
+        self.forgotten: list[Request] = []  # during a change; it ends by removing them
         self.num_steps = 0
         self.listeners: list[Any] = []
         if config.trace is not None:
@@ -146,9 +148,9 @@ class LLMEngine:
         advanced = self.run_step()
         with self._or_start_over():
             outputs = [request.output() for request in ended + advanced]
-        for output in outputs:
-            if output.finished:
-                del self.requests[output.request_id]
+            for output in outputs:
+                if output.finished:
+                    del self.requests[output.request_id]
         return outputs
 
     def run_step(self) -> list[Request]:
@@ -169,7 +171,12 @@ class LLMEngine:
 
     @contextmanager
     def _or_start_over(self) -> Iterator[None]:
-        """If the code inside `with` fails, all requests wait again."""
+        """Around each change of the requests. If it fails, all requests wait again.
+
+        The garbage collector may close a stream of `LLM` in the middle of a change. The request of
+        that stream is forgotten when the change is complete.
+        """
+        self.is_changing = True
         try:
             yield
         except BaseException as error:
@@ -177,6 +184,10 @@ class LLMEngine:
             for listener in self.listeners:
                 listener.step_failed(error)
             raise
+        finally:
+            self.is_changing = False
+            while self.forgotten:
+                self.forget(self.forgotten.pop())
 
     def add_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> None:
         """Queue a prompt (a text, token ids, or a dict of one of them) for generation.
@@ -214,11 +225,14 @@ class LLMEngine:
         return request.output()
 
     def forget(self, request: Request) -> None:
-        """Remove a request, and free its blocks if it is unfinished."""
-        with self._or_start_over():
-            if not request.finished:
-                self.scheduler.abort(request)
-            del self.requests[request.request_id]
+        """Remove a request if it is still here, and free its blocks if it is unfinished."""
+        if self.is_changing:
+            self.forgotten.append(request)
+        elif self.requests.get(request.request_id) is request:
+            with self._or_start_over():
+                if not request.finished:
+                    self.scheduler.abort(request)
+                del self.requests[request.request_id]
 
     def reset_prefix_cache(self) -> None:
         """Forget the K/V of finished requests. Blocks in use can still be shared."""

@@ -48,8 +48,6 @@ class LLM:
         self._lock = RLock()  # for the next two
         self._num_calls = 0  # unfinished calls: one `generate`, or several streams
         self._thread = 0  # the thread that they belong to
-        self._uses_engine = False
-        self._ended: list[Request] = []  # requests of calls that have ended
 
     def __repr__(self) -> str:
         runner = self.engine.runner
@@ -180,8 +178,7 @@ class LLM:
         token.
         """
         self._check_thread()
-        with self._engine_in_use():
-            self.engine.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
 
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -206,54 +203,30 @@ class LLM:
             self._thread = get_ident()
             self._num_calls += 1
         try:
-            with self._engine_in_use():
-                for request in requests:
-                    while not request.request_id or request.request_id in self.engine.requests:
-                        request.request_id = f"llm-{next(self._count)}"
-                    self.engine.queue(request)
+            for request in requests:
+                while not request.request_id or request.request_id in self.engine.requests:
+                    request.request_id = f"llm-{next(self._count)}"
+                self.engine.queue(request)
             yield
         finally:
             with self._lock:
                 self._num_calls -= 1
-            self._ended += requests
-            if not self._uses_engine:
-                self._forget_ended()
-
-    @contextmanager
-    def _engine_in_use(self) -> Iterator[None]:
-        """Around each use of the engine.
-
-        The garbage collector may close a stream in the middle of a step. So the stream only notes
-        that its call has ended, and the step that is under way removes its request at the end.
-        """
-        self._uses_engine = True
-        try:
-            yield
-        finally:
-            self._forget_ended()
-
-    def _forget_ended(self) -> None:
-        """Take requests of calls that have ended out of the engine; abort the unfinished ones."""
-        self._uses_engine = True
-        while self._ended:
-            request = self._ended.pop()
-            if self.engine.requests.get(request.request_id) is request:
+            for request in requests:
                 self.engine.forget(request)
-        self._uses_engine = False
 
     def _step(self, requests: list[Request]) -> list[Request]:
         """Run a step of the engine. Returns the requests that got a token.
 
         If the logits of a request are not finite, only its own call fails.
         """
-        with self._engine_in_use():
-            try:
-                return self.engine.run_step()
-            except NonFiniteLogits as error:
-                request = self.engine.requests[error.request_id]
-                if request in requests:
-                    raise
-                logger.warning("%s", error)
+        try:
+            return self.engine.run_step()
+        except NonFiniteLogits as error:
+            request = self.engine.requests.get(error.request_id)
+            if request in requests:
+                raise
+            logger.warning("%s", error)
+            if request is not None:  # else its stream was closed during the step
                 request.error = error
                 self.engine.scheduler.abort(request)
-                return []
+            return []

@@ -241,7 +241,7 @@ class LLM(nanopaged.LLM):
     def close_tier(self) -> None:
         """Store the K/V of finished requests, and close the tier: the engine goes on without."""
         self._check_thread()
-        with self._engine_in_use():
+        with self.engine._or_start_over():
             manager: Any = self.engine.block_manager
             for block in manager.cached.values():
                 manager.tier.store(block)
