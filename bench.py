@@ -24,7 +24,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -44,7 +43,6 @@ SHAPES = {
     "100m": [12, 768, 2048, 12, 4, 64, 32000],
     "qwen3-0.6b": [28, 1024, 3072, 16, 8, 128, 151936],
 }
-DTYPES = ["float32", "bfloat16", "float16"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -57,32 +55,10 @@ def main() -> None:
         parser.error("--min-input and --min-output must not exceed --max-input and --max-output")
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        model = args.model or folder
         try:
-            if args.model is None:
-                save_random_weights(folder, args)
-            requests = draw_requests(read_model_config(find_model(model)).vocab_size, args)
-            EngineConfig(dtype=args.dtype, **args.options)
-            sides = make_sides(args)
+            compare(args.model or folder, args)
         except (TypeError, ValueError, OSError) as error:
             parser.error(one_line(error))
-        num_output = sum(n for _, n in requests)
-        num_prompt = sum(len(prompt) for prompt, _ in requests)
-        print(
-            f"{len(requests)} requests, {num_prompt} prompt and {num_output} output tokens;"
-            f" {args.model or 'shape ' + args.shape}, {args.dtype};"
-            f" torch {torch.__version__}, threads: {args.threads}",
-            flush=True,
-        )
-        rates = {name: [] for name in sides}
-        try:
-            for _ in range(args.repeat):  # the sides take turns, so that a slow minute slows all of them
-                for name, run_side in sides.items():
-                    rates[name].append(num_output / run_side(model, requests, args))
-                    print(f"{name}: {rates[name][-1]:.1f} output tokens/s", flush=True)
-        except ValueError as error:  # such as prompts that are too long for the model
-            parser.error(one_line(error))
-    print_rates(rates)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -92,7 +68,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     add = parser.add_argument
     add("--shape", default="qwen3-0.6b" if on_gpu else "100m", choices=SHAPES, help="sizes of the model")
-    add("--dtype", default="bfloat16" if on_gpu else "float32", choices=DTYPES, help="of weights and K/V")
+    dtypes = ["float32", "bfloat16", "float16"]
+    add("--dtype", default="bfloat16" if on_gpu else "float32", choices=dtypes, help="of weights and K/V")
     add("--model", help="a model folder or hub id, instead of random weights")
     add("--requests", type=int, default=256 if on_gpu else 32)
     add("--min-input", type=int, default=100 if on_gpu else 16, help="tokens; lengths are drawn uniformly")
@@ -102,12 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--repeat", type=int, default=1, help="rounds; the median counts")
     add("--baseline", help="hf, or the path of another checkout")
     add("--fork", metavar="FILE", help="a fork, whose engine is measured as nanopaged's")
-    add(
-        "--options",
-        type=json.loads,
-        default={},
-        help="further options of LLM as JSON, such as '{\"block_size\": 32}'",
-    )
+    add("--options", type=json.loads, default={}, help="of LLM, as JSON, such as '{\"block_size\": 32}'")
     add("--threads", type=int, default=torch.get_num_threads(), help="of all sides, on a CPU")
     add("--seed", type=int, default=0, help="of weights and requests; default: 0")
     return parser
@@ -127,6 +99,34 @@ def make_sides(args: argparse.Namespace) -> dict[str, partial]:
         sides["nanopaged"] = partial(run_checkout, folder=ROOT, fork=fork)
         sides[f"nanopaged in {args.baseline}"] = partial(run_checkout, folder=args.baseline, fork="")
     return sides
+
+
+def compare(model: str, args: argparse.Namespace) -> None:
+    """Run the same requests on all sides, and print their rates.
+
+    Args:
+        model: a folder or a hub id. An empty folder gets random weights.
+    """
+    if args.model is None:
+        save_random_weights(model, args)
+    requests = draw_requests(read_model_config(find_model(model)).vocab_size, args)
+    EngineConfig(dtype=args.dtype, **args.options)  # raises for wrong options
+    sides = make_sides(args)
+    num_prompt = sum(len(prompt) for prompt, _ in requests)
+    num_output = sum(n for _, n in requests)
+    print(
+        f"{len(requests)} requests, {num_prompt} prompt and {num_output} output tokens;"
+        f" {args.model or 'shape ' + args.shape}, {args.dtype};"
+        f" torch {torch.__version__}, threads: {args.threads}",
+        flush=True,
+    )
+    rates = {name: [] for name in sides}
+    for _ in range(args.repeat):  # the sides take turns, so that a slow minute slows all of them
+        for name, run_side in sides.items():
+            rates[name].append(num_output / run_side(model, requests, args))
+            print(f"{name}: {rates[name][-1]:.1f} output tokens/s", flush=True)
+    if args.repeat > 1 or len(sides) > 1:
+        print_rates(rates)
 
 
 def save_random_weights(folder: str, args: argparse.Namespace) -> None:
@@ -152,30 +152,21 @@ def run_nanopaged(model: str, requests: Requests, args: argparse.Namespace, make
 
 
 def measure(llm: LLM, requests: Requests) -> float:
-    """Run the requests and print latencies. Returns seconds."""
+    """Run the requests, and print the number of steps. Returns seconds."""
     # Another first token, so that the prefix cache does not find these prompts again.
     warm_up = [[int(prompt[0] == 0), *prompt[1:]] for prompt, _ in requests[:4]]
     llm.generate(warm_up, SamplingParams(max_tokens=3), use_tqdm=False)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests]
     before = llm.engine.stats()
     start = time.perf_counter()
-    outputs = llm.generate([prompt for prompt, _ in requests], params)
+    llm.generate([prompt for prompt, _ in requests], params)
     seconds = time.perf_counter() - start
     after = llm.engine.stats()
-
-    first = [output.metrics.first_token_time - output.metrics.arrival_time for output in outputs]
-    further = []  # seconds for each token after the first one
-    for output, (_, n) in zip(outputs, requests, strict=True):
-        metrics = output.metrics
-        further.append((metrics.finish_time - metrics.first_token_time) / max(1, n - 1))
     num_steps = after.num_steps - before.num_steps
     num_tokens = after.num_generated_tokens - before.num_generated_tokens
     if num_tokens != sum(n for _, n in requests):
         raise ValueError(f"outputs were cut: a text has at most {llm.engine.max_model_len} tokens")
-    for name, seconds_of in [("first token", first), ("each further", further)]:
-        p50, p95, p99 = 1000 * np.percentile(seconds_of, [50, 95, 99])
-        print(f"{name}, ms (p50 p95 p99)".ljust(32), f"{p50:8.1f} {p95:8.1f} {p99:8.1f}")
-    print(f"{'steps, sequences in each':32} {num_steps:8} {num_tokens / num_steps:8.1f}")
+    print(f"{num_steps} steps, with {num_tokens / num_steps:.1f} sequences in each on average")
     return seconds
 
 
@@ -214,14 +205,14 @@ def run_static(model: str, requests: Requests, args: argparse.Namespace, size: i
 
 
 def print_rates(rates: dict[str, list[float]]) -> None:
-    """The output tokens per second of each side, and the ratio to the best peer in each round."""
-    print(f"{'output tokens/s':40} {'median':>8} {'least':>8} {'most':>8}")
-    for name, values in rates.items():
-        print(f"{name:40} {statistics.median(values):8.1f} {min(values):8.1f} {max(values):8.1f}")
-    ours = rates.pop("nanopaged")
-    if rates:
-        best = max(rates, key=lambda name: statistics.median(rates[name]))
-        ratios = [rate / other for rate, other in zip(ours, rates[best], strict=True)]
+    """The median rate of each side, and the ratio to the best peer in each round."""
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    for name, median in medians.items():
+        print(f"{name:40} {median:8.1f} output tokens/s (median of {len(rates[name])})")
+    del medians["nanopaged"]
+    if medians:
+        best = max(medians, key=medians.__getitem__)
+        ratios = [rate / other for rate, other in zip(rates["nanopaged"], rates[best], strict=True)]
         rounds = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         ratio = statistics.median(ratios)
         print(f"nanopaged is {ratio:.2f} times the best of them ({best}; rounds: {rounds})")
