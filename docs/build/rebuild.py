@@ -7,7 +7,6 @@
     python docs/build/rebuild.py hint 3 FOLDER        the next hint
     python docs/build/rebuild.py diff 3 FOLDER        your functions and the source's
     python docs/build/rebuild.py peek NAME            the source's own body, e.g. of BlockManager.take
-    python docs/build/rebuild.py look 3 FOLDER        your engine at work: the blocks, a page for the browser
 
 `start` writes FOLDER/nanopaged. A later stage can be started in the same folder: it keeps what you have
 written. docs/build has a page for each stage. FOLDER may be left out after `start`: it is the last one.
@@ -206,15 +205,13 @@ def check(number: int, folder: Path, show_all: bool) -> int:
         wrong = [
             (function, with_own_lines(text, copy, folder)) for function, text in judge(number, copy, blank)
         ]
-        if not wrong and not blank:
-            wrong = compare_texts(folder, copy)
     print_wrong(wrong, show_all)
     if not wrong and blank:
         print("What you have written is right, as far as it can be judged alone.")
     is_done = not wrong and not blank
     note(folder, number, state="done" if is_done else "failing" if wrong else "begun")
     if is_done:
-        print(f"stage {number} is done. See it at work: python docs/build/rebuild.py look {number} {folder}")
+        print(f"stage {number} is done. Chat with your engine: cd {folder} && python -m nanopaged")
     return 0 if is_done else 1
 
 
@@ -262,16 +259,6 @@ def peek(name: str) -> None:
             return
     names = dict.fromkeys(full_name for _, full_name in functions)
     raise ValueError(f"which function? One of {', '.join(names)}, got {name!r}")
-
-
-def look(number: int, folder: Path) -> int:
-    """Show the reader's engine at work on a scene of the stage."""
-    with tempfile.TemporaryDirectory() as name:
-        complete_copy(folder, Path(name), set(STAGES))
-        page = folder.resolve() / f"look_{number}.html"
-        done = run_python([str(HERE / "look.py"), str(number), str(page)], Path(name))
-    print(done.stdout if done.returncode == 0 else (done.stderr.strip().splitlines() or ["nothing"])[-1])
-    return done.returncode
 
 
 # ── judging ───────────────────────────────────────────────────────────────────────────────────────
@@ -349,21 +336,7 @@ def with_own_lines(sentence: str, copy: Path, folder: Path) -> str:
     return re.sub(r"\((\w+\.py):(\d+)\)", own, sentence)
 
 
-def compare_texts(folder: Path, copy: Path) -> list[Wrong]:
-    """Print what the tiny model says with the source's engine, and with the reader's functions."""
-    engines, readers = [run_python([str(HERE / "look.py")], root) for root in (ROOT, copy)]
-    text = readers.stdout or readers.stderr.strip().splitlines()[-1]
-    print(
-        f"yours:\n{textwrap.indent(text, '    ')}\nthe engine's:\n{textwrap.indent(engines.stdout, '    ')}"
-    )
-    if text == engines.stdout:
-        return []
-    return [
-        ("", f"The tests pass, but the texts above differ: is {folder} changed outside of what is to write?")
-    ]
-
-
-COMMANDS = {"start": start, "check": check, "hint": hint, "diff": diff, "look": look}
+COMMANDS = {"start": start, "check": check, "hint": hint, "diff": diff}
 
 if __name__ == "__main__":
     run_program(main)

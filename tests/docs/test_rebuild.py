@@ -55,7 +55,6 @@ def test_a_stage_blanks_functions_of_the_source(number: int, tmp_path: Path) -> 
 def test_a_stage_has_a_page(number: int) -> None:
     stage = STAGES[number]
     page = (ROOT / "docs" / "build" / f"{number}.md").read_text(encoding="utf-8")
-    assert f"rebuild.py look {number}`" in page
     assert f"](../book/{stage.chapter}" in page
     assert all(name.split(".")[-1] in page for _, name in stage.functions)
     assert (ROOT / "docs" / "book" / stage.chapter).exists()
@@ -130,12 +129,7 @@ def test_a_stage_does_not_depend_on_others(tmp_path: Path) -> None:
     write(tmp_path, 1, "    return 0 * q\n")
     printed = run("check", 5, folder=tmp_path)
     assert "stage 5 is done" in printed
-    yours, engines = printed.split("yours:\n")[1].split("stage")[0].split("the engine's:\n")
-    assert yours == engines
     assert "5  done" in run(folder=tmp_path)
-    write(tmp_path, 1)
-    assert "copied on write" in run("look", 5, folder=tmp_path)
-    assert "nanopaged: trace" in (tmp_path / "look_5.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
