@@ -138,17 +138,10 @@ def draws_of(seq: Sequence, vocab_size: int) -> list[Draw]:
     request = seq.request
     params = request.params
     banned = seq.banned_token_ids
+    num_candidates = 0
     if isinstance(params, BeamSearchParams):
-        num = min(request.num_candidates + len(banned), vocab_size)
-        draw = Draw(
-            GREEDY,
-            seed=0,
-            index=0,
-            position=seq.num_tokens,
-            banned_token_ids=banned,
-            num_candidates=num,
-        )
-        return [draw]
+        params = GREEDY
+        num_candidates = min(request.num_candidates + len(banned), vocab_size)
     counts = count_tokens(seq) if params.has_penalties else None
     indices = range(params.n) if request.awaits_fork else [seq.index]
     return [
@@ -159,6 +152,7 @@ def draws_of(seq: Sequence, vocab_size: int) -> list[Draw]:
             position=seq.num_tokens,
             banned_token_ids=banned,
             token_counts=counts,
+            num_candidates=num_candidates,
         )
         for index in indices
     ]
@@ -326,7 +320,7 @@ def gather_logprobs(
     num_best = max([num or 0 for num in num_logprobs])
     tile = SOFTMAX_ROWS[logits.device.type]
     chosen = []
-    best = []  # of each row: the most likely tokens, their log-probabilities, the rank of the chosen
+    best = []  # of each row: the most likely tokens, their log-probabilities, the chosen one's rank
     for scores, ids, allowed_scores in zip(
         logits.split(tile), token_ids[:, None].split(tile), allowed.split(tile), strict=True
     ):

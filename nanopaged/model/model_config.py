@@ -137,8 +137,40 @@ def read_model_config(folder: Path) -> ModelConfig:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ValueError(f"{path} is neither a file nor a folder")
     raw = read_json(file)
-    model_type = str(raw.get("model_type"))
-    if model_type not in FAMILIES:
+    hf = _parse(raw, file)
+    try:
+        weights = find_weights(folder)
+    except (OSError, ValueError):  # `load_model` raises it again, unless it draws random weights
+        weights = {}
+    dtypes = [WEIGHT_DTYPES.get(weight.get_dtype()) for weight in weights.values()]
+    first_dtype = next(filter(None, dtypes), "float32")  # what transformers takes
+    dtype = str(hf.dtype or first_dtype).removeprefix("torch.")
+    rope = hf.rope_parameters
+    settings = raw | rope | {"dtype": dtype}
+    _check_settings(settings, hf, file)
+    sizes = _sizes_of(hf, file)
+    rope_scaling = None
+    if rope["rope_type"] == "llama3":
+        rope_scaling = {name: rope[name] for name in LLAMA3}
+    bias = settings.get("attention_bias", False)
+    family = {"qkv_bias": bias, "o_bias": bias, "qk_norm": False} | FAMILIES[raw["model_type"]]
+    return ModelConfig(
+        **sizes,
+        **family,
+        mlp_bias=settings.get("mlp_bias", False),
+        attention_scale=sizes["head_dim"] ** -0.5,
+        rms_norm_eps=hf.rms_norm_eps,
+        rope_theta=rope["rope_theta"],
+        rope_scaling=rope_scaling,
+        # As in transformers, an output projection in the checkpoint counts, whatever the file says.
+        tie_word_embeddings=hf.tie_word_embeddings and "lm_head.weight" not in weights,
+        dtype=dtype,
+    )
+
+
+def _parse(raw: dict[str, Any], file: Path) -> Any:
+    """The settings as transformers reads them, with the defaults of the family."""
+    if str(raw.get("model_type")) not in FAMILIES:
         raise ValueError(
             f"{file} has model_type {raw.get('model_type')!r}, but only"
             f" {' or '.join(FAMILIES)} is supported"
@@ -154,15 +186,11 @@ def read_model_config(folder: Path) -> ModelConfig:
             f"{file} cannot be used: {one_line(error)} (rope_scaling {raw.get('rope_scaling')!r},"
             f" rope_parameters {raw.get('rope_parameters')!r})"
         ) from error
-    try:
-        weights = find_weights(folder)
-    except (OSError, ValueError):  # `load_model` raises it again, unless it draws random weights
-        weights = {}
-    dtypes = [WEIGHT_DTYPES.get(weight.get_dtype()) for weight in weights.values()]
-    first_dtype = next(filter(None, dtypes), "float32")  # what transformers takes
-    dtype = str(hf.dtype or first_dtype).removeprefix("torch.")
-    rope = hf.rope_parameters
-    settings = raw | rope | {"dtype": dtype}
+    return hf
+
+
+def _check_settings(settings: dict[str, Any], hf: Any, file: Path) -> None:
+    """Raise ValueError for a setting that is not supported."""
     for name in ("rms_norm_eps", "rope_theta") + LLAMA3:  # transformers fails later
         value = settings.get(name, 1)
         if type(value) not in (int, float) or not 0 < value < 1e300:
@@ -174,6 +202,14 @@ def read_model_config(folder: Path) -> ModelConfig:
         if value not in choices:
             supported = " or ".join(repr(choice) for choice in choices)
             raise ValueError(f"{file} has {name} {value!r}, but only {supported} is supported")
+    if settings["rope_type"] == "llama3":
+        low = settings["low_freq_factor"]
+        high = settings["high_freq_factor"]
+        if low >= high:
+            raise ValueError(
+                f"{file} has low_freq_factor {low}, but only a number below high_freq_factor,"
+                f" {high}, is supported"
+            )
     layer_types = getattr(hf, "layer_types", None)
     window = getattr(hf, "sliding_window", None)
     if set(layer_types or ()) - {"full_attention"} or (window and not layer_types):
@@ -181,9 +217,11 @@ def read_model_config(folder: Path) -> ModelConfig:
             f"{file} has sliding_window {window!r} and layer_types {layer_types!r}, but only full"
             " attention is supported"
         )
+
+
+def _sizes_of(hf: Any, file: Path) -> dict[str, Any]:
+    """The sizes of the model, as `ModelConfig` names them."""
     num_heads = hf.num_attention_heads
-    num_kv_heads = hf.num_key_value_heads
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // max(num_heads, 1)
     sizes = {
         "vocab_size": hf.vocab_size,
         "hidden_size": hf.hidden_size,
@@ -191,33 +229,12 @@ def read_model_config(folder: Path) -> ModelConfig:
         "max_position_embeddings": hf.max_position_embeddings,
         "num_layers": hf.num_hidden_layers,
         "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
+        "num_kv_heads": hf.num_key_value_heads,
+        "head_dim": getattr(hf, "head_dim", None) or hf.hidden_size // max(num_heads, 1),
     }
-    if min(sizes.values()) < 1 or num_heads % num_kv_heads or head_dim % 2:
+    if min(sizes.values()) < 1 or num_heads % sizes["num_kv_heads"] or sizes["head_dim"] % 2:
         raise ValueError(
             f"{file} has sizes {sizes}, but sizes must be above 0, num_heads a multiple of"
             " num_kv_heads, and head_dim even"
         )
-    bias = settings.get("attention_bias", False)
-    family = {"qkv_bias": bias, "o_bias": bias, "qk_norm": False} | FAMILIES[model_type]
-    rope_scaling = None
-    if rope["rope_type"] == "llama3":
-        rope_scaling = {name: rope[name] for name in LLAMA3}
-        if rope["low_freq_factor"] >= rope["high_freq_factor"]:
-            raise ValueError(
-                f"{file} has low_freq_factor {rope['low_freq_factor']}, but only a number below"
-                f" high_freq_factor, {rope['high_freq_factor']}, is supported"
-            )
-    return ModelConfig(
-        **sizes,
-        **family,
-        mlp_bias=settings.get("mlp_bias", False),
-        attention_scale=head_dim**-0.5,
-        rms_norm_eps=hf.rms_norm_eps,
-        rope_theta=rope["rope_theta"],
-        rope_scaling=rope_scaling,
-        # As in transformers, an output projection in the checkpoint counts, whatever the file says.
-        tie_word_embeddings=hf.tie_word_embeddings and "lm_head.weight" not in weights,
-        dtype=dtype,
-    )
+    return sizes
