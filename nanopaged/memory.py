@@ -12,6 +12,7 @@ import torch
 
 from nanopaged.attention import make_attention
 from nanopaged.attention.metadata import GATHER_KEYS, AttentionMetadata
+from nanopaged.attention.torch_backend import is_fast_on_cpu
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.kernels import build
 from nanopaged.kv_cache import KVCache, KVShape, to_device
@@ -71,7 +72,7 @@ def faster_than_bfloat16(config: EngineConfig, device: torch.device) -> str | No
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "float16"
     # Our C++ kernels are fast without such instructions, PyTorch is not (reference/cpu.md).
-    if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if device.type == "cpu" and not is_fast_on_cpu(torch.bfloat16):
         may_use_cpp = config.attention_backend in ("auto", "cpp") and build.can_build_or_load()
         return None if may_use_cpp else "float32"
     return None

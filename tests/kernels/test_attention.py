@@ -59,6 +59,17 @@ def test_half_precision_stays_close(dtype: torch.dtype) -> None:
     Case([(50, 1), (17, 1), (20, 30)], 16, (5, 1), 64, dtype).check("torch")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_only_the_output_is_rounded_where_16_bits_are_slow(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without AVX-512, PyTorch's products of 16 bits take 13 times as long as those of float32."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    case = Case([(50, 1), (17, 1), (20, 30)], 16, (5, 1), 64, dtype)
+    is_same = case.run("torch") == case.dense().to(dtype)
+    assert is_same.double().mean() > 0.99  # of the others, the exact number lies between two
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scores_far_apart_do_not_overflow(backend: str) -> None:
     """Scores of ±1e4 would overflow exp in float32 if the maximum were not subtracted first."""
