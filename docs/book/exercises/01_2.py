@@ -1,56 +1,44 @@
-"""Exercise 1.2, ranges of equal length: see docs/book/01-why-paging.md."""
+"""Exercise 1.2, is a decode step ever compute-bound?: see docs/book/01-why-paging.md."""
 
-import random
-from collections.abc import Callable
+WEIGHTS = 8_030_261_248 - 128_256 * 4096  # of Llama-3-8B that a step reads: all but the input embedding
+OPERATIONS = 989e12  # bfloat16 operations that an H200 computes in a second
+BANDWIDTH = 4.8e12  # bytes that it reads in a second
 
-from lib.no_model import TRACES, draw_lengths, run_contiguous
 
+def longest_context(bytes_per_token: float) -> float:
+    """The context length from which on a decode step is memory-bound with any number of requests.
 
-def rounded(unit: int) -> Callable[[int, int], int]:
-    """A policy: a function of a request's prompt tokens and output tokens that returns the slots to reserve.
-
-    It reserves the whole length, rounded up to a multiple of `unit`.
+    For each request a step computes two operations for each weight. It reads all weights once (2 bytes each),
+    and `bytes_per_token` bytes of K/V for each token of the context of each request.
     """
     raise NotImplementedError
-
-
-# Each is one of "reserved", "internal" and "external".
-rises: str = ""  # its share of the pool rises with the unit
-vanishes: str = ""  # its share falls to zero
-stays: str = ""  # no unit removes it
 
 
 # ── the check ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_whole_length_is_rounded_up() -> None:
-    rng = random.Random(0)
-    for unit in (1, 16, 128, 2048):
-        policy = rounded(unit)
-        for num_input, num_output in (
-            (unit, unit),
-            *((rng.randint(1, 999), rng.randint(1, 999)) for _ in range(20)),
-        ):
-            size, length = policy(num_input, num_output), num_input + num_output
-            call = f"rounded({unit})({num_input}, {num_output}) is {size}"
-            assert size % unit == 0, f"{call}, which is not a multiple of {unit}."
-            assert size >= length, f"{call}, but the request has {length} tokens in the end."
-            assert size < length + unit, f"{call}, a multiple of {unit} too many for {length} tokens."
+def seconds(num_requests: int, context: float, bytes_per_token: float) -> tuple[float, float]:
+    """The time to read and the time to compute of one decode step."""
+    num_bytes = 2 * WEIGHTS + num_requests * context * bytes_per_token
+    return num_bytes / BANDWIDTH, num_requests * 2 * WEIGHTS / OPERATIONS
 
 
-def test_the_kinds_of_waste() -> None:
-    if not (rises and vanishes and stays):
-        raise NotImplementedError("rises, vanishes and stays are to be one kind of waste each.")
-    lengths, units, shares = draw_lengths(TRACES["ShareGPT-like"], num=300, seed=0), (1, 128, 512, 2048), {}
-    for unit in units:
-        for kind, share in run_contiguous(lengths, 15700, rounded(unit)).shares.items():
-            shares.setdefault(kind, []).append(share)
-    for name, kind in (("rises", rises), ("vanishes", vanishes), ("stays", stays)):
-        assert kind in ("reserved", "internal", "external"), f"{name} is {kind!r}, which is no kind of waste."
-    said = {
-        kind: f"with units of 1, 128, 512 and 2048 the {kind} share is " + ", ".join(f"{x:.1%}" for x in its)
-        for kind, its in shares.items()
-    }
-    assert shares[rises] == sorted(shares[rises]), f"rises is {rises!r}, but {said[rises]}."
-    assert shares[vanishes][-1] == 0, f"vanishes is {vanishes!r}, but {said[vanishes]}."
-    assert min(shares[stays]) > 0, f"stays is {stays!r}, but {said[stays]}."
+def test_longer_contexts_are_memory_bound() -> None:
+    for size in (131_072, 65_536, 819_200):
+        answer = longest_context(size)
+        for num_requests in (10, 10**4, 10**9):
+            read, compute = seconds(num_requests, 1.01 * answer, size)
+            assert read > compute, (
+                f"longest_context({size}) is {answer:.1f}, but {num_requests:,} requests of 1 % more tokens "
+                f"take {read:.3g} s to read and {compute:.3g} s to compute: that is compute-bound."
+            )
+
+
+def test_shorter_contexts_become_compute_bound() -> None:
+    for size in (131_072, 65_536, 819_200):
+        answer = longest_context(size)
+        read, compute = seconds(10**9, 0.99 * answer, size)
+        assert read < compute, (
+            f"longest_context({size}) is {answer:.1f}, but a billion requests of 1 % fewer tokens are "
+            "memory-bound, too: a shorter context is enough."
+        )

@@ -19,7 +19,8 @@ LENGTHS = no_model.draw_lengths((10, 22), len(NAMES), seed=53, longest=64)
 
 Piece = tuple[int, int, str]  # (first slot, number of slots, kind)
 Range = tuple[int, int, str, int]  # (first slot, number of slots, its request, slots with a token)
-WIDTH, LEFT, TOP, HEIGHT = 2.2, 74, 46, 30
+ROW = NUM_SLOTS // 2
+WIDTH, LEFT, TOP, HEIGHT = 2.3, 11, 50, 30  # pixels: of a slot, the margins, and of a row
 
 
 def contiguous(policy: str) -> tuple[list[Piece], list[Range], int]:
@@ -87,38 +88,50 @@ def paging() -> tuple[list[Piece], list[Range], int]:
 
 
 def main() -> None:
-    drawing = Drawing(LEFT + round(NUM_SLOTS * WIDTH) + 16, 388, "A pool under four ways to allocate it")
+    drawing = Drawing(2 * LEFT + round(ROW * WIDTH), 560, "A pool under four ways to allocate it")
     shown: set[str] = set()
-    for row, policy in enumerate([*RULES, "paging"]):
+    for i, policy in enumerate([*RULES, "paging"]):
         pieces, ranges, served = paging() if policy == "paging" else contiguous(policy)
         totals = dict.fromkeys(no_model.KINDS, 0)
-        y = TOP + 84 * row + 12
+        top = TOP + 126 * i
         for start, length, kind in sorted(pieces, key=lambda piece: piece[2] == "real"):
             totals[kind] += length
-            if length > 0:
-                color = no_model.KINDS[kind]
+            color = no_model.KINDS[kind]
+            for x, y, width in rows_of(start, length, top + 36):
                 # One token of eight would be hidden by the border that is drawn over it.
-                width = max(WIDTH * length, 5.0) if kind == "real" else WIDTH * length
-                drawing.box(LEFT + WIDTH * start, y, width, HEIGHT, fill=color, line=color)
+                width = max(width, 5.0) if kind == "real" else width
+                drawing.box(x, y, width, HEIGHT, fill=color, line=color)
         assert sum(totals.values()) == NUM_SLOTS
         shown |= {kind for kind, num_slots in totals.items() if num_slots > 0}
         for start, length, name, filled in ranges:
-            x = LEFT + WIDTH * start
-            drawing.box(x, y, WIDTH * length, HEIGHT, fill="none", line=INK)
+            for x, y, width in rows_of(start, length, top + 36):
+                drawing.box(x, y, width, HEIGHT, fill="none", line=INK)
             # The name stands in the larger part of the first block: what is filled, or what is not.
             first, end, color = filled, BLOCK_SIZE, INK
             if filled > 3:
                 first, end, color = 0, min(filled, BLOCK_SIZE), PAPER
+            x, y, _ = rows_of(start, BLOCK_SIZE, top + 36)[0]
             drawing.text(x + WIDTH * (first + end) / 2, y + HEIGHT / 2, name, size=11, color=color, bold=True)
-        drawing.text(LEFT - 10, y + HEIGHT / 2, policy, anchor="end", bold=True)
-        shares = ", ".join(f"{kind} {100 * n / NUM_SLOTS:.0f} %" for kind, n in totals.items() if n > 0)
+        drawing.text(LEFT, top + 6, policy, anchor="start", bold=True)
         at_once = len({name for _, _, name, _ in ranges})
-        text = f"{at_once} requests at once, {served} served before.  {shares}"
-        drawing.note(LEFT, y + HEIGHT + 15, text)
+        text = f"{at_once} requests at once, {served} served before"
+        drawing.text(LEFT + 60, top + 6, text, anchor="start")
+        shares = ", ".join(f"{kind} {100 * n / NUM_SLOTS:.0f} %" for kind, n in totals.items() if n > 0)
+        drawing.note(LEFT, top + 24, shares)
     for i, (kind, color) in enumerate(each for each in no_model.KINDS.items() if each[0] in shown):
-        drawing.box(LEFT + 105 * i, 16, 14, 14, fill=color, line=color)
-        drawing.text(LEFT + 105 * i + 20, 23, kind, anchor="start")
+        drawing.box(LEFT + 90 * i, 16, 14, 14, fill=color, line=color)
+        drawing.text(LEFT + 90 * i + 20, 23, kind, anchor="start")
     drawing.save()
+
+
+def rows_of(start: int, length: int, top: float) -> list[tuple[float, float, float]]:
+    """(x, y, width) of a range of slots: the pool is drawn in two rows."""
+    parts = []
+    for row in range(NUM_SLOTS // ROW):
+        first, end = max(start, ROW * row), min(start + length, ROW * (row + 1))
+        if first < end:
+            parts.append((LEFT + WIDTH * (first - ROW * row), top + 36 * row, WIDTH * (end - first)))
+    return parts
 
 
 if __name__ == "__main__":

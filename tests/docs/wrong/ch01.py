@@ -1,6 +1,5 @@
 """Wrong solutions of the exercises of chapter 1."""
 
-UNITS = "-(-(num_input + num_output) // unit)"
 TIME = "2 * WEIGHTS / OPERATIONS"
 
 WRONG_1 = [
@@ -11,14 +10,6 @@ WRONG_1 = [
     ("a bound for each slot", "len(lengths) * (size - 1)", "len(lengths) * size"),
 ]
 WRONG_2 = [
-    ("rounds down", UNITS, "(num_input + num_output) // unit"),
-    ("a unit too many for a multiple", UNITS, "((num_input + num_output) // unit + 1)"),
-    ("the prompt is rounded apart", UNITS, "(-(-num_input // unit) - (-num_output // unit))"),
-    ("reserves the output only", "num_input + num_output", "num_output"),
-    ("counts units, not slots", "// unit) * unit", "// unit)"),
-    ("reservation rises", '"internal", "external", "reserved"', '"reserved", "external", "internal"'),
-]
-WRONG_3 = [
     ("one operation a weight", "2 * WEIGHTS", "WEIGHTS"),
     ("the two speeds are confused", "/ OPERATIONS * BANDWIDTH", "/ BANDWIDTH * OPERATIONS"),
     ("a token has one size", "/ bytes_per_token", "/ 131_072"),
