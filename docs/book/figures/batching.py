@@ -13,7 +13,7 @@ from nanopaged import SamplingParams
 
 OUTPUTS = {"A": 3, "B": 12, "C": 5, "D": 7, "E": 9, "F": 4, "G": 10, "H": 6}  # tokens that each generates
 AT_ONCE = 4
-WIDTH, HEIGHT, LEFT, GAP = 26, 20, 70, 4
+WIDTH, HEIGHT, LEFT, GAP = 15, 17, 52, 3
 
 Rows = dict[str, list[str]]  # request → in each step "prefill", "decode", "idle", or "" while it is not there
 
@@ -55,38 +55,37 @@ def draw(drawing: Drawing, top: float, title: str, rows: Rows) -> None:
     idle = AT_ONCE * num_steps - used
     share = idle / (AT_ONCE * num_steps)
     drawing.text(14, top, title, 14, "start", bold=True)
-    summary = f"{num_steps} steps · {used} of {AT_ONCE * num_steps} places used · {idle} idle ({share:.0%})"
+    summary = f"{num_steps} steps · {idle} of {AT_ONCE * num_steps} places idle ({share:.0%})"
     drawing.text(LEFT + 22 * WIDTH, top, summary, 13, "end", GREY)
     styles = {"prefill": COLORS[1], "decode": COLORS[0], "idle": (FAINT, GREY)}
     for i, (name, row) in enumerate(rows.items()):
         y = top + 16 + i * (HEIGHT + GAP)
-        drawing.text(LEFT - 12, y + HEIGHT / 2, name, 13, "end", mono=True)
+        drawing.text(LEFT - 10, y + HEIGHT / 2, name, 13, "end", mono=True)
         drawing.line(LEFT, y + HEIGHT / 2, LEFT + num_steps * WIDTH, y + HEIGHT / 2, FAINT, width=1)
         for step, cell in enumerate(row):
             if cell:
                 fill, line = styles[cell]
                 drawing.box(LEFT + step * WIDTH + 1, y, WIDTH - 2, HEIGHT, "", fill, line)
     y = top + 16 + len(rows) * (HEIGHT + GAP) + HEIGHT / 2 - 2
-    drawing.text(LEFT - 12, y, "idle", 12, "end", GREY)
+    drawing.text(LEFT - 10, y, "idle", 13, "end", GREY)
     for step in range(num_steps):
         at_work = sum(row[step] in ("prefill", "decode") for row in rows.values())
         number = str(AT_ONCE - at_work) if at_work < AT_ONCE else "·"
-        drawing.text(LEFT + (step + 0.5) * WIDTH, y, number, 12, color=GREY, mono=True)
+        drawing.text(LEFT + (step + 0.5) * WIDTH, y, number, 13, color=GREY, mono=True)
 
 
 def main() -> None:
     half = 16 + 9 * (HEIGHT + GAP) + 26
-    drawing = Drawing(LEFT + 22 * WIDTH + 16, 2 * half + 48, "Static and continuous batching, step by step")
-    draw(drawing, 26, "Static batching", static_batching())
-    draw(drawing, 26 + half, "Continuous batching", continuous_batching())
-    y = 2 * half + 20
+    drawing = Drawing(400, 2 * half + 46, "Static and continuous batching, step by step")
+    draw(drawing, 26, "Static", static_batching())
+    draw(drawing, 26 + half, "Continuous", continuous_batching())
+    y = 2 * half + 18
     legend = [("prefill", COLORS[1]), ("decode", COLORS[0]), ("finished, place kept", (FAINT, GREY))]
     x = LEFT
     for text, (fill, line) in legend:
-        drawing.box(x, y, WIDTH - 2, 16, "", fill, line)
-        drawing.note(x + WIDTH + 6, y + 8, text)
-        x += WIDTH + 26 + 6.6 * len(text)
-    drawing.text(LEFT + 22 * WIDTH, y + 8, "one column is one step", 12, "end", GREY)
+        drawing.box(x, y, WIDTH - 2, 14, "", fill, line)
+        drawing.text(x + WIDTH + 4, y + 7, text, 13, "start", GREY)
+        x += WIDTH + 70
     drawing.save()
 
 

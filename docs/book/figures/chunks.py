@@ -13,7 +13,7 @@ from svg import COLORS, GREY, Drawing
 from nanopaged import SamplingParams
 
 BUDGET, PROMPT, STEPS = 13, 40, 14
-LEFT, WIDTH, HEIGHT = 36, 9.0, 30  # WIDTH: of a token
+LEFT, WIDTH, HEIGHT = 14, 4.6, 30  # WIDTH: of a token
 
 
 def run(budget: int) -> list[dict[str, int]]:
@@ -35,13 +35,13 @@ def draw(drawing: Drawing, y: float, title: str, steps: list[dict[str, int]]) ->
     drawing.text(LEFT, y, title, 14, "start", bold=True)
     waits, x = [], float(LEFT)
     for step in steps:
-        if x + WIDTH * sum(step.values()) > LEFT + 78 * WIDTH:
+        if x + WIDTH * sum(step.values()) > LEFT + 80 * WIDTH:
             break
         begin = x
         for name, num_tokens in sorted(step.items()):
             style = COLORS["ABC".index(name)] if name in "ABC" else COLORS[4]
             label = str(num_tokens) if num_tokens > 2 else ""
-            drawing.box(x, y + 18, WIDTH * num_tokens, HEIGHT, label, *style, 12)
+            drawing.box(x, y + 18, WIDTH * num_tokens, HEIGHT, label, *style, 13)
             x += WIDTH * num_tokens
         drawing.line(x, y + 12, x, y + 18 + HEIGHT + 6, GREY)
         waits.append(round((x - begin) / WIDTH))
@@ -50,17 +50,19 @@ def draw(drawing: Drawing, y: float, title: str, steps: list[dict[str, int]]) ->
     at = LEFT + sum(WIDTH * wait + 3 for wait in waits[: waits.index(longest)])
     drawing.line(at, y + 18 + HEIGHT + 14, at + WIDTH * longest, y + 18 + HEIGHT + 14, COLORS[0][1], width=2)
     text = f"A, B and C wait for a step of {longest} tokens"
-    drawing.text(at, y + 18 + HEIGHT + 28, text, 12, "start", COLORS[0][1])
+    drawing.text(at, y + 18 + HEIGHT + 28, text, 13, "start", COLORS[0][1])
 
 
 def main() -> None:
-    drawing = Drawing(790, 250, "A long prompt beside three decodes, whole and in chunks")
-    draw(drawing, 26, "whole", run(1000))
-    draw(drawing, 146, f"in chunks: at most {BUDGET} tokens a step", run(BUDGET))
+    drawing = Drawing(400, 266, "A long prompt beside three decodes, whole and in chunks")
+    draw(drawing, 22, "whole", run(1000))
+    draw(drawing, 128, f"in chunks: at most {BUDGET} tokens a step", run(BUDGET))
     for i, name in enumerate("ABCP"):
         style = COLORS[4] if name == "P" else COLORS[i]
-        drawing.box(390 + 98 * i, 17, 18, 18, "", *style)
-        drawing.note(414 + 98 * i, 26, "prompt" if name == "P" else f"decode {name}")
+        x = LEFT + 96 * i
+        drawing.box(x, 232, 16, 16, "", *style)
+        text = "prompt" if name == "P" else f"decode {name}"
+        drawing.text(x + 22, 240, text, 13, "start", GREY)
     drawing.save()
 
 
