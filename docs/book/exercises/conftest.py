@@ -1,4 +1,4 @@
-"""`python -m pytest docs/book/exercises/05_2.py` says in one sentence what is wrong with a solution."""
+"""`python -m pytest docs/book/exercises/01_1.py` says in one sentence what is wrong with a solution."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 
 import torch
-from svg import COLORS, INK, Drawing
+from svg import COLORS, GREY, INK, Drawing
 
 from nanopaged.attention.reference_backend import reference_paged_attention
 
 TABLE = [2, 0, 1]
 SCORES, VALUES = [-1, 1, 0, 2, 1, 0], [4, 3, 2, 1, 5, 2]
 QUERY = torch.tensor([[2.0, 0, 0, 0]])  # with a scale of 1/√4 the score of a key is its first number
-LEFT, STEP, WIDTH = 190, 226, 148
+TOP, STEP = 18, 118
 
 
 def output(num_keys: int) -> float:
@@ -36,47 +36,39 @@ def numbers(x: list[int]) -> str:
 
 
 def main() -> None:
-    drawing = Drawing(820, 330, "The online softmax: maximum, sum and weighted sum after each block")
-    rows = {
-        42: "block",
-        74: "scores s",
-        100: "values v",
-        182: "m",
-        208: "l",
-        234: "acc",
-        280: "output, acc / l",
-    }
-    for y, text in rows.items():
-        drawing.text(24, y, text, 13, "start", bold=text in ("block", "output, acc / l"))
-    notes = {182: "largest score", 208: "Σ exp(s − m)", 234: "Σ exp(s − m) · v"}
-    for y, text in notes.items():
-        drawing.note(58, y, text)
+    drawing = Drawing(420, 392, "The online softmax: maximum, sum and weighted sum after each block")
     m, l, acc = -math.inf, 0.0, 0.0
-    for i, block in enumerate(TABLE):
+    for i in range(len(TABLE)):
         fill, line = COLORS[i]
-        x = LEFT + i * STEP
+        y = TOP + i * STEP
         scores, values = SCORES[2 * i : 2 * i + 2], VALUES[2 * i : 2 * i + 2]
-        drawing.box(x, 24, WIDTH, 96, fill=fill, line=line)
-        drawing.text(x + WIDTH / 2, 42, str(block), bold=True)
-        drawing.text(x + WIDTH / 2, 74, numbers(scores), mono=True)
-        drawing.text(x + WIDTH / 2, 100, numbers(values), mono=True)
+        drawing.box(16, y, 138, 74, fill=fill, line=line)
+        drawing.text(85, y + 14, f"block {i}", bold=True)
+        drawing.text(24, y + 37, "scores", anchor="start")
+        drawing.text(24, y + 58, "values", anchor="start")
+        drawing.text(146, y + 37, numbers(scores), anchor="end", mono=True)
+        drawing.text(146, y + 58, numbers(values), anchor="end", mono=True)
         m_new = max(m, *scores)
         p = [math.exp(s - m_new) for s in scores]
         rescale = math.exp(m - m_new)
         l = l * rescale + sum(p)
         acc = acc * rescale + sum(w * v for w, v in zip(p, values, strict=True))
         m = m_new
-        drawing.line(x + WIDTH / 2, 121, x + WIDTH / 2, 162, line, arrow=True)
-        drawing.box(x, 164, WIDTH, 86, line=line)
-        for y, text in ((182, f"{m:g}"), (208, f"{l:.4f}"), (234, f"{acc:.4f}")):
-            drawing.text(x + WIDTH / 2, y, text, mono=True)
+        drawing.line(155, y + 37, 182, y + 37, line, arrow=True)
+        drawing.box(184, y, 122, 74, line=line)
+        for below, (name, number) in enumerate([("m", f"{m:g}"), ("l", f"{l:.4f}"), ("acc", f"{acc:.4f}")]):
+            drawing.text(194, y + 15 + 22 * below, name, anchor="start")
+            drawing.text(296, y + 15 + 22 * below, number, anchor="end", mono=True)
         if i:
-            drawing.line(x - STEP + WIDTH + 1, 221, x - 2, 221, INK, arrow=True)
-            drawing.text(x - (STEP - WIDTH) / 2, 208, f"× {rescale:.4g}", 12)
+            drawing.line(245, y - STEP + 75, 245, y - 2, INK, arrow=True)
+            drawing.text(254, y - 22, f"l, acc × {rescale:.4g}", 12, "start")
         out = output(2 * i + 2)
         assert math.isclose(out, acc / l, rel_tol=1e-6)
-        drawing.text(x + WIDTH / 2, 280, f"{out:.4f}", bold=True, mono=True)
-    drawing.note(24, 310, "× is the rescale factor exp(m − m'): 1 if the block does not raise the maximum.")
+        drawing.line(307, y + 37, 332, y + 37, line, arrow=True)
+        drawing.text(372, y + 25, "acc / l", 12, color=GREY)
+        drawing.text(372, y + 44, f"{out:.4f}", bold=True, mono=True)
+    drawing.note(16, 358, "× is the rescale factor exp(m − m').")
+    drawing.note(16, 376, "It is 1 if the block does not raise the maximum.")
     drawing.save()
 
 

@@ -29,14 +29,6 @@ WRONG_1 = [
     ("what is common is ignored", "min(common, length - 1)", "(length - 1)"),
 ]
 WRONG_2 = [
-    ("the last token is found, too", "min(found, len(prompt) - 1)", "found"),
-    ("always one token less", "min(found, len(prompt) - 1)", "max(found - 1, 0)"),
-    ("tokens at any place", "node = node.setdefault(token_id, {})", "node.setdefault(token_id, {})"),
-    ("the prompt before alone", "node, found = root, 0", "node, found = root, 0\n        root = {}"),
-    ("the first prompt alone", "node.setdefault(token_id, {})", "node.get(token_id, {})"),
-    ("only whole prompts", "total += min(found, len(prompt) - 1)", "total += found == len(prompt)"),
-]
-WRONG_3 = [
     ("no reference", SHARE, ""),
     ("two references", SHARE, 2 * SHARE),
     ("nothing to unpin", "        holder.block_table.append(block_id)\n", ""),
