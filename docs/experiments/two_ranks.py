@@ -1,4 +1,4 @@
-"""One rank and two ranks of the tiny model on a CPU: what each holds, the tokens of both, and the tables sent.
+"""One rank and two ranks of the tiny model on a CPU: what each holds, their tokens, and the tables sent.
 
     python docs/experiments/two_ranks.py
 

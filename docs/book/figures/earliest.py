@@ -1,7 +1,4 @@
-"""Why every request finishes: a run of the real scheduler without a model, step by step.
-
-    python docs/book/figures/earliest.py
-"""
+"""Why every request finishes: a run of the real scheduler without a model, step by step."""
 
 from __future__ import annotations
 
