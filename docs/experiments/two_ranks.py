@@ -1,4 +1,4 @@
-"""One rank and two ranks of the tiny model on a CPU: what each holds, what they send, and the tokens of both.
+"""One rank and two ranks of the tiny model on a CPU: what each holds, their tokens, and the tables sent.
 
     python docs/experiments/two_ranks.py
 
@@ -39,14 +39,9 @@ def main() -> None:
     for name, value in columns[0].items():
         print(f"{name:24}{value:8,}{columns[1][name]:9,}")
     print("tokens of both:", "the same" if tokens[0] == tokens[1] else f"different: {tokens}")
-    print("\nthe message of the first decode step:")
-    for part in (messages[1], messages[1].metadata):
-        for name, value in vars(part).items():
-            if name != "metadata":
-                print(f"  {name}: {value}")
-    print("\nblock_tables of all messages:")
+    print("\nblock tables in the messages to rank 1:")
     for number, message in enumerate(messages, start=1):
-        print(f"  step {number}: {message.metadata.block_tables}")
+        print(f"step {number}: {message.metadata.block_tables}")
 
 
 def watch(llm: LLM, messages: list[Any]) -> list[int]:

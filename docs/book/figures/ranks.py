@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from svg import COLORS, FAINT, GREY, PAPER, Drawing
+from svg import COLORS, FAINT, PAPER, Drawing
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.snapshot import Snapshot
 
-RANKS, WIDTH, LEFT, GAP = 2, 368, 16, 72
+RANKS, WIDTH, HEIGHT, LEFT, GAP = 2, 356, 232, 12, 52
 SHARED = COLORS[4]
 
 
@@ -25,55 +25,51 @@ def main() -> None:
     config = llm.engine.runner.model.config
     share = config.share(RANKS)
     tables = {seq.name: seq.block_table for request in snapshot.requests for seq in request.sequences}
-    picture = Drawing(2 * LEFT + RANKS * WIDTH + GAP, 352, "Two ranks with the same block tables")
+    picture = Drawing(
+        2 * LEFT + WIDTH, 2 * LEFT + RANKS * HEIGHT + GAP, "Two ranks with the same block tables"
+    )
     for rank in range(RANKS):
         draw_rank(picture, rank, share, snapshot, tables)
-    middle = LEFT + WIDTH + GAP / 2
-    left, right = middle - GAP / 2 + 6, middle + GAP / 2 - 6
-    for y, words, begin, end in (
-        (116, "message", left, right),
-        (200, "all-reduce", left, right),
-        (284, "logits", right, left),
-    ):
-        picture.line(begin, y, end, y, arrow=True)
-        picture.text(middle, y - 12, words, 11, color=GREY)
-    picture.line(right, 200, left, 200, arrow=True)
-    picture.text(middle, 130, "each step", 10, color=GREY)
-    picture.text(middle, 214, f"{2 * config.num_layers + 1} a step", 10, color=GREY)
+    top = LEFT + HEIGHT + 5
+    bottom = top + GAP - 10
+    for x, words, begin, end in ((30, "message", top, bottom), (300, "logits", bottom, top)):
+        picture.line(x, begin, x, end, arrow=True)
+        picture.note(x + 8, (top + bottom) / 2, words)
+    picture.line(128, top, 128, bottom, arrow=True)
+    picture.line(128, bottom, 128, top, arrow=True)
+    picture.note(136, (top + bottom) / 2, f"all-reduce, {2 * config.num_layers + 1} a step")
     picture.save()
 
 
 def draw_rank(picture: Drawing, rank: int, share: object, snapshot: Snapshot, tables: dict) -> None:
-    x = LEFT + rank * (WIDTH + GAP)
-    picture.box(x, 16, WIDTH, 320, fill="#f6f8fa", line=FAINT)
+    x, y = LEFT, LEFT + rank * (HEIGHT + GAP)
+    picture.box(x, y, WIDTH, HEIGHT, fill="#f6f8fa", line=FAINT)
     titles = ("rank 0: the process of the engine", "rank 1: a worker")
-    picture.text(x + 14, 38, titles[rank], 14, "start", bold=True)
-    roles = ("scheduler, block manager, model runner, sampler", "model runner; it does what a message says")
-    picture.note(x + 14, 58, roles[rank])
+    picture.text(x + 12, y + 20, titles[rank], 14, "start", bold=True)
+    roles = ("it schedules, computes its heads, and samples", "it computes its heads")
+    picture.note(x + 12, y + 40, roles[rank])
 
     for row, (name, table) in enumerate(tables.items()):
-        y = 82 + 30 * row
-        picture.text(x + 14, y + 12, f"table of {name}", 12, "start")
+        row_y = y + 58 + 28 * row
+        picture.text(x + 12, row_y + 12, f"table of {name}", 12, "start")
         for column, block_id in enumerate(table):
             fill, line = color_of(block_id, tables)
-            picture.box(x + 92 + 34 * column, y, 32, 24, str(block_id), fill, line)
-    picture.note(x + 200, 97, f"query heads {span(rank, share.num_heads)}")
+            picture.box(x + 84 + 34 * column, row_y, 32, 24, str(block_id), fill, line)
+    picture.note(x + 190, y + 68, f"query heads {span(rank, share.num_heads)}")
     heads = span(rank, share.num_kv_heads)
-    picture.note(x + 200, 115, f"KV head {heads}")
+    picture.note(x + 190, y + 85, f"KV head {heads}")
     columns = span(rank, share.intermediate_size)
-    picture.note(x + 200, 133, f"MLP columns {columns}")
+    picture.note(x + 190, y + 102, f"MLP columns {columns}")
 
-    picture.text(x + 14, 176, "blocks", 12, "start")
     for block in snapshot.blocks:
-        column = x + 14 + 57 * block.block_id
+        column = x + 12 + 56 * block.block_id
         fill, line = color_of(block.block_id, tables)
-        picture.text(column + 26, 196, str(block.block_id), 12)
+        picture.text(column + 26, y + 128, str(block.block_id), 12)
         for slot in range(snapshot.block_size):
             is_filled = slot < block.num_filled
-            words = f"K/V, h{heads}" if is_filled else ""
+            words = f"head {heads}" if is_filled else ""
             cell = (fill, line) if is_filled else (PAPER, FAINT)
-            picture.box(column, 208 + 22 * slot, 52, 20, words, *cell, size=10)
-    picture.text(x + 14, 318, f"h{heads}: K and V of KV head {heads}, all layers", 11, "start", GREY)
+            picture.box(column, y + 138 + 22 * slot, 52, 20, words, *cell, size=11)
 
 
 def span(rank: int, num: int) -> str:

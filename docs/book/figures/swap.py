@@ -8,7 +8,8 @@ from svg import COLORS, FAINT, GREY, PAPER, Drawing
 from nanopaged import SamplingParams
 from nanopaged.scheduler import Scheduler
 
-NUM_BLOCKS, SIZE, STEP, PANEL = 4, 36, 42, 206
+NUM_BLOCKS, SIZE, STEP, PANEL = 4, 30, 36, 96
+DEVICE, HOST = 16, 224
 Places = dict[int, tuple[str, int]]  # block → the request whose K/V it holds, and how many slots of it
 
 
@@ -32,7 +33,7 @@ def draw_row(drawing: Drawing, x: float, y: float, held: Places) -> None:
         fill, line = COLORS["AB".index(name)] if name else (PAPER, FAINT)
         text = f"{name}:{filled}" if name else ""
         drawing.box(x + block_id * STEP, y, SIZE, SIZE, text, fill, line, 12)
-        drawing.text(x + block_id * STEP + SIZE / 2, y - 8, str(block_id), 10, color=GREY, mono=True)
+        drawing.text(x + block_id * STEP + SIZE / 2, y + SIZE + 8, str(block_id), 10, color=GREY, mono=True)
 
 
 def main() -> None:
@@ -40,12 +41,12 @@ def main() -> None:
     for name in "AB":
         scheduler.add(make_request(name, list(range(6)), SamplingParams(max_tokens=6)))
     drawing = Drawing(
-        676, 268, "The blocks of the device and of the host before, during and after a preemption"
+        384, 352, "The blocks of the device and of the host before, during and after a preemption"
     )
-    for y, text in ((84, "device"), (192, "host")):
-        drawing.text(58, y + SIZE / 2, text, 12, "end", GREY)
-    titles = {3: "no block is left", 4: "B is out, A has its block 2", 7: "B is back, in other blocks"}
-    runner, x = NoModel(), 70.0
+    drawing.text(DEVICE, 22, "device", 12, "start", GREY)
+    drawing.text(HOST, 22, "host", 12, "start", GREY)
+    titles = {3: "no block is left", 4: "B is swapped out", 7: "B is back in other blocks"}
+    runner, y = NoModel(), 66.0
     for step in range(1, 8):
         batch = scheduler.schedule()
         moves = batch.moves
@@ -53,23 +54,18 @@ def main() -> None:
         if step not in titles:
             continue
         device, host = places(scheduler, block_size=4)
-        drawing.text(x, 24, f"after step {step}", 13, "start", bold=True)
-        drawing.note(x, 44, titles[step])
-        draw_row(drawing, x, 84, device)
-        draw_row(drawing, x, 192, host)
-        # An arrow begins in the panel before, where the block still holds what is copied.
-        for pairs, begin, end, side in ((moves.swap_out, 122, 174, -8), (moves.swap_in, 174, 122, 8)):
+        x = 150 if moves.swap_in else DEVICE  # beside the arrows
+        drawing.text(x, y - 18, f"step {step}: {titles[step]}", 12, "start", bold=True)
+        draw_row(drawing, DEVICE, y, device)
+        draw_row(drawing, HOST, y, host)
+        # An arrow begins in the row above, where the block still holds what is copied.
+        for pairs, from_x, to_x in ((moves.swap_out, DEVICE, HOST), (moves.swap_in, HOST, DEVICE)):
             for source, destination in pairs:
-                at, to = (block_id * STEP + SIZE / 2 for block_id in (source, destination))
-                shift_at, shift_to = (0, side) if side < 0 else (side, 0)  # beside each other at the host
-                drawing.line(
-                    x - PANEL + at + shift_at, begin, x + to + shift_to, end, COLORS[1][1], arrow=True
-                )
-        if step > 3:
-            drawing.text(x - PANEL / 2 + (-12 if moves.swap_out else 96), 158, f"step {step}", 12, color=GREY)
-        x += PANEL
-    note = "B:4 is a block with the K/V of four tokens of B. An arrow is a copy, to where it is afterwards."
-    drawing.note(70, 248, note)
+                x1, x2 = from_x + (source + 0.5) * STEP, to_x + (destination + 0.5) * STEP
+                drawing.line(x1, y - PANEL + SIZE + 2, x2, y - 2, COLORS[1][1], arrow=True)
+        y += PANEL
+    drawing.note(DEVICE, 320, "B:4 is a block with the K/V of four tokens of B.")
+    drawing.note(DEVICE, 338, "An arrow is a copy between device and host.")
     drawing.save()
 
 

@@ -1,26 +1,5 @@
 """Wrong solutions of the exercises of chapter 7."""
 
-ENGINE = """from nanopaged import BeamSearchParams
-
-
-def beams_on_top(llm, prompt, width, num_tokens):
-    params = BeamSearchParams(beam_width=width, max_tokens=num_tokens, ignore_eos=True)
-    (output,) = llm.beam_search([prompt], params, use_tqdm=False)
-    return [beam.token_ids for beam in output.outputs]
-
-
-def unused(llm, prompt, width, num_tokens):
-"""
-SAMPLES = """def beams_on_top(llm, prompt, width, num_tokens):
-    params = SamplingParams(n=width, seed=0, max_tokens=num_tokens, ignore_eos=True)
-    (output,) = llm.generate([prompt], params, use_tqdm=False)
-    return [sample.token_ids for sample in output.outputs]
-
-
-def unused(llm, prompt, width, num_tokens):
-"""
-DEF = "def beams_on_top(llm, prompt, width, num_tokens):\n"
-SORTED = "sorted(candidates, key=lambda candidate: candidate[0], reverse=True)[:width]"
 MISCOUNT = "block.ref_count != entries[block.block_id]"
 BLOCKS = "num_tokens // block_size + n"
 FILTER = "manager.blocks if"
@@ -41,12 +20,4 @@ WRONG_2 = [
     ("only blocks in a table", FILTER, f"{FILTER} block.block_id in entries and"),
     ("only blocks in no table", "manager.blocks if", "manager.blocks if block.block_id not in entries and"),
     ("blocks that are in use", MISCOUNT, "block.ref_count > 0"),
-]
-WRONG_3 = [
-    ("the engine's own search", DEF, ENGINE),
-    ("samples", DEF, SAMPLES),
-    ("the last token's log-probability alone", "so_far + entry.logprob", "entry.logprob"),
-    ("the worst beams", "reverse=True", "reverse=False"),
-    ("each beam's best token", "logprobs=2 * width", "logprobs=1"),
-    ("the first candidates, not the best", SORTED, "candidates[:width]"),
 ]

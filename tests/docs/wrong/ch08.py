@@ -1,7 +1,6 @@
 """Wrong solutions of the exercises of chapter 8."""
 
 MOVED = "shared + n * (each - shared)"
-RANK = "-max(seq.num_computed_tokens for seq in request.live)"
 COPIES = "copies_per_block * 10e-6 / block_size"
 BYTES = "131072 / 50e9"
 
@@ -20,12 +19,4 @@ WRONG_2 = [
     ("the bytes of a block", BYTES, f"block_size * {BYTES}"),
     ("bits", BYTES, f"8 * {BYTES}"),
     ("the bytes of a layer", BYTES, "131072 / 32 / 50e9"),
-]
-WRONG_3 = [
-    ("the victim has computed most", RANK, RANK.removeprefix("-")),
-    ("the latest is the victim", RANK, "request.arrival_time"),
-    ("the victim has the shortest output", RANK, "-request.live[0].num_output_tokens"),
-    ("the victim has the shortest prompt", RANK, "-request.num_prompt_tokens"),
-    ("the victim has the longest prompt", RANK, "request.num_prompt_tokens"),
-    ("the victim has the most left", RANK, "request.stop_rules.max_length - request.live[0].num_tokens"),
 ]

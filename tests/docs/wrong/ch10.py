@@ -1,7 +1,5 @@
 """Wrong solutions of the exercises of chapter 10."""
 
-SPEAKER = "max(messages, key=lambda pair: (pair[0], -pair[1]))[1]"
-SENT = '[real.max().item(), first + real.argmax().item()] if len(real) else [-float("inf"), first]'
 HEADS = "max(1, config.num_kv_heads // size)"
 ONE = "torch.relu(x @ up.T) @ down.T + bias"
 
@@ -20,12 +18,4 @@ WRONG_2 = [
     ("everything on every rank, scaled", "return parts", f"return [({ONE}) / size] * size"),
     ("added up already", "return parts", "return [sum(parts)]"),
     ("only the first columns of down", "down[:, mine]", "down[:, :width]"),
-]
-WRONG_3 = [
-    ("all logits concatenated", SENT, "share.tolist()"),
-    ("all logits, as a tensor", SENT, "share"),
-    ("padding takes part", "share[: max(0, vocab_size - first)]", "share"),
-    ("the token of the share, not of the vocabulary", "first + real.argmax()", "real.argmax()"),
-    ("the last of equal logits", "-pair[1]", "pair[1]"),
-    ("no maximum over the ranks", SPEAKER, "messages[0][1]"),
 ]
