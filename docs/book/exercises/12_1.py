@@ -1,100 +1,102 @@
-"""Exercise 12.1, another victim: see docs/book/12-forks.md."""
+"""Exercise 12.1, evict the least frequently used block: see docs/book/12-forks.md."""
 
-from collections.abc import Callable
+from collections import Counter
+from itertools import count
 from random import Random
-from typing import Any
 
-from lib.no_model import NoModel, make_request, make_scheduler, rank_again
+from lib.no_model import NoModel, make_request
 
 from nanopaged import SamplingParams
-from nanopaged.sequence import Request, Sample
+from nanopaged.block_manager import BlockManager
+from nanopaged.scheduler import Scheduler
+from nanopaged.snapshot import check_blocks
 
 
-def longest_output_first(request: Request) -> Any:
-    """A number or a tuple: the last request in this order, smallest first, is the victim.
+class LfuBlockManager(BlockManager):
+    """Evicts the cached block with the fewest calls of `share` since it was taken, of several the LRU one."""
 
-    `request.live[0]` is its sequence, which has `num_tokens` and `num_output_tokens`.
-    """
-    raise NotImplementedError
+    def reset(self) -> None:
+        """Called by `__init__` and after a failed step: all blocks are free."""
+        raise NotImplementedError
 
+    def share(self, block_id: int) -> None:
+        raise NotImplementedError
 
-def fewest_tokens_first(request: Request) -> Any:
-    """The same: the victim is the request with the most tokens."""
-    raise NotImplementedError
-
-
-times: list[float] = []  # three numbers, to two decimals: `times_computed(None)`, and with the two ranks
-
-
-def times_computed(rank: Callable[[Request], Any] | None) -> float:
-    """How often each token is computed when 60 requests arrive together, in 250 blocks of 16."""
-    draw = Random(0).expovariate
-    scheduler, runner = make_scheduler(250, 16, enable_prefix_caching=False), NoModel()
-    scheduler.rank = rank or scheduler.rank
-    needed = computed = 0
-    for i in range(60):
-        num_prompt, num_output = 1 + int(draw(1 / 161)), 1 + int(draw(1 / 338))
-        request = make_request(str(i), [7] * num_prompt, SamplingParams(max_tokens=num_output))
-        request.arrival_time = i / 1000
-        scheduler.add(request)
-        needed += num_prompt + num_output - 1
-    while scheduler.waiting or scheduler.running:
-        rank_again(scheduler)
-        batch = scheduler.schedule()
-        computed += sum(seq.num_scheduled_tokens for seq in batch.sequences)
-        scheduler.update(batch, runner.execute(batch))
-    return computed / needed
+    def take(self) -> int:
+        raise NotImplementedError
 
 
 # ── the check ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def request_of(num_prompt: int, num_output: int, arrival: float) -> Request:
-    request = make_request(f"{num_prompt}+{num_output}", [7] * num_prompt, SamplingParams(max_tokens=999))
-    request.arrival_time = arrival
-    for _ in range(num_output):
-        request.live[0].append(Sample(9, -1.0))
-    return request
+def watched(num_blocks: int) -> LfuBlockManager:
+    """An `LfuBlockManager` of blocks of 4 slots, of which each eviction is compared with its own notes."""
+    hits: Counter[int] = Counter()
+    released: dict[int, int] = {}  # block → when a reference was last given back
+    clock = count()
 
+    class Watched(LfuBlockManager):
+        def share(self, block_id: int) -> None:
+            super().share(block_id)
+            hits[block_id] += 1
 
-def check_order(rank: Callable[[Request], Any], right: Callable[[int, int], Any]) -> None:
-    """Twelve requests, of which no two are equal for the rank; the last ones are compared in every pair."""
-    random, sizes = Random(3), set()
-    while len(sizes) < 12:
-        size = random.randint(1, 40), random.randint(0, 9)
-        if right(*size) not in {right(*other) for other in sizes}:
-            sizes.add(size)
-    requests = [request_of(*size, random.random()) for size in sorted(sizes)]
-    for one in requests:
-        for other in requests:
-            if one is not other:
-                victim = max(one, other, key=rank)
-                wanted = max(
-                    one, other, key=lambda r: right(r.num_prompt_tokens, r.live[0].num_output_tokens)
+        def release(self, block_id: int) -> None:
+            super().release(block_id)
+            released[block_id] = next(clock)
+
+        def take(self) -> int:
+            cached, has_free = list(self.cached), bool(self.free_ids)
+            block_id = super().take()
+            if has_free:
+                assert block_id not in cached, f"Block {block_id} is evicted although another one is free."
+            else:
+                right = min(cached, key=lambda each: (hits[each], released[each]))
+                assert block_id == right, (
+                    f"Block {block_id} ({hits[block_id]} hits) is evicted instead of block {right} "
+                    f"({hits[right]} hits{', released earlier' if hits[right] == hits[block_id] else ''})."
                 )
-                assert victim is wanted, (
-                    f"Of the requests {one.request_id} and {other.request_id} (prompt and generated tokens) "
-                    f"the victim is {victim.request_id}, but it should be {wanted.request_id}."
-                )
+            hits[block_id] = 0
+            return block_id
+
+    return Watched(num_blocks, 4)
 
 
-def test_longest_output_first() -> None:
-    check_order(longest_output_first, lambda num_prompt, num_output: (-num_output, num_prompt))
+def serve(manager: BlockManager, prompts: list[list[int]], num_output: int = 1, at_once: int = 1) -> int:
+    """Prompts one after another, or so many at once. Returns the tokens that were found in the cache."""
+    scheduler, runner, found = Scheduler(manager, 100, 1000), NoModel(), 0
+    params = SamplingParams(max_tokens=num_output, ignore_eos=True)
+    for first in range(0, len(prompts), at_once):
+        for i, prompt in list(enumerate(prompts))[first : first + at_once]:
+            scheduler.add(make_request(str(i), prompt, params))
+        while scheduler.waiting or scheduler.running:
+            batch = scheduler.schedule()
+            found += sum(
+                request.num_cached_tokens for request in batch.admitted if not request.num_preemptions
+            )
+            scheduler.update(batch, runner.execute(batch))
+            try:
+                check_blocks(manager, scheduler.running_sequences)
+            except AssertionError as error:
+                raise AssertionError(f"After a step the pool is not consistent: {error}.") from None
+    return found
 
 
-def test_fewest_tokens_first() -> None:
-    check_order(fewest_tokens_first, lambda num_prompt, num_output: num_prompt + num_output)
+def test_the_block_with_the_fewest_hits_is_evicted() -> None:
+    random = Random(0)
+    prompts = [[random.randrange(3)] * 9 + [i] * random.randint(1, 20) for i in range(150)]
+    manager = watched(12)
+    serve(manager, prompts, num_output=5)
+    manager.reset()
+    serve(manager, prompts[:40])
+    prompts = [[random.randrange(9)] * 9 + [100 + i] * random.randint(1, 9) for i in range(150)]
+    serve(watched(16), prompts, num_output=5, at_once=3)  # a block in use is shared, too
 
 
-def test_times() -> None:
-    if not times:
-        raise NotImplementedError("assign three numbers to `times`")
-    assert len(times) == 3, f"`times` has {len(times)} numbers instead of three."
-    for name, rank, told in zip(
-        ("the order of arrival", "longest_output_first", "fewest_tokens_first"),
-        (None, longest_output_first, fewest_tokens_first),
-        times,
-        strict=True,
-    ):
-        found = times_computed(rank)
-        assert abs(found - told) < 0.006, f"With {name} each token is not computed {told} times."
+def test_a_popular_prefix_survives() -> None:
+    """Two chats with a system prompt of 16 tokens, then three other prompts, eight times, in 12 blocks."""
+    prompts = [
+        [*range(16), 100 + i, 1, 2, 3] if i % 5 < 2 else list(range(1000 + 20 * i, 1020 + 20 * i))
+        for i in range(40)
+    ]
+    found = serve(LfuBlockManager(12, 4), prompts)
+    assert found == 240, f"{found} tokens of the prompts are found; LRU finds 128, and LFU 240."

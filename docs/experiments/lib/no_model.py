@@ -183,6 +183,22 @@ def serve_all(scheduler: Scheduler, runner: NoModel) -> Run:
     return run
 
 
+def steps_to_end(scheduler: Scheduler, jobs: list[tuple[int, int, int]]) -> list[int]:
+    """Serve jobs (step of arrival, prompt tokens, output tokens). Returns how many steps each one takes."""
+    runner, times, step = NoModel(), dict[int, int](), 0
+    while len(times) < len(jobs):
+        for i, (arrival, num_prompt, num_output) in enumerate(jobs):
+            if arrival == step:
+                request = make_request(str(i), [i] * num_prompt, SamplingParams(max_tokens=num_output))
+                request.arrival_time = step
+                scheduler.add(request)
+        batch, step = scheduler.schedule(), step + 1
+        for request in scheduler.update(batch, runner.execute(batch)):
+            if request.finished:
+                times[int(request.request_id)] = step - jobs[int(request.request_id)][0]
+    return [times[i] for i in range(len(jobs))]
+
+
 # ── contiguous allocation ─────────────────────────────────────────────────────────────────────────
 
 
