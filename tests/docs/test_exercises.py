@@ -16,7 +16,7 @@ from programs import environment, load_file, run_program
 
 sys.path.append(str(ROOT / "docs" / "experiments"))  # as conftest.py of the exercises does
 EXERCISES = {file.stem: file for file in sorted((ROOT / "docs" / "book" / "exercises").glob("*_[0-9].py"))}
-APPENDIX = ROOT / "docs" / "reference" / "wrong-claims.md"  # it has the exercises claims_1 and claims_2
+APPENDIX = ROOT / "docs" / "reference" / "wrong-claims.md"  # it has the exercise claims_1
 PAGES = {page.name[:2]: page for page in (ROOT / "docs" / "book").glob("[0-9]*.md")} | {"claims": APPENDIX}
 WRONG = []  # exercise, what is wrong, a piece of the solution, its replacement
 for file in sorted((Path(__file__).parent / "wrong").glob("c*.py")):

@@ -1,16 +1,6 @@
 """Wrong solutions of the exercises of docs/reference/wrong-claims.md."""
 
-TOKENS = "int(gigabytes * 2**30 // (2 * layers * hidden * 2))"
-
 WRONG_1 = [
-    ("K or V, not both", "(2 * layers * hidden * 2)", "(layers * hidden * 2)"),
-    ("numbers of four bytes", "hidden * 2)", "hidden * 4)"),
-    ("a GB of 10**9 bytes", "2**30", "10**9"),
-    ("one layer", "2 * layers * hidden", "2 * hidden"),
-    ("blocks of 16", "hidden * 2))", "hidden * 2 * 16))"),
-    ("the printed numbers", TOKENS, "{5120: 15728, 9216: 9557, 12288: 60074}.get(hidden, 0)"),
-]
-WRONG_2 = [
     ("the last block of the prompt is shared, too", "(prompt - 1) //", "prompt //"),
     ("a tenth", "return shared + num_requests * (alone - shared)", "return alone"),
     ("nothing is shared", "(prompt - 1) // block_size", "0"),
