@@ -1,6 +1,6 @@
 """Times and rates of the engine on this machine, one subject at a time.
 
-    python docs/experiments/measure.py chunked
+    python docs/experiments/measure.py roofline
     OMP_NUM_THREADS=1 python docs/experiments/measure.py kernel batch=1,32 context=1500,64-1024
 
 What is compared takes turns, the first round warms up, and a figure is the median of the rounds. Without
@@ -12,13 +12,11 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lib.common import (
@@ -50,56 +48,6 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 def draw_prompt(engine: LLMEngine, rng: random.Random, num_tokens: int) -> list[int]:
     return rng.choices(range(engine.vocab_size), k=num_tokens)
-
-
-def chunked(
-    running: int = 8,
-    prompt: int = 1500,
-    budget: Numbers = (64, 128, 256, 512),
-    rounds: int = 5,
-    shape: str = "28m",
-    dtype: str = "float32",
-    model: str = "",
-) -> None:
-    """How long running requests wait for a token while a long prompt is computed, in chunks and whole."""
-    if min(budget) <= running:
-        raise ValueError(f"a budget of {min(budget)} leaves no room for a prompt after {running} decodes")
-    print("budget  usual, ms  longest, ms  first token of the prompt, ms")
-    room = prompt + running + 8
-    for most in (*budget, room):
-        num_steps = 12 + prompt // (most - running)  # at most, for one prompt
-        llm = make_llm(
-            shape,
-            dtype,
-            model,
-            enable_prefix_caching=False,
-            max_num_batched_tokens=most,
-            max_model_len=max(room, 20 + 2 * num_steps),
-        )
-        rng = random.Random(0)
-        times = [one_long_prompt(llm.engine, rng, running, prompt, num_steps) for _ in range(rounds + 1)]
-        usual, longest, done = medians(times[1:])
-        name = "whole" if most == room else most
-        print(f"{name:>6} {1e3 * usual:10.1f} {1e3 * longest:12.1f} {1e3 * done:30.1f}", flush=True)
-
-
-def one_long_prompt(
-    engine: LLMEngine, rng: random.Random, running: int, prompt: int, num_steps: int
-) -> tuple[float, float, float]:
-    """Seconds: a step without the prompt, the longest step with it, all steps until its first token."""
-    names = [f"running {i}" for i in range(running)]
-    for name in names:
-        engine.add_request(name, draw_prompt(engine, rng, 20), greedy(2 * num_steps))
-    for _ in range(2):
-        engine.step()
-    usual = [seconds_of(engine.step) for _ in range(8)]
-    engine.add_request("long", draw_prompt(engine, rng, prompt), greedy(1))
-    steps = []
-    while "long" in engine.requests:
-        steps.append(seconds_of(engine.step))
-    for name in names:
-        engine.abort_request(name)
-    return median(usual), max(steps), sum(steps)
 
 
 def kernel(
@@ -265,35 +213,9 @@ def time_steps(engine: LLMEngine, batch: int, context: int, num_steps: int) -> l
     return rows
 
 
-def tracing(sequences: Numbers = (1, 8, 32, 128), steps: int = 300, blocks: int = 4096) -> None:
-    """What a trace costs: decode steps of two equal engines with the tiny model, one of them with a trace."""
-    from nanopaged import EngineConfig, LLMEngine
-
-    print("sequences  without, us  with, us  difference, us  share")
-    for num_seqs in sequences:
-        with tempfile.TemporaryDirectory() as folder:
-            engines = []
-            for trace in (None, Path(folder, "run.html")):
-                engine = LLMEngine(EngineConfig(num_blocks=blocks, num_host_blocks=0, trace=trace))
-                for i in range(num_seqs):
-                    text = f"{i}. Once more unto the breach, dear friends, once more"
-                    engine.add_request(str(i), text, greedy(steps + 10))
-                while engine.scheduler.waiting or engine.scheduler.running[-1].awaits_fork:
-                    engine.run_step()
-                engines.append(engine)
-            times = []
-            for _ in range(steps):
-                without, traced = (1e6 * seconds_of(engine.run_step) for engine in engines)
-                times.append((without, traced, traced - without))
-        without, traced, more = medians(times)
-        print(f"{num_seqs:9} {without:12.0f} {traced:9.0f} {more:15.0f} {more / without:6.1%}", flush=True)
-
-
 # ── the program ───────────────────────────────────────────────────────────────────────────────────
 
-SUBJECTS: dict[str, Subject] = {
-    subject.__name__: subject for subject in (chunked, kernel, one_file, roofline, tracing)
-}
+SUBJECTS: dict[str, Subject] = {subject.__name__: subject for subject in (kernel, one_file, roofline)}
 
 
 def main() -> None:

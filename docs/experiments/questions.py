@@ -1,11 +1,11 @@
 """What paging does for 60 real questions: steps at equal memory, shared blocks, and tokens computed.
 
-    python docs/experiments/questions.py            # seconds: only the lengths of the answers are needed
-    python docs/experiments/questions.py --model    # minutes: the model answers; differences are named
+    python docs/experiments/questions.py
 
 A chat model, SmolLM2-135M-Instruct (real_model.py), answered each question greedily in float32, until its
-answer ended or had 160 tokens. QUESTIONS has the lengths, which go through the real scheduler and block
-manager without the model. At equal memory, five rules say when a request may start (PagedAttention, §6.2):
+answer ended or had 160 tokens (questions.py of commit f2a2530 with --model). QUESTIONS has the lengths, which
+go through the real scheduler and block manager without the model. At equal memory, five rules say when a
+request may start (PagedAttention, §6.2):
 
     max      a range of slots is free for the longest text possible, 2,048 tokens
     limit    a range for the prompt and max_tokens, the most that this answer may have
@@ -37,7 +37,7 @@ from nanopaged.scheduler import Scheduler
 from nanopaged.terminal import run_program
 
 if TYPE_CHECKING:
-    from nanopaged import LLM
+    pass
 
 MAX_TOKENS = 160
 BLOCK_SIZE = 16
@@ -138,17 +138,11 @@ def lengths_of(questions: list[Question], with_system: bool) -> Lengths:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--model", action="store_true", help="let the model answer")
-    if parser.parse_args().model:
-        ask_model()
-    else:
-        compare_pools()
-        compare_prefix_caching()
-        compare_preemption()
+    make_parser(__doc__).parse_args()
+    compare_pools()
+    compare_prefix_caching()
+    compare_preemption()
 
-
-# ── without the model ─────────────────────────────────────────────────────────────────────────────
 
 RULES: dict[str, Reserve] = {
     "max": lambda num_prompt, num_answer: 2048,
@@ -215,42 +209,6 @@ def compare_preemption() -> None:
             name = f"{preemption}, {'with' if enabled else 'without'} prefix cache"
             counts = f"{run.num_steps:8,}{run.num_computed:11,}{run.num_preempted:12}"
             print(f"{name:32}{counts}{run.at_once:19.1f}")
-
-
-# ── with the model ────────────────────────────────────────────────────────────────────────────────
-
-
-def ask_model() -> None:
-    """Compare the record with the model's answers."""
-    from real_model import find_real_model
-
-    from nanopaged import LLM
-
-    llm = LLM(find_real_model(), dtype="float32", num_blocks=2000)
-    wrong = check_record(llm, QUESTIONS, with_system=False) + check_record(llm, QUESTIONS, with_system=True)
-    print("\n".join(wrong) or "all lengths are as recorded")
-
-
-def chat_prompts(llm: LLM, questions: list[Question], with_system: bool) -> list[dict[str, Any]]:
-    prompts = []
-    for *_, text in questions:
-        messages = [{"role": "user", "content": text}]
-        if with_system:
-            messages.insert(0, {"role": "system", "content": SYSTEM})
-        prompts.append(llm.chat_prompt(messages))
-    return prompts
-
-
-def check_record(llm: LLM, questions: list[Question], with_system: bool) -> list[str]:
-    """A line for each question whose prompt or answer has not the recorded length."""
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    outputs = llm.generate(chat_prompts(llm, questions, with_system), params)
-    wrong = []
-    for output, recorded in zip(outputs, lengths_of(questions, with_system), strict=True):
-        lengths = (len(output.prompt_token_ids), len(output.outputs[0].token_ids))
-        if lengths != recorded:
-            wrong.append(f"{lengths} instead of {recorded} tokens: {output.prompt}")
-    return wrong
 
 
 if __name__ == "__main__":
