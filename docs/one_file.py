@@ -13,6 +13,7 @@ which reads K/V through the tables, 5. the loop. docs/book/00-map.md says where 
 """
 
 import json
+import math
 import signal
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -138,7 +139,7 @@ class Scheduler:
         while self.waiting and budget > 0:  # … then those that wait, as long as there are blocks for them
             request = self.waiting[0]
             prefix = self.pool.prefix(request.tokens)
-            num_new = -(-len(request.tokens) // BLOCK_SIZE) - len(prefix)
+            num_new = math.ceil(len(request.tokens) / BLOCK_SIZE) - len(prefix)
             num_cached = sum(block in self.pool.cached for block in prefix)  # these count as free, too
             if num_new + num_cached > self.pool.num_free():
                 break
@@ -228,7 +229,8 @@ class Model:
             )
             q = self.rotate(self.norm(q, name + "self_attn.q_norm"), positions)
             k = self.rotate(self.norm(k, name + "self_attn.k_norm"), positions)
-            self.kv[layer, :, slots] = torch.stack((k, v))  # first all are stored, …
+            # First the K/V of all tokens is stored, [2, tokens, kv_heads, head_dim] …
+            self.kv[layer, :, slots] = torch.stack((k, v))
             parts = zip(q.split(lengths), batch, strict=True)  # … then each request reads its own
             outs = [self.attend(q, layer, request) for q, request in parts]
             x = x + self.linear(torch.cat(outs).flatten(1), name + "self_attn.o_proj")
