@@ -28,7 +28,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nanopaged import LLM, EngineConfig, SamplingParams
+from nanopaged import LLM, SamplingParams
 from nanopaged.model.checkpoint import find_model
 from nanopaged.model.model_config import read_model_config
 from nanopaged.terminal import load_fork, one_line, run_program
@@ -85,9 +85,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_sides(args: argparse.Namespace) -> dict[str, partial]:
+def make_sides(args: argparse.Namespace, make_llm: type[LLM]) -> dict[str, partial]:
     """The name of each side → the function that runs it, and returns seconds."""
-    make_llm = load_fork(args.fork) if args.fork else LLM
     sides = {"nanopaged": partial(run_nanopaged, make_llm=make_llm)}
     if args.baseline == "hf":
         for size in sorted({args.requests // 4 or 1, args.requests // 2 or 1, args.requests}):
@@ -110,8 +109,9 @@ def compare(model: str, args: argparse.Namespace) -> None:
     if args.model is None:
         save_random_weights(model, args)
     requests = draw_requests(read_model_config(find_model(model)).vocab_size, args)
-    EngineConfig(dtype=args.dtype, **args.options)  # raises for wrong options
-    sides = make_sides(args)
+    make_llm = load_fork(args.fork) if args.fork else LLM
+    make_llm.engine_class.make_config(dtype=args.dtype, **args.options)  # raises for wrong options
+    sides = make_sides(args, make_llm)
     num_prompt = sum(len(prompt) for prompt, _ in requests)
     num_output = sum(n for _, n in requests)
     print(

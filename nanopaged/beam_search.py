@@ -68,7 +68,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     candidates.sort(key=attrgetter("cumulative_logprob"), reverse=True)
     at_limit = beams[0].num_tokens + 1 >= request.stop_rules.max_length
 
-    # As in transformers, only one of the best `width` candidates may end as a hypothesis.
+    # As in transformers, a candidate becomes a hypothesis only if it is among the best `width`.
     hypotheses = list(request.hypotheses)
     for candidate in candidates[:width]:
         if at_limit or candidate.sample.token_id in stop_token_ids:

@@ -30,8 +30,9 @@ def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_siz
         block_size = 4, tables [7, 2] and [7, 2], 7 tokens each: one copy of block 2
         the same with 9 tokens each:                             two new blocks, nothing to copy
 
-    Only the request's own sequences share a block that is not full, so `append_slots` finds the
-    same number by counting references.
+    `swap_in` needs this number before there are device blocks whose references could be counted.
+    `append_slots` takes exactly so many, because only the request's own sequences share a block
+    that is not full.
 
     Args:
         tables: for each sequence its block table, or its host table if it is swapped out.
@@ -57,6 +58,7 @@ class Block:
         cached → full       a hit: `share`
         cached → partial    `take` evicts it, the least recently used first
         any → free          the last `release`, if it is not published
+        cached → free       `reset_prefix_cache`
 
     `key` is set while the prefix index points to this block. With ref_count 0 a block is cached if
     it has a key, else free.
@@ -169,9 +171,9 @@ class BlockManager:
             hits_of_seqs.append(hits)
             distinct_keys.update(keys)
             hits_in_use.update(block_id for block_id in hits if self.blocks[block_id].ref_count)
-        # A block for each key, and a last block for each sequence. Only hits in use take no free
-        # block.
-        num_needed = len(distinct_keys) - len(hits_in_use) + len(sequences)
+        # A block for each key, and a last block for each sequence. Hits in use take no free block.
+        num_blocks = len(distinct_keys) + len(sequences)
+        num_needed = num_blocks - len(hits_in_use)
         if num_needed > self.num_free_blocks - num_reserved:
             return False
         for seq, hits in zip(sequences, hits_of_seqs, strict=True):
@@ -220,8 +222,8 @@ class BlockManager:
                 if self.blocks[src].ref_count > 1:
                     dst = self.take()
                     self.release(src)
-                    # In place: a table whose last block is shared is new (a fork, or swapped in).
-                    seq.block_table[newest] = dst
+                    # A new list, see `Sequence.block_table`. The newest block is the last one.
+                    seq.block_table = [*seq.block_table[:-1], dst]
                     copies.append((src, dst))
             while len(seq.block_table) < blocks_needed(seq.num_tokens, size):
                 seq.block_table.append(self.take())

@@ -68,7 +68,7 @@ class Options:
         values = getattr(self, name)
         if values is None:
             return []
-        if isinstance(values, str) or not isinstance(values, Iterable):
+        if isinstance(values, str | bytes) or not isinstance(values, Iterable):
             raise TypeError(f"{name} must be a list, got {values!r} ({type(values).__name__})")
         return list(values)
 
@@ -267,7 +267,8 @@ class SamplingParams(RequestOptions):
             and multiplies the negative ones (Keskar et al., CTRL, 2019).
         frequency_penalty: subtracted from a token's logit once for each time that it was generated.
         presence_penalty: subtracted once from the logit of each token that was generated.
-        seed: makes the request repeatable, whatever else is in the batch. None draws a seed.
+        seed: makes the random numbers of the request repeatable, whatever else is in the batch.
+            (Rounding may still depend on the batch.) None draws a seed.
         stop: a string, or several; the output ends before the first one that appears.
         logprobs: at each position, return the log-probabilities of this many most likely tokens,
             and of the chosen one: the model's own, before penalties and temperature.

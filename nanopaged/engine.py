@@ -122,7 +122,7 @@ class LLMEngine:
         )
         self.requests: dict[str, Request] = {}
         self.is_changing = False  # within `_or_start_over`
-        self.forgotten: list[Request] = []  # during a change; it ends by removing them
+        self.to_forget: list[Request] = []  # when the present change is complete
         self.num_steps = 0
         self.listeners: list[Any] = []
         if config.trace is not None:
@@ -149,8 +149,8 @@ class LLMEngine:
         with self._or_start_over():
             outputs = [request.output() for request in ended + advanced]
             for output in outputs:
-                if output.finished:
-                    del self.requests[output.request_id]
+                if output.finished:  # its stream may have been closed, and the request forgotten
+                    self.requests.pop(output.request_id, None)
         return outputs
 
     def run_step(self) -> list[Request]:
@@ -186,8 +186,8 @@ class LLMEngine:
             raise
         finally:
             self.is_changing = False
-            while self.forgotten:
-                self.forget(self.forgotten.pop())
+            while self.to_forget:
+                self.forget(self.to_forget.pop())
 
     def add_request(self, request_id: str, prompt: Prompt, params: Params | None = None) -> None:
         """Queue a prompt (a text, token ids, or a dict of one of them) for generation.
@@ -227,7 +227,7 @@ class LLMEngine:
     def forget(self, request: Request) -> None:
         """Remove a request if it is still here, and free its blocks if it is unfinished."""
         if self.is_changing:
-            self.forgotten.append(request)
+            self.to_forget.append(request)
         elif self.requests.get(request.request_id) is request:
             with self._or_start_over():
                 if not request.finished:

@@ -112,7 +112,8 @@ class LLM:
 
         Leaving the loop early aborts the request.
 
-        Raises: as `generate`, at the call, not at the first output.
+        Raises: as `generate`, at the call, not at the first output. A stream counts as a call from
+            its first output on, so the RuntimeError of another thread may come with it.
         """
         return self._stream(self._make_requests([(prompt, sampling_params)]))
 
@@ -209,10 +210,12 @@ class LLM:
                 self.engine.queue(request)
             yield
         finally:
-            with self._lock:
-                self._num_calls -= 1
-            for request in requests:
-                self.engine.forget(request)
+            try:
+                for request in requests:
+                    self.engine.forget(request)
+            finally:
+                with self._lock:
+                    self._num_calls -= 1
 
     def _step(self, requests: list[Request]) -> list[Request]:
         """Run a step of the engine. Returns the requests that got a token.

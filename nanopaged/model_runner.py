@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanopaged.attention import choose_backend, make_attention
 from nanopaged.attention.metadata import AttentionMetadata, StepInputs
+from nanopaged.attention.reference_backend import ScoreMod
 from nanopaged.config import EngineConfig
 from nanopaged.kernels import cpp
 from nanopaged.kv_cache import KVCache, KVShape, take_rows, to_device
@@ -53,12 +54,12 @@ class PromptTile:
 class ModelRunner:
     """Computes batches; the engine calls `execute` once in each step."""
 
-    # A fork replaces them.
+    # A fork replaces these, or `make_attention`.
     make_model = staticmethod(load_model)
     make_shape = KVShape
     make_cache = KVCache
-    make_attention: Any = staticmethod(make_attention)
     sample = staticmethod(sample_next_tokens)
+    score_mod: ScoreMod | None = None
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class ModelRunner:
             head_dim=share.head_dim,
             dtype=self.dtype,
         )
-        backend = choose_backend(config.attention_backend, self.device, shape)
+        backend = choose_backend(config.attention_backend, self.device, shape, self.score_mod)
         self.model = self.make_model(
             config=config,
             model_config=model_config,
@@ -124,6 +125,10 @@ class ModelRunner:
                 max_num_seqs=config.max_num_seqs,
                 max_context_len=max_model_len,
             )
+
+    def make_attention(self, backend: str, cache: KVCache, scale: float) -> Any:
+        """The attention of all layers, over `cache`."""
+        return make_attention(backend, cache, scale, self.score_mod)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:
@@ -216,8 +221,8 @@ def choose_operations(
 def compiled(function: FunctionType) -> Callable[..., Any]:
     """The function by torch.compile, for any number of tokens.
 
-    A code object is compiled for eight kinds of arguments, and then runs as it is. So each engine
-    has a copy of the code, and others' dtypes and sizes do not count.
+    torch.compile keeps eight versions of a code object, and then runs it uncompiled. Each engine
+    compiles a copy of its own, so that other engines do not use these up.
     """
     copy = FunctionType(
         function.__code__.replace(), function.__globals__, argdefs=function.__defaults__

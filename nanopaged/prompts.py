@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from nanopaged.block_manager import blocks_needed
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 Prompt = str | SequenceOf[int] | Mapping[str, Any]
 """A text, token ids, or a dict of {"prompt": text, "prompt_token_ids": ids} with one of them or
 both. Prompts with different values of "cache_salt" in it share no K/V."""
+
+MAX_TOKEN_LENGTH = 1024  # characters, more than any known tokenizer joins in one token
 
 
 class PromptProcessor:
@@ -102,13 +103,11 @@ class PromptProcessor:
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer: give the prompt as a list of token ids")
         text.encode()  # raises ValueError for half of a surrogate pair, which no tokenizer takes
-        if len(text) > self.max_model_len:  # else it may fit, and the vocabulary need not be read
-            longest = longest_token(self.tokenizer)
-            if len(text) > 4 * longest * self.max_model_len:  # normalisation may join 4 characters
-                raise ValueError(
-                    f"the prompt has {len(text):,} characters, but max_model_len is "
-                    f"{self.max_model_len} tokens of at most {longest} characters: shorten it"
-                )
+        if len(text) > MAX_TOKEN_LENGTH * self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(text):,} characters, but max_model_len is "
+                f"{self.max_model_len} tokens of at most {MAX_TOKEN_LENGTH} characters: shorten it"
+            )
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_lengths(self, num_prompt_tokens: int, params: Params, rules: StopRules) -> None:
@@ -175,12 +174,6 @@ class PromptProcessor:
                     )
 
 
-@lru_cache(maxsize=8)
-def longest_token(tokenizer: Any) -> int:
-    """Characters of the longest token."""
-    return max(len(token) for token in tokenizer.get_vocab())
-
-
 def prompt_as_dict(prompt: Any) -> Mapping[str, Any]:
     """A prompt of any form as {"prompt": …, "prompt_token_ids": …, "cache_salt": …}.
 
@@ -197,7 +190,7 @@ def prompt_as_dict(prompt: Any) -> Mapping[str, Any]:
             raise ValueError(
                 f"these are the tokens of {len(rows)} texts: give them to LLM.generate"
             )
-        return {"prompt_token_ids": rows[0]}
+        prompt = {"prompt_token_ids": rows[0], "cache_salt": prompt.get("cache_salt")}
     text = prompt.get("prompt")
     salt = prompt.get("cache_salt")
     unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
@@ -259,7 +252,9 @@ def as_list(values: Any) -> Any:
 def pair_up(prompts: Any, params: Any) -> list[tuple[Prompt, Params | None]]:
     """Each prompt with its params. A single prompt is a list of one; single params are for all."""
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
-        prompts = token_rows(prompts)
+        salt = prompts.get("cache_salt")
+        rows = token_rows(prompts)
+        prompts = [{"prompt_token_ids": row, "cache_salt": salt} for row in rows]
     prompts = as_list(prompts)
     is_many = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
     if is_many:

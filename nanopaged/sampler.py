@@ -3,7 +3,7 @@
 A sequence gets a token if the step computes its last known token. Usually one token is drawn from
 the logits of that token. A request for n outputs draws n tokens when its prompt is computed, and a
 beam takes the most likely ones. A draw's random number is a hash of (seed, output index, position),
-so the rest of the batch does not matter.
+so it does not depend on the rest of the batch.
 """
 
 import math
@@ -289,7 +289,8 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     chunks = torch.cat((sums, rest), dim=1).double()
     chunk_ends = chunks.cumsum(-1)
     target = u * chunk_ends[:, -1:]
-    # NaN is found behind the last chunk.
+    # With NaN, searchsorted returns the number of chunks. The clamp keeps the index valid, and the
+    # caller raises the error.
     chunk = torch.searchsorted(chunk_ends, target, right=True).clamp(max=chunks.shape[-1] - 1)
     weight = chunks.gather(1, chunk)
     chunk_start = chunk_ends.gather(1, chunk) - weight
@@ -316,37 +317,35 @@ def gather_logprobs(
         allowed: scores like `logits`. Where a token is not allowed, its score is -inf, and the
             log-probability of the token becomes -inf as well.
     """
-    wants_best = any(num is not None for num in num_logprobs)
     num_best = max([num or 0 for num in num_logprobs])
     tile = SOFTMAX_ROWS[logits.device.type]
-    chosen = []
-    best = []  # of each row: the most likely tokens, their log-probabilities, the chosen one's rank
+    tables = []
     for scores, ids, allowed_scores in zip(
         logits.split(tile), token_ids[:, None].split(tile), allowed.split(tile), strict=True
     ):
         logprobs = scores.float().log_softmax(-1)
-        of_ids = logprobs.gather(1, ids)  # [rows of the tile, 1]
-        if wants_best:
-            most_likely = logprobs.topk(num_best)
-            ranks = (logprobs > of_ids).sum(-1) + 1
-            best += zip(
-                most_likely.indices.tolist(),
-                most_likely.values.tolist(),
-                ranks.tolist(),
-                strict=True,
-            )
+        chosen = logprobs.gather(1, ids)
         if allowed is not logits:
-            of_ids = of_ids.masked_fill(allowed_scores.gather(1, ids) == -math.inf, -math.inf)
-        chosen.append(of_ids[:, 0])
-    chosen_logprobs = torch.cat(chosen).tolist()  # once for all tiles, because the host waits here
+            chosen.masked_fill_(allowed_scores.gather(1, ids) == -math.inf, -math.inf)
+        columns = [ids, chosen.double()]
+        if any(num is not None for num in num_logprobs):
+            ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
+            best = logprobs.topk(num_best)
+            columns += [ranks, best.values, best.indices]
+        tables.append(torch.cat(columns, dim=1))
+    # One tensor, so that the host waits once. float64 holds ids and log-probabilities exactly.
+    rows = torch.cat(tables).tolist()
     samples = []
-    for token_id, logprob in zip(token_ids.tolist(), chosen_logprobs, strict=True):
-        samples.append(Sample(token_id, logprob))
-    if wants_best:
-        for token, num, (ids, values, rank) in zip(samples, num_logprobs, best, strict=True):
-            if num is not None:
-                token.logprobs = {}
-                for i in range(num):
-                    token.logprobs[ids[i]] = Logprob(values[i], rank=i + 1)
-                token.logprobs.setdefault(token.token_id, Logprob(token.logprob, rank=rank))
+    for row, num in zip(rows, num_logprobs, strict=True):
+        token_id, logprob, *rest = row
+        token = Sample(int(token_id), logprob)
+        if num is not None:
+            rank, *best = rest
+            best_values = best[:num_best]
+            best_ids = best[num_best:]
+            token.logprobs = {}
+            for i in range(num):
+                token.logprobs[int(best_ids[i])] = Logprob(best_values[i], rank=i + 1)
+            token.logprobs.setdefault(token.token_id, Logprob(token.logprob, rank=int(rank)))
+        samples.append(token)
     return samples

@@ -230,7 +230,7 @@ class Request:
     @property
     def num_candidates(self) -> int:
         """Tokens that each beam proposes. `beam_width` remain even if the best ones end a text."""
-        return self.width * max(2, 1 + len(self.stop_rules.token_ids))
+        return self.width + len(self.stop_rules.token_ids)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -207,13 +207,13 @@ def render_chat(
         raise TypeError(f"a conversation is a list of {{'role', 'content'}}, got {messages!r}")
     if not messages:
         raise ValueError("the conversation is empty: it needs at least one message")
-    if tokenizer is None or tokenizer.chat_template is None:
-        raise ValueError("this model has no chat template: use generate")
+    options = {"continue_final_message": False} | (options or {})
+    if tokenizer is None or not (options.get("chat_template") or tokenizer.chat_template):
+        raise ValueError("this model has no chat template: use generate, or give 'chat_template'")
     given = []
     for message in messages:  # without None, as in transformers: templates ask what is defined
         given.append({name: value for name, value in message.items() if value is not None})
     texts = [message | {"content": _text_of(message)} for message in given]
-    options = {"continue_final_message": False} | (options or {})
     all_options: dict[str, Any] = {"add_generation_prompt": not options["continue_final_message"]}
     all_options |= options | {"tokenize": False}
     try:

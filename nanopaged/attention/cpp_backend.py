@@ -45,6 +45,7 @@ class CppAttention(TorchAttention):
         Each pair of a run and one of its sequences is a row, which gets a partial result:
 
             tables  0: [5, 2, 7]   1: [5, 2, 9]      block_size = 4, context_lens 11, 9
+            (if sharing 8 keys were enough, see MIN_SAVED_KEYS)
 
             run         0      1    2
             blocks     5 2     7    9        num_keys  8 3 1      first_block  0 2 3

@@ -101,12 +101,12 @@ class BlockTables:
         entries = []  # (row, column, block)
         changed = {}  # row → table
         for row, table in zip(rows, tables, strict=True):
-            sent, start = self.sent[row]
-            if table is sent and len(table) == start:
+            sent_table, num_sent = self.sent[row]
+            if table is sent_table and len(table) == num_sent:
                 continue
-            if table is not sent and table[:start] != sent[:start]:
-                start = 0
-            entries += [(row, column, table[column]) for column in range(start, len(table))]
+            is_grown = table is sent_table or table[:num_sent] == sent_table[:num_sent]
+            first = num_sent if is_grown else 0
+            entries += [(row, column, table[column]) for column in range(first, len(table))]
             changed[row] = table
         if entries:
             row, column, block = to_device(np.array(entries).T, self.data.device)

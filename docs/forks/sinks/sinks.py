@@ -25,7 +25,6 @@ from typing import Any
 from torch import Tensor
 
 import nanopaged
-from nanopaged.attention import make_attention
 from nanopaged.attention.metadata import StepInputs
 from nanopaged.block_manager import Block, BlockManager, blocks_needed
 from nanopaged.config import EngineConfig
@@ -159,7 +158,7 @@ class SinkRunner(ModelRunner):
 
     def __init__(self, config: SinkConfig, **options: Any) -> None:
         self.window, self.num_sink_tokens = config.window, config.num_sink_tokens
-        self.make_attention = partial(make_attention, score_mod=self.mask)
+        self.score_mod = self.mask
         super().__init__(config, **options)
 
     def mask(self, layer: int, scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
