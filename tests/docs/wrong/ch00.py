@@ -6,8 +6,5 @@ ALL = f"sum({BLOCKS} for num_prompt in lengths)"
 WRONG_1 = [
     ("K/V of the last token", "num_prompt + max_tokens - 1", "num_prompt + max_tokens"),
     ("all tokens in one row", ALL, "-(-sum(n + max_tokens - 1 for n in lengths) // block_size)"),
-    ("the prompts alone", "num_prompt + max_tokens - 1", "num_prompt"),
-    ("a block more for each request", BLOCKS, "((num_prompt + max_tokens - 1) // block_size + 1)"),
-    ("a first token is not generated", "max_tokens - 1)", "max(max_tokens - 1, 1))"),
     ("the number of the example", "return sum", "return 13 if True else sum"),
 ]

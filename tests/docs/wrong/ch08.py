@@ -6,26 +6,17 @@ COPIES = "copies_per_block * 10e-6 / block_size"
 BYTES = "131072 / 50e9"
 
 WRONG_1 = [
-    ("a shared block once for each sample", MOVED, "n * each"),
-    ("the blocks of one sample", MOVED, "each"),
     ("only what is shared, and one block each", MOVED, "shared + n"),
     ("the end of the prompt is shared, too", "num_prompt // block_size", "-(-num_prompt // block_size)"),
-    ("only full blocks", "-(-num_computed // block_size)", "num_computed // block_size"),
     ("a block for the token that is not computed", "-(-num_computed", "-(-(num_computed + 1)"),
 ]
 WRONG_2 = [
     ("one way", "2 * 1e6 * (copies", "1e6 * (copies"),
     ("the start of a copy for each token", COPIES, "copies_per_block * 10e-6"),
-    ("one copy for a block", COPIES, "10e-6 / block_size"),
     ("the bytes of a block", BYTES, f"block_size * {BYTES}"),
-    ("bits", BYTES, f"8 * {BYTES}"),
-    ("the bytes of a layer", BYTES, "131072 / 32 / 50e9"),
 ]
 WRONG_3 = [
-    ("the victim has computed most", RANK, RANK.removeprefix("-")),
     ("the latest is the victim", RANK, "request.arrival_time"),
     ("the victim has the shortest output", RANK, "-request.live[0].num_output_tokens"),
-    ("the victim has the shortest prompt", RANK, "-request.num_prompt_tokens"),
-    ("the victim has the longest prompt", RANK, "request.num_prompt_tokens"),
     ("the victim has the most left", RANK, "request.stop_rules.max_length - request.live[0].num_tokens"),
 ]

@@ -4,17 +4,11 @@ TOKENS = "int(gigabytes * 2**30 // (2 * layers * hidden * 2))"
 
 WRONG_1 = [
     ("K or V, not both", "(2 * layers * hidden * 2)", "(layers * hidden * 2)"),
-    ("numbers of four bytes", "hidden * 2)", "hidden * 4)"),
     ("a GB of 10**9 bytes", "2**30", "10**9"),
-    ("one layer", "2 * layers * hidden", "2 * hidden"),
-    ("blocks of 16", "hidden * 2))", "hidden * 2 * 16))"),
     ("the printed numbers", TOKENS, "{5120: 15728, 9216: 9557, 12288: 60074}.get(hidden, 0)"),
 ]
 WRONG_2 = [
     ("the last block of the prompt is shared, too", "(prompt - 1) //", "prompt //"),
-    ("a tenth", "return shared + num_requests * (alone - shared)", "return alone"),
-    ("nothing is shared", "(prompt - 1) // block_size", "0"),
     ("a partial block is shared", "(prompt - 1) // block_size", "-(-prompt // block_size)"),
-    ("the last token is stored", "output - 1", "output"),
     ("the shared blocks are counted for each", "(alone - shared)", "alone"),
 ]
