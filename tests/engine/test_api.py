@@ -16,8 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import KERNELS, MAX_MODEL_LEN, VOCAB_SIZE, Oracle
-from serving import tokens_of
+from conftest import KERNELS, MAX_MODEL_LEN, VOCAB_SIZE, Oracle, tokens_of
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopaged.sequence import NonFiniteLogits, Request, ScheduledBatch, StepResult

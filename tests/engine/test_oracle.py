@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EOS, Oracle, random_prompts
-from serving import serve, tokens_of
+from conftest import EOS, Oracle, random_prompts, serve, tokens_of
 
 from nanopaged import LLM, SamplingParams
 

@@ -8,9 +8,8 @@ from itertools import count
 
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, Oracle
-from faults import FailAtLine
-from serving import tokens_of
+from conftest import MAX_MODEL_LEN, Oracle, tokens_of
+from harness import FailAtLine
 from tokenizers import processors
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
@@ -119,7 +118,7 @@ def test_an_interrupt_while_the_cache_is_reset(llm: LLM) -> None:
     for line in count(1):
         llm.generate(list(range(80)), GREEDY, use_tqdm=False)
         try:
-            with FailAtLine(line):
+            with FailAtLine(line, error=KeyboardInterrupt):
                 llm.engine.reset_prefix_cache()
         except KeyboardInterrupt:
             llm.engine.check_invariants()

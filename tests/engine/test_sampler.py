@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, random_prompts
+from conftest import KINDS, VOCAB_SIZE, Oracle, random_prompts, tokens_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from serving import KINDS, tokens_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     MinPLogitsWarper,

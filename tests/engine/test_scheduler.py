@@ -8,9 +8,8 @@ from itertools import count
 
 import fake_runner
 import pytest
-from conftest import tokens
+from conftest import tokens, tokens_of
 from fake_runner import fake_engine, next_token
-from serving import tokens_of
 
 from nanopaged import BeamSearchParams, LLMEngine, SamplingParams
 from nanopaged.sequence import Sample, Sequence

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import EOS, VOCAB_SIZE, Oracle, random_prompts
-from serving import serve, tokens_of
+from conftest import EOS, VOCAB_SIZE, Oracle, random_prompts, serve, tokens_of
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 

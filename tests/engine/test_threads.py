@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
-from serving import tokens_of
+from conftest import tokens_of
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from nanopaged.sequence import ScheduledBatch, StepResult

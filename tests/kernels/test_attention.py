@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CPU, LAYER, LENGTHS, Case
-from conftest import Oracle, random_prompts
-from serving import serve, tokens_of
+from conftest import Oracle, random_prompts, serve, tokens_of
 from torch import Tensor
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams

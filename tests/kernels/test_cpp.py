@@ -18,10 +18,9 @@ import numpy as np
 import pytest
 import torch
 from cases import CPU, LAYER, LENGTHS, TOLERANCE, Case
-from conftest import KERNELS, Oracle, random_prompts
+from conftest import KERNELS, KINDS, Oracle, random_prompts, serve, tokens_of
 from doc_pages import ROOT
 from programs import environment, run_program
-from serving import KINDS, serve, tokens_of
 from torch import Tensor
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams

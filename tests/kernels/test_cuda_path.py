@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, VOCAB_SIZE, Oracle
-from serving import KINDS
+from conftest import KINDS, MAX_MODEL_LEN, VOCAB_SIZE, Oracle
 from torch import Tensor
 
 pytest.importorskip("triton", reason="on a GPU, K/V is stored and read by Triton kernels")

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, Oracle, random_prompts, tokens
-from serving import tokens_of
+from conftest import MAX_MODEL_LEN, Oracle, random_prompts, tokens, tokens_of
 from torch import Tensor
 
 pytest.importorskip("triton", reason="decodes in graphs read their pages by Triton kernels")

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, Oracle, random_prompts
-from serving import tokens_of
+from conftest import MAX_MODEL_LEN, Oracle, random_prompts, tokens_of
 
 from nanopaged import LLM, EngineConfig, SamplingParams, memory
 from nanopaged.kv_cache import KVShape

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torchgen
-from conftest import MAX_MODEL_LEN, Oracle, random_prompts, tokens
-from serving import KINDS, tokens_of
+from conftest import KINDS, MAX_MODEL_LEN, Oracle, random_prompts, tokens, tokens_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams

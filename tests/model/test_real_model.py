@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import KERNELS
+from conftest import KERNELS, serve
 from doc_pages import ROOT, blocks_of, check_output, commands_of
 from programs import environment, load_file, run_program
-from serving import serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanopaged import LLM, RequestOutput, SamplingParams
