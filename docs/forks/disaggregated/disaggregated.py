@@ -82,19 +82,6 @@ def serve(pipe: Any, config: EngineConfig, num_threads: int) -> None:
             pipe.send(answer)
 
 
-PIPES = weakref.WeakSet[Any]()  # this process's ends
-
-
-def leave_to_parent() -> None:
-    """In a fork of the process, close the pipes: else the prompt process would live as long as the fork."""
-    for pipe in PIPES:
-        pipe.close()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=leave_to_parent)
-
-
 def start_process(config: EngineConfig) -> Callable[..., Future]:
     """Start the prompt process, and a thread that sends it one job after the other.
 
@@ -103,7 +90,6 @@ def start_process(config: EngineConfig) -> Callable[..., Future]:
     """
     context, jobs = multiprocessing.get_context("spawn"), SimpleQueue()  # a fork lacks PyTorch's threads
     pipe, its_end = context.Pipe()
-    PIPES.add(pipe)
     process = context.Process(target=serve, args=(its_end, config, torch.get_num_threads()), daemon=True)
     process.start()
     its_end.close()  # so that its death ends `recv`
@@ -128,7 +114,7 @@ def start_process(config: EngineConfig) -> Callable[..., Future]:
             (future.set_exception if isinstance(answer, Exception) else future.set_result)(answer)
 
     def end(pid: int) -> None:
-        if os.getpid() == pid:  # a fork leaves the process to its parent, see nanopaged/parallel.py
+        if os.getpid() == pid:  # a fork leaves the process to its parent
             process.kill()
             jobs.put(None)
 

@@ -3,17 +3,15 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
-from itertools import count
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import harness
-import invariant
 import pytest
 import torch
 from harness import GREEDY, Oracle, Params, Run, Workload, check_refused, random_prompts, serve, tokens
-from invariant import LLM, InvariantAttention, InvariantEngine, in_tiles
+from invariant import LLM, InvariantAttention, InvariantEngine
 
 import nanopaged
 from nanopaged import BeamSearchParams, EngineConfig, RequestOutput
@@ -116,35 +114,6 @@ def test_it_says_what_transformers_says(oracle: Oracle) -> None:
     """The same greedy tokens, and log-probabilities to 1e-4."""
     llm = make_llm(oracle.folder, max_num_batched_tokens=40)
     oracle.check(serve(llm, random_prompts(6, seed=4, longest=100), replace(TOP, prompt_logprobs=0)))
-
-
-def test_every_product_has_one_shape(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers, the activation and attention: all that is computed, on any machine."""
-    shapes: dict[str, set[tuple[int, ...]]] = {}
-
-    def note(name: str, x: torch.Tensor) -> torch.Tensor:
-        shapes.setdefault(name, set()).add(tuple(x.shape))
-        return x
-
-    gather = invariant.gather_context
-    monkeypatch.setattr(invariant, "gather_context", lambda *args: note("keys", gather(*args)))
-    llm = make_llm(folder, max_num_batched_tokens=50)
-    tiles, names = in_tiles, count()
-
-    def note_tiles(function: Any, x: torch.Tensor) -> torch.Tensor:
-        name = names_of.setdefault(id(function), str(next(names)))
-        return tiles(lambda tile: function(note(name, tile)), x)
-
-    names_of: dict[int, str] = {}
-    for part in llm.engine.runner.model.modules():
-        for attribute in ("forward", "silu_mul"):
-            function = getattr(part, attribute, None)
-            if getattr(function, "func", None) is in_tiles:
-                setattr(part, attribute, partial(note_tiles, function.args[0]))
-    assert is_as_alone(folder, llm)
-    assert len(shapes) >= 11
-    assert all(len(found) == 1 for found in shapes.values()), shapes
-    assert {next(iter(found))[0] for found in shapes.values()} == {invariant.ROWS}
 
 
 def test_equal_tokens_are_drawn_alike_whatever_is_drawn_beside_them(folder: Path) -> None:

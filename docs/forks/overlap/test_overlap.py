@@ -156,19 +156,6 @@ def test_a_sequence_that_stops_computes_one_token_too_many(qwen3: Oracle, ends: 
     assert stats[1] == stats[0]
 
 
-def test_outputs_are_found_in_the_prefix_cache(qwen3: Oracle) -> None:
-    """The next turn of a chat finds as many tokens as in a plain engine."""
-    found = []
-    for kind in (LLMEngine, OverlappedEngine):
-        engine, prompt = make(qwen3, kind), [20, 22, 21, 21, 20]
-        for _ in range(3):
-            output = finish(engine, prompt, max_tokens=14)
-            prompt = prompt + output.outputs[0].token_ids + [2]
-            found.append(output.metrics.num_cached_tokens)
-    assert found[3:] == found[:3]
-    assert 0 < found[1] < found[2]
-
-
 FAILURES = [("unfinished", 2), ("aborted", None), ("id used again", 1), ("interrupted", 2)]
 
 

@@ -38,17 +38,6 @@ MAX_BODY_BYTES, MAX_PROMPTS = 1 << 20, 1024  # of a call
 MAX_ENTRIES = {"stop": 4, "stop_token_ids": 64, "messages": 1024}
 MAX_CHARACTERS = 256  # of a stop string, and of the cache_salt
 HARMLESS = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
-UNUSED: dict[str, list[Any]] = {  # what this server has not → the values that do not ask for it
-    "tools": [[]],
-    "tool_choice": ["none", "auto"],
-    "parallel_tool_calls": [True, False],
-    "functions": [[]],
-    "function_call": ["none", "auto"],
-    "response_format": [{"type": "text"}],
-    "modalities": [["text"]],
-    "logit_bias": [{}],
-    "echo": [False],
-}
 TEXT_KEYS = {"text_completion": "text", "chat.completion": "message", "chat.completion.chunk": "delta"}
 
 
@@ -171,41 +160,14 @@ def check_sizes(options: Json) -> None:
             )
 
 
-def drop_unused(options: Json) -> None:
-    """Remove fields that many clients always send. Raises ValueError if they ask for what is not there."""
-    for name in options.keys() & UNUSED.keys():
-        value = options.pop(name)
-        if value not in UNUSED[name]:
-            allowed = " or ".join(json.dumps(each) for each in UNUSED[name])
-            raise ValueError(
-                f"{name} is {json.dumps(value)[:80]}, but this server takes only {allowed}: leave it out"
-            )
-
-
-def check_tool_calls(messages: list[Any]) -> None:
-    """Raise ValueError for a call of a tool, and for its result. Their texts in JSON are not a template's."""
-    for message in messages:
-        if not isinstance(message, dict):
-            continue  # which `LLM.chat_prompt` refuses
-        calls = message.pop("tool_calls", None) or message.pop("function_call", None)
-        role = message.get("role")
-        if calls:
-            raise ValueError(f"a message calls {json.dumps(calls)[:80]}, but this server has no tools")
-        if role in ("tool", "function"):
-            raise ValueError(f"a message has the role {role!r}, but this server has no tools: use 'user'")
-
-
 def make_requests(llm: LLM, call_id: str, is_chat: bool, body: Json, max_prompts: int) -> list[Request]:
     """A request for each prompt, whose id ends in the index of its first choice: 0, n, 2n, …"""
     options = {name: value for name, value in body.items() if value is not None and name not in HARMLESS}
     if any(options.pop(name, False) is not False for name in ("logprobs", "top_logprobs", "prompt_logprobs")):
         raise ValueError("this server returns no log-probabilities")
     check_sizes(options)
-    drop_unused(options)
     salt = {"cache_salt": options.pop("cache_salt")} if "cache_salt" in options else {}
     if is_chat:
-        if isinstance(options.get("messages"), list):
-            check_tool_calls(options["messages"])
         if "chat_template" in (template_options := options.pop("chat_template_kwargs", {})):
             raise ValueError("chat_template is refused: a template is a program, which may run for long")
         prompts = [llm.chat_prompt(options.pop("messages", ()), template_options)]

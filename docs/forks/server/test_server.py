@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from server import MAX_BODY_BYTES, MAX_CHARACTERS, MAX_ENTRIES, MAX_PROMPTS, UNUSED, EngineThread, make_app
+from server import MAX_BODY_BYTES, MAX_PROMPTS, EngineThread, make_app
 
 from nanopaged import LLM, RequestOutput, SamplingParams
 from nanopaged.sequence import ScheduledBatch, StepResult
@@ -32,7 +31,6 @@ GREEDY = {"temperature": 0, "max_tokens": 24}
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "max_tokens": 24}
 PENALTIES = {"temperature": 0, "max_tokens": 24, "presence_penalty": 0.5, "frequency_penalty": 1.0}
 QUESTION = [{"role": "user", "content": "What is virtual memory?"}]
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 PROMPTS = ["ROMEO:", "To be, or not to be", "JULIET:\nO", "First Citizen:"]
 
 
@@ -144,14 +142,6 @@ def test_completions(client: openai.OpenAI, offline: LLM, options: dict[str, Any
     assert usage is None, "it was not asked for"
 
 
-def test_forms_of_a_prompt(client: openai.OpenAI, offline: LLM) -> None:
-    """A text, token ids, or a list of texts or of token ids."""
-    texts = say(offline, PROMPTS, **GREEDY)
-    ids = [offline.get_tokenizer().encode(prompt) for prompt in PROMPTS]
-    for prompt, expected in ((PROMPTS[0], texts[:1]), (ids[0], texts[:1]), (ids, texts)):
-        assert [choice.text for choice in complete(client, prompt, **GREEDY).choices] == expected
-
-
 @pytest.mark.parametrize("options", [{"temperature": 0}, SEEDED | {"n": 3}])
 def test_chat(client: openai.OpenAI, offline: LLM, options: dict[str, Any]) -> None:
     """Without max_tokens, as many as the model allows."""
@@ -169,19 +159,6 @@ def test_chat(client: openai.OpenAI, offline: LLM, options: dict[str, Any]) -> N
     assert usage.prompt_tokens_details.cached_tokens > 0, "the same prompt was computed before"
     roles = [choice.delta.role for chunk in chunks for choice in chunk.choices if choice.delta.role]
     assert roles == ["assistant"] * len(right)
-
-
-def test_stop_strings(client: openai.OpenAI, offline: LLM) -> None:
-    """No part of a stop string is streamed."""
-    (text,) = say(offline, PROMPTS[0], **GREEDY)
-    for stop in (text[9:12], [text[20:25], "no such text"]):
-        options = GREEDY | {"stop": stop}
-        (expected,) = say(offline, PROMPTS[0], **options)
-        whole = complete(client, PROMPTS[0], **options)
-        assert (whole.choices[0].text, whole.choices[0].finish_reason) == (expected, "stop")
-        texts, reasons, _ = read(complete(client, PROMPTS[0], stream=True, **options))
-        assert (texts, reasons) == ({0: expected}, {0: ["stop"]})
-        assert len(expected) < len(text)
 
 
 @pytest.mark.parametrize("place", ["a step", "a prompt becomes tokens"])
@@ -261,21 +238,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [  # fields of a call, and what the 
     ({"stop": {"x" * 5000: 1}}, "a stop string has 5000 characters, but the limit is 256"),
     ({"stop_token_ids": [5] * 65}, "stop_token_ids has 65 entries, but the limit is 64: send fewer"),
     ({"cache_salt": "x" * 257}, "cache_salt has 257 characters, but the limit is 256: shorten it"),
-    ({"tool_choice": {}}, 'tool_choice is {}, but this server takes only "none" or "auto": leave it out'),
     # Chats.
     ({"messages": []}, "the conversation is empty"),
     ({"messages": "Hi"}, "a conversation is a list of"),
     ({"messages": 5}, "not iterable"),
     ({"messages": [{"role": "user"}]}, "needs a 'role' and a 'content'"),
     ({"messages": QUESTION * 1025}, "messages has 1025 entries, but the limit is 1024: send fewer"),
-    ({"messages": [*QUESTION, {"role": "assistant", "tool_calls": [CALL]}]}, 'calls [{"id": "1", '),
-    ({"messages": [*QUESTION, {"role": "assistant", "content": "", "function_call": CALL}]}, "no tools"),
-    ({"messages": [{"role": "tool", "content": "5"}]}, "the role 'tool', but this server has no"),
-    ({"messages": [{"role": "function", "content": "5"}]}, "the role 'function', but this server has no"),
     ({"messages": QUESTION, "chat_template_kwargs": {"chat_template": "a"}}, "chat_template is refused"),
     ({"messages": QUESTION, "chat_template_kwargs": 5}, "not iterable"),
 ]
-REFUSED += [({name: "x"}, f'{name} is "x", but this server takes only ') for name in UNUSED]
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
@@ -285,14 +256,6 @@ def test_refused_calls(http: httpx.Client, options: dict[str, Any], message: str
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
     assert answer.json()["error"]["type"] == "invalid_request_error"
-
-
-def test_every_list_has_a_limit_and_may_reach_it(client: openai.OpenAI) -> None:
-    lists = {field.name for field in fields(SamplingParams) if isinstance(field.default, tuple)}
-    assert lists == MAX_ENTRIES.keys() - {"messages"}
-    most = {"stop": ["x" * MAX_CHARACTERS] * MAX_ENTRIES["stop"], "cache_salt": "s" * MAX_CHARACTERS}
-    most["stop_token_ids"] = [5] * MAX_ENTRIES["stop_token_ids"]
-    complete(client, extra_body=most, **GREEDY)
 
 
 def test_errors_of_the_client(http: httpx.Client, client: openai.OpenAI) -> None:
@@ -371,17 +334,9 @@ def test_the_most_prompts(client: openai.OpenAI, prompt: str | list[int]) -> Non
 
 def test_harmless_fields(client: openai.OpenAI) -> None:
     """They change no output, and null stands for a default."""
-    more = {"user": "u", "store": True, "metadata": {"a": "b"}, "seed": None, "stop": None, "logit_bias": {}}
-    more |= {"echo": False, "response_format": {"type": "text"}, "modalities": ["text"], "tools": []}
-    more |= {"tool_choice": "none", "parallel_tool_calls": True, "functions": [], "function_call": "auto"}
+    more = {"user": "u", "store": True, "metadata": {"a": "b"}, "seed": None, "stop": None}
     texts = [complete(client, extra_body=body, **GREEDY).choices[0].text for body in ({}, more)]
     assert texts[0] == texts[1]
-    answers = []
-    for unused in ({}, {"tool_calls": None, "function_call": None, "refusal": None}, {"tool_calls": []}):
-        messages = [QUESTION[0], {"role": "assistant", "content": "A", **unused}, *QUESTION]
-        answer = chat(client, messages, extra_body=more, **GREEDY)
-        answers.append((answer.choices[0].message.content, answer.usage.prompt_tokens))
-    assert answers == [answers[0]] * 3
 
 
 def test_a_cache_salt_is_a_part_of_the_prompt(client: openai.OpenAI) -> None:

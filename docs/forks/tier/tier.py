@@ -15,11 +15,8 @@ database of SQLite, which maps no file into memory: a cut file is an error, not 
 checksum switches the tier off, with one warning, and tokens are computed again.
 """
 
-import ctypes
 import logging
-import os
 import sqlite3
-import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import sha256
@@ -79,7 +76,6 @@ class Tier:
             what = f"tier_bytes is {config.tier_bytes:,}, too few for blocks of {self.block_bytes:,} bytes"
             raise ValueError(f"{what}: raise it to {self.block_bytes + 40 * PAGE:,} or more")
         self.db: sqlite3.Connection | None = None
-        TIERS.add(self)
         try:
             self._open(config, folder)
         except sqlite3.Error as error:
@@ -152,21 +148,6 @@ class Tier:
             db.close()
             if error:
                 logger.warning(SWITCHED_OFF, self.file, error)
-
-
-TIERS = weakref.WeakSet[Tier]()
-
-
-def leave_to_parent() -> None:
-    """In a fork of the process, turn tiers off, but do not close them: SQLite would remove a journal."""
-    for tier in TIERS:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(tier.db))
-        tier.db = None
-        tier.order.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=leave_to_parent)
 
 
 class TierBlockManager(BlockManager):
