@@ -21,20 +21,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged import LLM, SamplingParams
 from nanopaged.sampler import (
     SOFTMAX_ROWS,
     VOCAB_CHUNK,
     Draw,
     SamplingMetadata,
     filtered_probs,
-    penalize,
     sample,
-    sample_next_tokens,
-    uniform,
 )
-from nanopaged.sequence import NonFiniteLogits, Request, ScheduledBatch, Sequence
-from nanopaged.text import StopRules
+from nanopaged.sequence import NonFiniteLogits, Sequence
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -171,16 +167,6 @@ def rows_of(params: SamplingParams, num: int, **fields: object) -> list[Draw]:
     return [Draw(params=params, position=i, **(defaults | fields)) for i in range(num)]
 
 
-def test_noise_is_uniform_and_differs_with_each_of_its_arguments() -> None:
-    draws = torch.tensor([uniform(s, i, p) for s in range(20) for i in range(10) for p in range(100)])
-    assert 0 <= draws.min() < draws.max() < 1
-    assert draws.mean().item() == pytest.approx(0.5, abs=0.01)
-    assert (draws**2).mean().item() == pytest.approx(1 / 3, abs=0.01)
-    assert len(draws.unique()) > 0.99 * len(draws)
-    assert len({uniform(1, 2, 3), uniform(2, 1, 3), uniform(3, 2, 1), uniform(1, 3, 2)}) == 4
-    assert uniform(2**64 + 5, 0, 0) == uniform(5, 0, 0), "seeds of any size are accepted"
-
-
 @pytest.mark.parametrize("temperature", [1e-30, 1e-8, 1e-3])
 def test_tiny_temperatures_are_greedy_and_not_nan(temperature: float) -> None:
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)) * 50
@@ -226,29 +212,6 @@ def penalised(
         )
     counts = torch.bincount(torch.tensor(output, dtype=torch.long), minlength=logits.shape[-1])
     return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
-
-
-@pytest.mark.parametrize("penalties", [(1.5, 0.0, 0.0), (1.0, 2.0, 0.0), (1.0, 0.0, -2.0), (0.7, -1.0, 1.5)])
-def test_draws_have_the_penalised_probabilities(
-    penalties: tuple[float, float, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Penalties come before the temperature. Token 5 is in the prompt, 3 and 4 in the output."""
-    names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    params = SamplingParams(temperature=2.0, **dict(zip(names, penalties, strict=True)))
-    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)).expand(300, -1) * 3
-    numbers = torch.linspace(0, 0.999, 300).tolist()
-    monkeypatch.setattr("nanopaged.sampler.uniform", lambda seed, index, position: numbers[position])
-    counts = {3: 1, 4: 2} | ({5: 0} if params.repetition_penalty != 1 else {})
-    rows = rows_of(params, 300, token_counts=counts)
-    expected = penalised(logits, [5], [3, 4, 4], params) / params.temperature
-    check_draws(logits, SamplingMetadata(rows, CPU), numbers, expected)
-
-
-def test_penalties_by_hand() -> None:
-    """Token 0 was generated four times; token 1 stands in the prompt alone, so it is only divided."""
-    where, numbers = torch.tensor([[0, 0], [0, 1]]), [[4.0, 0], [2, 2], [0.5, 0.5], [1, 1]]
-    out = penalize(torch.tensor([[3.0, 3, 3]]), where, torch.tensor(numbers))
-    assert out.tolist() == [[-1.5, 1.5, 3]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -313,31 +276,6 @@ def test_a_mask_that_allows_nothing_is_an_error(
         (output,) = engine.step()
     assert output.outputs[0].token_ids == expected
     engine.check_invariants()
-
-
-def test_a_beam_proposes_only_what_can_follow() -> None:
-    """Of fewer tokens than candidates, those of probability 0 are left out, and so are the banned ones."""
-    rules = StopRules.of(BeamSearchParams(beam_width=2, min_tokens=3), 2, frozenset([7]), 100)
-    request = Request("b", None, [1, 2], BeamSearchParams(beam_width=2, min_tokens=3), rules, 0)
-    (seq,) = request.sequences
-    seq.num_scheduled_tokens = 2
-    logits = torch.full((1, VOCAB), -math.inf)
-    logits[0, [4, 7, 9]] = torch.tensor([1.0, 3.0, 2.0])
-    (samples,) = sample_next_tokens(ScheduledBatch([seq]), logits)
-    assert [sample.token_id for sample in samples] == [9, 4]
-    logprobs = logits.log_softmax(-1)[0]
-    assert [sample.logprob for sample in samples] == pytest.approx([logprobs[9].item(), logprobs[4].item()])
-
-
-@pytest.mark.parametrize(("seen", "unseen"), [(3.0, 2.0), (0.5, 0.3), (-1.0, -1.5)])
-def test_a_repetition_penalty_lowers_logits_of_either_sign(seen: float, unseen: float) -> None:
-    """A penalty of 2 makes 3, 0.5 and -1 less than 2, 0.3 and -1.5; one of 1.3 does not."""
-    logits = torch.full((1, VOCAB), -50.0)
-    logits[0, 3], logits[0, 4] = seen, unseen
-    for penalty, best in ((1.3, 3), (2.0, 4)):
-        params = SamplingParams(temperature=0, repetition_penalty=penalty)
-        rows = rows_of(params, 1, token_counts={3: 0})
-        assert choose(logits, SamplingMetadata(rows, CPU)).tolist() == [best]
 
 
 # ── log-probabilities ─────────────────────────────────────────────────────────────────────────────

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from unittest.mock import MagicMock
@@ -14,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nanopaged import LLM, RequestOutput, SamplingParams
 from nanopaged.outputs import CompletionOutput
-from nanopaged.sequence import Request, Sample
-from nanopaged.text import Detokenizer, StopRules
+from nanopaged.text import Detokenizer
 
 
 @pytest.fixture(scope="module")
@@ -189,19 +187,6 @@ def test_as_little_is_held_back_as_may_become_a_stop_string() -> None:
             assert not any(s.startswith(text[begin:]) and s != text[begin:] for s in stop)
 
 
-def test_the_work_for_stop_strings_is_bounded(tokenizer: PreTrainedTokenizerBase) -> None:
-    """A few calls for each string, however long it is. Past bug: one for each character of each string."""
-    stop = [f"{i} is not to be, that is" * 20 for i in range(300)]
-    token_ids = tokenizer.encode("To be, or not to be, that is the question: " * 20)
-    detokenizer, calls = Detokenizer(tokenizer.backend_tokenizer, stop), []
-    detokenizer.visible(token_ids[:-1], finished=False)
-    sys.setprofile(lambda frame, event, arg: calls.append(event))
-    shown = detokenizer.visible(token_ids, finished=False)
-    sys.setprofile(None)
-    assert shown == tokenizer.decode(token_ids)
-    assert len(calls) < 20 * len(stop)
-
-
 # ── through the engine ────────────────────────────────────────────────────────────────────────────
 
 
@@ -246,23 +231,6 @@ def test_chat_ends_by_itself(llm: LLM) -> None:
         token_ids = output.outputs[0].token_ids
         assert len(token_ids) >= n + 10
         assert not ends & set(token_ids[: n + 9])
-
-
-def test_stop_strings_are_not_looked_for_before_min_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    token_ids = tokenizer.encode("abab")
-    params = SamplingParams(min_tokens=len(token_ids), max_tokens=50, stop="ab")
-    request = Request("a", None, [1], params, StopRules.of(params, 1, frozenset(), max_model_len=100), seed=0)
-    (seq,) = request.sequences
-    seq.detokenizer = Detokenizer(tokenizer.backend_tokenizer, ("ab",))
-    assert [seq.append(Sample(t, 0.0)) for t in token_ids] == [False] * (len(token_ids) - 1) + [True]
-    assert (seq.finish_reason, seq.stop_reason) == ("stop", "ab")
-    assert seq.output().text == "ab", "the earlier one stays in the text"
-
-
-def test_max_model_len_ends_a_sequence() -> None:
-    llm = LLM(dtype="float32", max_model_len=20, num_blocks=8)
-    (output,) = llm.generate([5] * 15, SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
-    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (5, "length")
 
 
 def test_two_streams_interleave(llm: LLM) -> None:

@@ -6,7 +6,6 @@ import math
 import os
 import platform
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -19,11 +18,9 @@ import pytest
 import torch
 from cases import CPU, LAYER, LENGTHS, TOLERANCE, Case
 from conftest import KERNELS, KINDS, Oracle, random_prompts, serve, tokens_of
-from doc_pages import ROOT
-from programs import environment, run_program
 from torch import Tensor
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged import LLM, SamplingParams
 from nanopaged.attention import choose_backend, cpp_backend, make_attention
 from nanopaged.attention.cpp_backend import find_shared_blocks
 from nanopaged.attention.metadata import AttentionMetadata
@@ -240,12 +237,7 @@ def test_a_token_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -
         assert torch.equal(linear(x[:num_tokens]), together[:num_tokens])
 
 
-@pytest.mark.slow
-def test_the_experiment_shows_a_row_for_each_number_of_tokens() -> None:
-    command = [str(ROOT / "docs" / "experiments" / "linear.py"), "--tokens", "1", "3"]
-    done = run_program(command, ROOT, environment(NANOPAGED_CACHE=str(KERNELS)))
-    rows = re.findall(r"^ +(\d+) +\d+ us +\d+ us +[\d.]+ .*%$", done.stdout, flags=re.MULTILINE)
-    assert rows == ["1", "3"], done
+# ── the engine ────────────────────────────────────────────────────────────────────────────────────
 
 
 @by_dtype
@@ -258,9 +250,6 @@ def test_all_linear_layers_of_a_model_are_packed(qwen3: Oracle, dtype: torch.dty
     assert len(linears) == 2 * 4 + 1
     for linear in linears:
         assert (linear.packed is not None) == (linear.weight is None) == cpp.has_linear(dtype)
-
-
-# ── the engine ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_engine_gives_the_tokens_of_transformers(oracle: Oracle) -> None:
@@ -330,21 +319,6 @@ def test_no_tensor_depends_on_a_process_wide_default(
     cpp.load.cache_clear()
     assert outputs_of(before) == expected
     assert outputs_of(make()) == expected
-
-
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_samples_and_beams_in_a_small_pool(qwen3: Oracle, preemption: str) -> None:
-    """They share blocks, copy them and are preempted: the same texts as with the plain backend."""
-    prompts = random_prompts(6, seed=3, longest=40)
-    sampled = SamplingParams(n=3, seed=1, temperature=0.8, max_tokens=12, ignore_eos=True)
-    params = [sampled, BeamSearchParams(beam_width=3, max_tokens=10)] * 3
-    texts = []
-    for backend in ("torch", "cpp"):
-        options = {"block_size": 4, "num_blocks": 40, "preemption": preemption}
-        llm = LLM(qwen3.folder, dtype="float32", attention_backend=backend, **options)
-        texts.append(tokens_of(serve(llm, prompts, params)))
-        assert getattr(llm.engine.stats(), f"num_preemptions_{preemption}") > 0
-    assert texts[0] == texts[1]
 
 
 # ── other compilers and processors ────────────────────────────────────────────────────────────────
@@ -531,18 +505,6 @@ def test_what_goes_wrong_is_said_once(
     assert "the C++ kernels are not used" in warning
     if LIBRARY not in script and folder == "new":
         assert list(nothing_built.iterdir()) == [], "what cannot be loaded is not kept"
-
-
-@pytest.mark.parametrize("options", ["", " -v  -m64"])
-def test_a_compiler_may_have_options(
-    options: str, nothing_built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They come after ours, so that they count, and before the sources."""
-    compiler = make_compiler(tmp_path, 'echo "options: $@" >&2; exit 1')
-    monkeypatch.setenv("CXX", f"{compiler}{options}")
-    given = " ".join(["-fopenmp", *options.split(), str(build.FOLDER)])
-    with pytest.raises(ValueError, match=f"options: -std=.* {given}"):
-        backend_of("cpp")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX's")

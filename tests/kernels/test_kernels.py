@@ -133,14 +133,6 @@ def test_splits(seed: int) -> None:
         assert splits[firsts[i] : firsts[i + 1]].tolist() == expected
 
 
-@pytest.mark.parametrize("batch", [[1024] * 63 + [32768], [700] * 255 + [32768], [512], [1024] * 256])
-def test_no_program_has_much_more_than_its_share(batch: list[int]) -> None:
-    """On an H100 with 8 KV heads: at most an eighth of what each of 132 multiprocessors has to read."""
-    splits, _ = kernels.split_contexts(np.array(batch), max_splits=132)
-    share = 8 * sum(batch) / 132
-    assert (splits[:, 2] - splits[:, 1]).max() <= max(kernels.MIN_SPLIT, share / 8 + kernels.MIN_SPLIT)
-
-
 # ── the settings of each GPU ──────────────────────────────────────────────────────────────────────
 
 # Compute capability → KB of shared memory that a program may have (from the CUDA C++ Programming Guide).
@@ -250,8 +242,6 @@ def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
 def test_decode_on_a_gpu(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
     """GQA ratios 1 to 32, odd ones among them; one split = many."""
     check(decodes([1, 15, 16, 17, 255, 256, 257, 1000, 3001], 16, heads, head_dim, dtype), 1, 16, 100)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("block_size", [1, 2, 3, 7, 8, 16, 31, 32, 64, 100, 128, 256])
@@ -259,3 +249,5 @@ def test_block_sizes_on_a_gpu(dtype: torch.dtype, block_size: int) -> None:
     """Lengths around a block and in the thousands."""
     lens = [1, max(1, block_size - 1), block_size, block_size + 1, 777, 4096, 5000]
     check(decodes(lens, block_size, (8, 2), 128, dtype), 1, 3, 16, 200)
+
+

@@ -90,12 +90,6 @@ def test_a_containers_limit_counts(
     assert num_blocks * SHAPE.block_bytes(16) == num_bytes
 
 
-def test_the_size_of_the_cache_is_logged(qwen3: Oracle, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "nanopaged"):
-        LLM(qwen3.folder, dtype="float32", num_blocks=2000, num_host_blocks=7, device="cpu")
-    assert "KV cache: 2,000 blocks of 16 tokens (15 MiB), and 7 blocks for swapped requests" in caplog.text
-
-
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(3, 40), (50, 400), (300, 17), (2, 400)])
 def test_the_largest_step(
     qwen3: Oracle, max_num_seqs: int, budget: int, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torchgen
-from conftest import KINDS, MAX_MODEL_LEN, Oracle, random_prompts, tokens, tokens_of
+from conftest import KINDS, Oracle, random_prompts, tokens, tokens_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
@@ -135,26 +135,6 @@ def test_preemption_copies_and_chunks(qwen3: Oracle, preemption: str) -> None:
     options = SMALL_POOL | {"preemption": preemption}
     runs = [run_in_a_small_pool(engine(qwen3, device, **options)) for device in DEVICES]
     assert runs[0] == runs[1]
-
-
-@on_a_mac
-@pytest.mark.parametrize(
-    ("backend", "dtype"), [("reference", "auto"), ("auto", "bfloat16"), ("torch", "float16")]
-)
-def test_backends_and_dtypes(qwen3: Oracle, backend: str, dtype: str) -> None:
-    llm = engine(qwen3, "mps", attention_backend=backend, dtype=dtype)
-    (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 3
-    assert llm.engine.runner.kv_cache.data.device == MPS
-
-
-@on_a_mac
-def test_the_number_of_blocks(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apple's GPU shares the memory of the CPU, so the rule is the CPU's: no step is run to measure."""
-    monkeypatch.setattr("nanopaged.memory.HOST_BYTES", 1 << 20)
-    llms = [engine(qwen3, device, num_blocks=None, max_num_seqs=10**6) for device in DEVICES]
-    on_mps, on_cpu = (llm.engine.stats().num_blocks for llm in llms)
-    assert on_mps == on_cpu < 10**6 * MAX_MODEL_LEN // 4
 
 
 # ── what it does not take ─────────────────────────────────────────────────────────────────────────

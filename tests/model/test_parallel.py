@@ -238,13 +238,6 @@ def test_a_start_that_is_broken_off(error: type[BaseException]) -> None:
         parallel.start(2, partial(fail_on_rank_0, error))
 
 
-def test_a_start_whose_workers_cannot_be_started() -> None:
-    """Their arguments cannot be pickled, so there is no process to remove the folder but this one."""
-    with pytest.raises(AttributeError, match="pickle"):
-        parallel.start(2, lambda ranks: None)
-    assert not stores()
-
-
 Pair = tuple[LLM, set[tuple[str, int]]]
 
 
