@@ -56,12 +56,6 @@ def test_its_tokens_are_the_engines(one_file: ModuleType, llm: LLM, seed: int) -
     assert set(pool.cached) == set(pool.key_of)
 
 
-def test_a_prefix_is_computed_once(one_file: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two prompts of the same step share the blocks in which they begin alike."""
-    one_file.generate([[*range(40), 50], [*range(40), 60]], max_tokens=1, num_blocks=4, show=True)
-    assert capsys.readouterr().out.startswith(f"{41 + 41 - 32:4} tokens of 2 requests")
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "num_blocks", "message"),
     [

@@ -242,6 +242,8 @@ def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
 def test_decode_on_a_gpu(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
     """GQA ratios 1 to 32, odd ones among them; one split = many."""
     check(decodes([1, 15, 16, 17, 255, 256, 257, 1000, 3001], 16, heads, head_dim, dtype), 1, 16, 100)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("block_size", [1, 2, 3, 7, 8, 16, 31, 32, 64, 100, 128, 256])
@@ -249,5 +251,3 @@ def test_block_sizes_on_a_gpu(dtype: torch.dtype, block_size: int) -> None:
     """Lengths around a block and in the thousands."""
     lens = [1, max(1, block_size - 1), block_size, block_size + 1, 777, 4096, 5000]
     check(decodes(lens, block_size, (8, 2), 128, dtype), 1, 3, 16, 200)
-
-

@@ -125,21 +125,6 @@ def test_answers_end_where_those_of_transformers_end(real: RealOracle, llm: LLM)
     assert reasons == {"stop", "length"}, "the questions no longer cover both"
 
 
-@pytest.mark.parametrize("text", TEXTS[:-1])
-def test_streams_take_nothing_back_and_stop_strings_cut(real: RealOracle, llm: LLM, text: str) -> None:
-    shown = ""
-    for output in llm.stream(text, SamplingParams(temperature=0, max_tokens=16)):
-        (completion,) = output.outputs
-        assert completion.text.startswith(shown)
-        shown = completion.text
-    assert shown == real.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-    stop = shown[len(shown) // 2 :][:3]  # it may begin and end within tokens
-    params = SamplingParams(temperature=0, max_tokens=16, stop=[stop, "never seen"])
-    (output,) = llm.generate([text], params, use_tqdm=False)
-    assert output.outputs[0].text == shown[: shown.index(stop)]
-    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
-
-
 def test_the_readme_shows_the_answer() -> None:
     readme = ROOT / "README.md"
     command = "python docs/experiments/real_model.py"

@@ -101,27 +101,6 @@ def test_ctrl_c_at_any_moment(program: str, tmp_path: Path) -> None:
         assert process.returncode in (0, 130, -signal.SIGINT), (seconds, stderr)
 
 
-@pytest.mark.slow
-@needs_bash
-@pytest.mark.parametrize(
-    ("program", "first"),
-    [
-        ("example.py --max-tokens 2", "HERALD:"),
-        ("bench.py --shape test --requests 2 --max-input 20 --max-output 20", "2 requests"),
-        ("-m nanopaged.kernels.build", "the C++ kernels are ready"),
-        ("docs/one_file.py", " 108 tokens"),
-    ],
-)
-def test_real_programs(program: str, first: str, tmp_path: Path) -> None:
-    done = run_shell(f"{program} | head -1", NANOPAGED_CACHE=str(tmp_path))
-    assert done.stdout.startswith(first)
-    assert "Traceback" not in done.stderr
-    if program != "docs/one_file.py":  # it imports no wrapper
-        done = run_shell(f"{program} > /dev/full", NANOPAGED_CACHE=str(tmp_path))
-        assert done.returncode == 1
-        assert "Traceback" not in done.stderr
-
-
 def test_a_fork_says_that_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
