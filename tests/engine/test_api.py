@@ -7,7 +7,6 @@ import math
 import pickle
 import shutil
 import time
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ import torch
 from conftest import KERNELS, MAX_MODEL_LEN, VOCAB_SIZE, Oracle, tokens_of
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
-from nanopaged.sequence import NonFiniteLogits, Request, ScheduledBatch, StepResult
+from nanopaged.sequence import NonFiniteLogits, ScheduledBatch, StepResult
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 BEAMS = BeamSearchParams(beam_width=2, max_tokens=8)
@@ -89,14 +88,6 @@ def test_a_bad_option(options: type, field: str, value: object, error: type, mes
 def test_a_config_that_does_not_suit_the_model(qwen3: Oracle, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(qwen3.folder, **options)
-
-
-def test_values_of_torch_and_numpy(qwen3: Oracle) -> None:
-    config = EngineConfig(dtype=torch.float16, device=torch.device("cpu"), seed=np.int64(3))
-    assert (config.dtype, config.device, config.seed) == ("float16", "cpu", 3)
-    assert EngineConfig(dtype="half").dtype == "float16"
-    assert SamplingParams(stop_token_ids=np.array([3, 4]), stop=None).stop_token_ids == (3, 4)
-    LLM(qwen3.folder, num_blocks=8, load_format="dummy", seed=2**70)
 
 
 def test_memory_that_does_not_suffice(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,22 +332,6 @@ def test_requests_of_the_engine_that_end_meanwhile_are_reported_by_its_next_step
         assert not llm.engine.has_unfinished_requests()
         assert llm.engine.step() == []
         llm.engine.check_invariants()
-
-
-def test_generate_ends_when_others_abort_its_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First one request is aborted, then the other: their outputs so far are returned."""
-    run_step, number = llm.engine.run_step, count(1)
-
-    def watched() -> list[Request]:
-        if (num_steps := next(number)) in (3, 5):
-            llm.engine.abort_request(next(iter(llm.engine.requests)))
-        assert num_steps < 10, "generate does not return"
-        return run_step()
-
-    monkeypatch.setattr(llm.engine, "run_step", watched)
-    outputs = llm.generate([[1, 2], [3]], SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
-    assert [output.outputs[0].finish_reason for output in outputs] == ["abort", "abort"]
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 4]
 
 
 # ── what comes back ───────────────────────────────────────────────────────────────────────────────

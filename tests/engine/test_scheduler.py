@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 
 import pytest
 from conftest import tokens, tokens_of
 from fake_runner import fake_engine, next_token
 
 from nanopaged import LLMEngine, SamplingParams
-from nanopaged.sequence import Sample, Sequence
 
 make = partial(fake_engine, preemption="recompute")
 
@@ -259,40 +257,3 @@ def test_a_long_queue_costs_a_step_nothing() -> None:
         engine.step()
     assert len(calls) == 1001
     assert engine.stats().num_waiting == 1000
-
-
-def test_aborted_requests_are_neither_served_nor_kept() -> None:
-    """Also behind one that waits: they leave the queue at once; their ids may be used again."""
-    engine = make(num_blocks=8, watermark=0)
-    engine.add_request("runs", tokens(1, 4), params(28))
-    engine.add_request("waits", tokens(2, 30), params(2))
-    for turn in range(20):
-        for i in range(10):
-            engine.add_request(str(i), tokens(i, 28), params(2))
-        engine.step()
-        assert engine.stats().num_waiting == 11
-        for i in range(10 if turn < 19 else 0):
-            engine.abort_request(str(i))
-    assert list(run(engine)) == ["runs", "waits", *map(str, range(10))]
-
-
-def test_an_interrupted_fork_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three outputs of one token need the prompt's blocks only, in a pool that has no others.
-
-    Had the fork been made without its tokens, each output would compute the prompt's last block for itself.
-    """
-    engine = make(num_blocks=2)
-    engine.add_request("a", tokens(1, 8), params(1, n=3))
-    append, number = Sequence.append, count(1)
-
-    def interrupted(seq: Sequence, sample: Sample) -> bool:
-        if next(number) == 2:
-            raise KeyboardInterrupt
-        return append(seq, sample)
-
-    monkeypatch.setattr(Sequence, "append", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    engine.check_invariants()
-    assert run(engine) == {"a": [said(tokens(1, 8), 1, noise=i) for i in range(3)]}
-    assert engine.num_steps == 1

@@ -212,27 +212,6 @@ def test_stop_strings_and_tokens(llm: LLM) -> None:
     assert ended.text == decode(token_ids[:first])
 
 
-def test_chat_ends_by_itself(llm: LLM) -> None:
-    """<|im_end|> is the tokenizer's end-of-sequence; a special token never appears in the text.
-
-    Of 16 seeded answers some end by themselves; told to go on for ten tokens more, they do.
-    """
-    prompt, ends = llm.chat_prompt([{"role": "user", "content": "Peace!"}]), llm.engine.prompts.eos_token_ids
-    natural = [SamplingParams(seed=i, max_tokens=150) for i in range(16)]
-    completions = [out.outputs[0] for out in llm.generate([prompt] * 16, natural, use_tqdm=False)]
-    assert all("<|" not in completion.text for completion in completions)
-    ended = [(i, len(c.token_ids)) for i, c in enumerate(completions) if c.finish_reason == "stop"]
-    assert ended
-    for i, _ in ended:
-        assert (completions[i].token_ids[-1] in ends, completions[i].stop_reason) == (True, None)
-    longer = [SamplingParams(seed=i, max_tokens=n + 30, min_tokens=n + 10) for i, n in ended]
-    outputs = llm.generate([prompt] * len(ended), longer, use_tqdm=False)
-    for (_, n), output in zip(ended, outputs, strict=True):
-        token_ids = output.outputs[0].token_ids
-        assert len(token_ids) >= n + 10
-        assert not ends & set(token_ids[: n + 9])
-
-
 def test_two_streams_interleave(llm: LLM) -> None:
     """Each step serves both; neither loses what the other's step produced. One that is left is aborted."""
     params = SamplingParams(max_tokens=30, seed=3, ignore_eos=True)

@@ -425,20 +425,6 @@ def test_auto_builds_the_kernels_once(
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"not a library", bytes(100_000)])
-def test_a_broken_library_is_not_used(
-    content: bytes, nothing_built: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NANOPAGED_BUILD", "0")
-    nothing_built.mkdir(mode=0o700)
-    build.library_path().write_bytes(content)
-    build.library_path().chmod(0o644)
-    assert backend_of("auto") == "torch"
-    (warning,) = caplog.messages
-    assert str(build.library_path()) in warning
-    assert "set NANOPAGED_CACHE to another folder" in warning
-
-
 def test_the_name_tells_sources_and_flags_apart(
     nothing_built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

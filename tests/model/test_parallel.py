@@ -19,7 +19,6 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
-from children import check_children
 from conftest import Oracle, make_checkpoint, random_prompts, tokens
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, SamplingParams, parallel
@@ -278,25 +277,6 @@ def test_a_failure_outside_the_ranks_work_starts_over(
             (output,) = engine.step()
             engine.check_invariants()
         assert output.outputs[0].token_ids == qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
-
-
-def test_engines_side_by_side(pair: Pair, qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has its share of the threads; a second engine does not halve it again."""
-    monkeypatch.setattr(parallel, "NUM_THREADS", 8)
-    torch.set_num_threads(5)  # a number that the first of two engines may have left
-    llms = [pair[0], LLM(qwen3.folder, tensor_parallel_size=2, **OPTIONS)]
-    assert torch.get_num_threads() == 4
-    torch.set_num_threads(1)
-    for llm in llms:
-        (output,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-        assert output.outputs[0].token_ids == qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on Windows")
-def test_a_fork_leaves_the_workers_to_its_parent(qwen3: Oracle, tmp_path: Path) -> None:
-    options = {"model": str(qwen3.folder), "tensor_parallel_size": 2, "num_blocks": 30}
-    check_children("nanopaged", options, qwen3.greedy([1, 2, 3], 8, ignore_eos=True), tmp_path)
 
 
 SCRIPT = """
