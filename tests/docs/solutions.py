@@ -122,7 +122,16 @@ WRONG: dict[int, dict[str, Pieces]] = {
         "the logits are changed": [
             ("filtered_probs", "logits / metadata.temperature", "logits.div_(metadata.temperature)")
         ],
-        "the sums are float32": [("draw_tokens", ".double()", ".float()")],
+        "the sums are float32": [
+            (
+                "draw_tokens",
+                "    vocab_size = probs.shape[-1]\n",
+                "    vocab_size = probs.shape[-1]\n"
+                "    ends = probs.cumsum(-1)\n"
+                "    found = torch.searchsorted(ends, u.float() * ends[:, -1:], right=True)\n"
+                "    return found[:, 0].clamp(max=vocab_size - 1)\n",
+            )
+        ],
     },
     8: {
         "block ids of 32 bits": [("decode_kernel", "block.to(tl.int64)", "block.to(tl.int32)")],

@@ -9,7 +9,7 @@ import pytest
 from conftest import tokens, tokens_of
 from fake_runner import fake_engine, next_token
 
-from nanopaged import LLMEngine, SamplingParams
+from nanopaged import BeamSearchParams, LLMEngine, SamplingParams
 
 make = partial(fake_engine, preemption="recompute")
 
