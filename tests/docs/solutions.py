@@ -110,9 +110,6 @@ WRONG: dict[int, dict[str, Pieces]] = {
                 "            self.preemption = 'recompute'\n            for seq in request.live:",
             )
         ],
-        "beams that are computed again keep their candidates": [
-            ("Scheduler._preempt", "seq.candidates = None", "pass")
-        ],
         "the newest token is not counted": [
             ("Swapper.swap_in", "len(host_blocks) + num_grown", "len(host_blocks)")
         ],

@@ -9,7 +9,7 @@ import pytest
 from conftest import tokens, tokens_of
 from fake_runner import fake_engine, next_token
 
-from nanopaged import BeamSearchParams, LLMEngine, SamplingParams
+from nanopaged import LLMEngine, SamplingParams
 
 make = partial(fake_engine, preemption="recompute")
 
@@ -96,19 +96,6 @@ def test_the_latest_is_preempted_and_says_the_same_in_the_end() -> None:
     assert sum("early" in step for step in engine.runner.steps) == 20
     back = next(step for step in engine.runner.steps[preempted_at:] if "late" in step)
     assert back["late"] > 8, "it computes its prompt and what it had generated again"
-
-
-def test_preempted_beams_propose_anew() -> None:
-    """The nine outputs leave one token of the budget: one of two beams has proposed when both are preempted.
-
-    Later both come back in one step, and the other beam has a single token to compute. Single tokens come
-    first in a batch, so the search would advance before the first beam is computed.
-    """
-    engine = make(num_blocks=20, max_num_batched_tokens=10)
-    engine.add_request("early", tokens(1, 4), params(6, n=9))
-    engine.add_request("beams", tokens(2, 7), BeamSearchParams(beam_width=2, max_tokens=8, ignore_eos=True))
-    assert [len(beam) for beam in run(engine)["beams"]] == [8, 8]
-    assert engine.stats().num_preemptions_recompute > 0
 
 
 def test_max_num_seqs_is_the_only_limit_of_running_sequences() -> None:
