@@ -68,7 +68,7 @@ def test_every_request_reads_its_own_kv_and_says_what_it_would_say_alone(
     if num >= RANDOM_RUNS and draw is not tiny:
         events = EVENTS + (MIXED_EVENTS if draw is mixed else [])
     if draw is tiny:
-        happened = random_runs(Run, TINY_MODEL, -(-num // 12), events, draw, first)
+        happened = random_runs(Run, TINY_MODEL, -(-num // 20), events, draw, first)
     else:
         happened = random_runs(FakeRun, fake_model(), num, events, draw, first)
     print(f"{draw.__name__}: {dict(sorted(happened.items()))}")

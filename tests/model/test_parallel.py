@@ -60,7 +60,9 @@ def everything(llm: LLM) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize(("family", "size"), [("llama", 2), ("qwen3", 2), slow("qwen2", 2), slow("llama", 4)])
+@pytest.mark.parametrize(
+    ("family", "size"), [("llama", 2), slow("qwen3", 2), slow("qwen2", 2), slow("llama", 4)]
+)
 def test_ranks_together_give_what_one_gives(family: str, size: int, tmp_path: Path) -> None:
     """Four ranks share two KV heads, so that two ranks each have the same one."""
     biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
@@ -298,7 +300,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [None, 0.0, 1.0, 2.0, 4.0, 6.0])
+@pytest.mark.parametrize("seconds", [None, 1.0, 3.0])
 def test_workers_end_when_their_engine_is_killed(
     qwen3: Oracle, tmp_path: Path, seconds: float | None
 ) -> None:
