@@ -89,13 +89,10 @@ def serve_two(
     qwen3: Oracle, num_drafts: int = 5, params: Any = None, **options: Any
 ) -> tuple[Any, list[dict[str, int]]]:
     """Two requests, for which a token is guessed that neither says; and the drafts of each step."""
-    params, prompts = (
-        params or SamplingParams(max_tokens=12, ignore_eos=True, seed=1),
-        [[0, 1, 2, 0, 1], [2] * 7],
-    )
-    unsaid = min(
-        set(range(97)) - set(chain(*chain(*say(nanopaged.LLM(qwen3.folder, **POOL), prompts, params))))
-    )
+    params = params or SamplingParams(max_tokens=12, ignore_eos=True, seed=1)
+    prompts = [[0, 1, 2, 0, 1], [2] * 7]
+    said = chain(*chain(*say(nanopaged.LLM(qwen3.folder, **POOL), prompts, params)))
+    unsaid = min(set(range(97)) - set(said))
     options = {"num_blocks": 30, "max_model_len": 64, "watermark": 0.0, "block_size": 4} | options
     llm, drafts = LLM(qwen3.folder, num_speculative_tokens=num_drafts, **options), list[dict[str, int]]()
     engine: Any = llm.engine
