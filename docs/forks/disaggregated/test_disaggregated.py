@@ -89,25 +89,6 @@ def test_random_workloads(qwen3: Oracle) -> None:
     harness.random_runs(LateRun, qwen3.folder, 20, [*events, "fault: update"])
 
 
-def test_an_id_is_used_again_while_the_first_answer_is_late(qwen3: Oracle) -> None:
-    """The first prompt waits, is being computed, or is computed when it is aborted."""
-    engine, outputs = InOneProcess(EngineConfig(qwen3.folder, num_blocks=99, **OPTIONS)), []
-    for num in (0, 1, 2):
-        engine.add_request("it", tokens(20, 9), replace(GREEDY, n=2, prompt_logprobs=1))
-        for _ in range(num):
-            engine.work()
-        engine.abort_request("it")
-        engine.add_request("it", tokens(40, 30), GREEDY)
-        while engine.has_unfinished_requests():
-            engine.work()
-            engine.work()
-            outputs += [output for output in engine.step() if output.finished]
-            engine.check_invariants()
-    assert [output.prompt_token_ids for output in outputs] == [tokens(40, 30)] * 3
-    qwen3.check(outputs)
-    assert engine.stats().num_free_host_blocks == 400
-
-
 @pytest.fixture(scope="module")
 def llm(qwen3: Oracle) -> LLM:
     return LLM(qwen3.folder, num_blocks=60, preemption="swap", **OPTIONS)

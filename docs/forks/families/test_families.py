@@ -10,12 +10,11 @@ from typing import Any
 
 import harness
 import pytest
-from families import LLM, FamiliesEngine, MixtureOfExperts
+from families import LLM, FamiliesEngine
 from harness import GREEDY, Oracle, Run, random_runs, serve
 from safetensors.torch import load_file, save_file
 
 import nanopaged
-from nanopaged.attention.torch_backend import TorchAttention
 
 PROMPTS = harness.random_prompts(6, seed=6, longest=20)
 SCORED = replace(GREEDY, logprobs=2, prompt_logprobs=0)
@@ -79,16 +78,6 @@ def test_random_workloads() -> None:
 def test_two_ranks(name: str) -> None:
     """Real processes; each has half of the columns of every expert, and of every dense MLP."""
     check(name, tensor_parallel_size=2)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_which_layers_have_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With random weights. A GPU's steps of a model with experts are not recorded."""
-    monkeypatch.setattr(TorchAttention, "supports_cuda_graphs", True)
-    runner = LLM(oracle_of(name).folder, load_format="dummy", **SIZES).engine.runner
-    with_experts = [isinstance(layer.mlp, MixtureOfExperts) for layer in runner.model.layers]
-    assert tuple(i for i, is_sparse in enumerate(with_experts) if is_sparse) == MODELS[name][2]
-    assert runner.attention.supports_cuda_graphs == (not any(with_experts))
 
 
 def test_the_published_format(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.model.checkpoint import TINY_MODEL
 from nanopaged.outputs import CompletionOutput
-from nanopaged.sequence import NoTokenAllowed
 
 EOS = frozenset({0, 2})  # of the tiny model; token 1 is special, too
 TOKENIZER = AutoTokenizer.from_pretrained(TINY_MODEL)
@@ -260,24 +259,3 @@ def test_options_and_models(llm: LLM, qwen3: Oracle) -> None:
     no_tokenizer = [(asked, "regex needs a tokenizer, and this model has none")]
     check_refused(LLM(qwen3.folder, num_blocks=8).engine.add_request, no_tokenizer)
     assert len(serve(llm, PROMPTS[:1], BeamSearchParams(beam_width=2, max_tokens=5))[0].outputs) == 2
-
-
-def test_if_the_library_gives_up_the_request_is_named(llm: LLM) -> None:
-    """It has limits for the work of a step. Here it is given a token that it does not allow."""
-    (seven,) = TOKENIZER.encode("7")
-    for request_id in ("good", "bad"):
-        llm.engine.add_request(request_id, PROMPTS[0], replace(HOT, regex="[0-9]{20}"))
-    llm.engine.step()
-    seq = llm.engine.requests["bad"].live[0]
-    assert not seq.follow().consume_tokens(TOKENIZER.encode("x"))
-    assert not seq.check_stop()  # it is no complete text
-    dead_end = replace(HOT, regex="7+", stop_token_ids=[seven], min_tokens=2)  # of the caller's own making
-    for bad in ("bad", "dead end"):
-        with pytest.raises(NoTokenAllowed, match=f"no token is allowed for request '{bad}'"):
-            llm.engine.step()
-        llm.engine.abort_request(bad)
-        if bad == "bad":
-            llm.engine.add_request("dead end", PROMPTS[0], dead_end)
-    while llm.engine.has_unfinished_requests():
-        (output,) = llm.engine.step()
-    assert regex.fullmatch("[0-9]{20}", output.outputs[0].text)

@@ -19,7 +19,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from server import MAX_BODY_BYTES, MAX_PROMPTS, EngineThread, make_app
+from server import EngineThread, make_app
 
 from nanopaged import LLM, RequestOutput, SamplingParams
 from nanopaged.sequence import ScheduledBatch, StepResult
@@ -218,34 +218,25 @@ def test_a_slow_reader_gets_the_latest_output(engine: EngineThread) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [  # fields of a call, and what the error says
     ({"temperature": -1}, "temperature is -1, but must lie in"),
     ({"prompt": None}, "the prompt is empty"),
-    ({"prompt": [[1, 2], []]}, "the prompt is empty"),
     ({"prompt": 5}, "a prompt is a str or a list of token ids, got int"),
-    ({"prompt": "\ud800"}, "surrogates not allowed"),
     ({"prompt": "a " * 5000}, "shorten the prompt"),
     ({"\ud800": 1}, "unexpected keyword argument '\ud800'"),
     ({"best_of": 2}, "unexpected keyword argument 'best_of'"),
     ({"logprobs": 0}, "no log-probabilities"),
-    ({"top_logprobs": 20}, "no log-probabilities"),
-    ({"prompt_logprobs": 1}, "no log-probabilities"),
     ({"stream": "yes"}, "stream is true or false"),
     ({"stream_options": 5}, "stream_options is 5"),
     ({"stream_options": {"include_usage": "false"}}, "stream_options is {'include_usage': 'false'}"),
-    ({"stream_options": {"continuous_usage_stats": True}}, "may have include_usage, true or false, only"),
     # What would cost other clients time in each step.
     ({"stop": ["x"] * 5}, "stop has 5 entries, but the limit is 4: send fewer"),
-    ({"stop": dict.fromkeys("abcde")}, "stop has 5 entries, but the limit is 4"),
     ({"stop": "x" * 257}, "a stop string has 257 characters, but the limit is 256: shorten it"),
-    ({"stop": {"x" * 5000: 1}}, "a stop string has 5000 characters, but the limit is 256"),
     ({"stop_token_ids": [5] * 65}, "stop_token_ids has 65 entries, but the limit is 64: send fewer"),
     ({"cache_salt": "x" * 257}, "cache_salt has 257 characters, but the limit is 256: shorten it"),
     # Chats.
     ({"messages": []}, "the conversation is empty"),
     ({"messages": "Hi"}, "a conversation is a list of"),
-    ({"messages": 5}, "not iterable"),
     ({"messages": [{"role": "user"}]}, "needs a 'role' and a 'content'"),
     ({"messages": QUESTION * 1025}, "messages has 1025 entries, but the limit is 1024: send fewer"),
     ({"messages": QUESTION, "chat_template_kwargs": {"chat_template": "a"}}, "chat_template is refused"),
-    ({"messages": QUESTION, "chat_template_kwargs": 5}, "not iterable"),
 ]
 
 
@@ -270,37 +261,16 @@ def test_errors_of_the_client(http: httpx.Client, client: openai.OpenAI) -> None
     assert (answer.status_code, answer.json()["error"]["message"]) == (404, "Not Found")
 
 
-@pytest.mark.parametrize(("num_more", "status"), [(0, 200), (1, 413), (40 * MAX_BODY_BYTES, 413)])
-def test_the_largest_body(http: httpx.Client, num_more: int, status: int) -> None:
-    """As one piece, and in chunks of unknown number. The client is told the limit when it has sent it all."""
-    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1})
-    content = body.ljust(MAX_BODY_BYTES + num_more).encode()
-    message = f"the body has {len(content)} bytes, but the limit is {MAX_BODY_BYTES}: send less"
-    for pieces in (content, (content[i : i + 50_000] for i in range(0, len(content), 50_000))):
-        answer = http.post("/v1/completions", content=pieces)
-        assert answer.status_code == status
-        if status == 413:
-            error = answer.json()["error"]
-            assert (error["type"], error["code"]) == ("invalid_request_error", 413)
-            assert error["message"].startswith(message)
-
-
 CALLERS = [  # Host, Origin, what is allowed, whether the call is answered
     ("127.0.0.1:8000", None, (), True),
     ("[::1]:8000", None, (), True),
-    ("localhost", None, (), True),
-    ("192.168.0.7:8000", None, (), True),
     ("evil.example:8000", None, (), False),  # its name may have been given the address 127.0.0.1
-    ("localhost.evil.example", None, (), False),
     ("127.0.0.1.evil.example", None, (), False),
-    ("[", None, (), False),
     ("", None, (), False),
     ("gpu-box:8000", None, ("GPU-box",), True),
     ("127.0.0.1:8000", "http://127.0.0.1:8000", (), True),
     ("127.0.0.1:8000", "http://127.0.0.1:9000", (), False),
-    ("127.0.0.1:8000", "https://evil.example", (), False),
     ("127.0.0.1:8000", "https://127.0.0.1:8000.evil.example", (), False),
-    ("127.0.0.1:8000", "null", (), False),
     ("evil.example", "http://evil.example", (), False),
     ("127.0.0.1:8000", "https://my.page", ("https://my.page/",), True),
     ("evil.example", "https://evil.example", ("*",), True),
@@ -322,14 +292,6 @@ def test_a_web_page_of_another_site_is_refused(
     response = asyncio.run(call())
     assert response.status_code == (400 if answered else 403), "400: the call was read"
     assert answered == ("max_tokens is 0" in response.text)
-
-
-@pytest.mark.parametrize("prompt", ["a", [5]])
-def test_the_most_prompts(client: openai.OpenAI, prompt: str | list[int]) -> None:
-    assert len(complete(client, [prompt] * MAX_PROMPTS, max_tokens=1).choices) == MAX_PROMPTS
-    message = f"the call has {MAX_PROMPTS + 1} prompts, but the limit is {MAX_PROMPTS}: make several calls"
-    with pytest.raises(openai.BadRequestError, match=message):
-        complete(client, [prompt] * (MAX_PROMPTS + 1), max_tokens=1)
 
 
 def test_harmless_fields(client: openai.OpenAI) -> None:
