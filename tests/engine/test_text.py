@@ -149,27 +149,6 @@ def test_a_stop_string_in_byte_tokens_after_a_replacement_character() -> None:
     assert detokenizer.visible(token_ids, finished=True) == "\ufffd😀"
 
 
-def test_no_token_is_decoded_again_and_again(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Past bug: in a run of tokens without text, each was decoded together with all before it."""
-    backend = tokenizer.backend_tokenizer
-
-    class CountingTokenizer:
-        num_decoded = 0
-        get_added_tokens_decoder = backend.get_added_tokens_decoder
-        token_to_id = backend.token_to_id
-
-        def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-            self.num_decoded += len(token_ids)
-            return backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    for token_id in (tokenizer.all_special_ids[0], tokenizer.encode("é")[0], tokenizer.encode("a")[0]):
-        counting = CountingTokenizer()
-        detokenizer = Detokenizer(counting, ("zzz",))
-        for n in range(1, 1001):
-            detokenizer.find_stop([token_id] * n)
-        assert counting.num_decoded < 100_000
-
-
 def test_as_little_is_held_back_as_may_become_a_stop_string() -> None:
     """Any text and any stop strings of two letters, which are full of half matches."""
     rng = random.Random(0)

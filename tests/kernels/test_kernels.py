@@ -209,7 +209,6 @@ def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     rows = [json.loads(line) for line in lines if line.startswith("{")]
-    table = [line for line in lines if line.startswith("|")]
     assert {row["arch"] for row in rows} == {75, 80, 86, 89, 90, 100, 120}
     types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     for row in rows:
@@ -225,9 +224,6 @@ def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
             if row["arch"] >= 80:  # K and V of the next tile are loaded while this one is computed
                 assert row["buffers"] >= 2, row
                 assert row["in flight"] == 2, row
-    page = (ROOT / "docs" / "records" / "gpu-status.md").read_text(encoding="utf-8")
-    if table[0] in page:  # other versions of Triton have other numbers
-        assert "\n".join(table) in page
 
 
 # ── the large grid ────────────────────────────────────────────────────────────────────────────────
