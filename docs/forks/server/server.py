@@ -33,47 +33,21 @@ from nanopaged.sequence import Request
 from nanopaged.terminal import run_program
 
 Json = dict[str, Any]
-MAX_BODY_BYTES, MAX_PROMPTS = 1 << 20, 1024  # of a call
-# Of the lists and texts whose length costs all clients time in each step, or in each prompt.
-MAX_ENTRIES = {"stop": 4, "stop_token_ids": 64, "messages": 1024}
-MAX_CHARACTERS = 256  # of a stop string, and of the cache_salt
+MAX_PROMPTS = 1024  # of a call
 HARMLESS = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
 TEXT_KEYS = {"text_completion": "text", "chat.completion": "message", "chat.completion.chunk": "delta"}
-
-
-class Unread:
-    """What a call has not read yet: of each request the latest output, which has all tokens so far.
-
-    A client may read slowly, or not at all. All outputs of a long text, kept for it, would fill the memory.
-    """
-
-    def __init__(self) -> None:
-        self.outputs: dict[str, RequestOutput | HTTPException] = {}
-        self.arrived = asyncio.Event()
-
-    def put(self, request_id: str, output: RequestOutput | HTTPException) -> None:
-        self.outputs[request_id] = output
-        self.arrived.set()
-
-    async def take(self) -> Collection[RequestOutput | HTTPException]:
-        await self.arrived.wait()
-        self.arrived.clear()
-        outputs, self.outputs = self.outputs, {}
-        return outputs.values()
 
 
 class EngineThread:
     """The one thread that uses the engine, and the way of its outputs to the event loop.
 
     Each use of the engine is a job of a pool with one thread, so adds and aborts wait until a step is done.
-    Prompts become tokens on another thread, because a long one takes longer than many steps. Everything else
-    here happens on the event loop, and needs no lock.
+    Everything else here happens on the event loop, and needs no lock.
     """
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.engine, self.pool = llm, llm.engine, ThreadPoolExecutor(max_workers=1)
-        self.prompt_pool = ThreadPoolExecutor(max_workers=1)
-        self.unread: dict[str, Unread] = {}  # of the unfinished requests; those of a call share one
+        self.unread: dict[str, asyncio.Queue] = {}  # of the unfinished requests; those of a call share one
         self.stepper: asyncio.Task | None = None
 
     async def run(self, function: Callable, *args: Any) -> Any:
@@ -82,7 +56,7 @@ class EngineThread:
 
     async def serve(self, requests: list[Request], receive: Callable) -> AsyncIterator[RequestOutput]:
         """The outputs of a call's requests, as the steps make them. If one is dropped, an HTTPException."""
-        unread = Unread()
+        unread: asyncio.Queue[RequestOutput | HTTPException] = asyncio.Queue()
         for request in requests:
             self.unread[request.request_id] = unread
             self.pool.submit(self.engine.queue, request)
@@ -91,11 +65,11 @@ class EngineThread:
         asyncio.create_task(self._drop_with_call(requests, receive))  # the connection keeps it alive
         num_unfinished = len(requests)
         while num_unfinished > 0:
-            for output in await unread.take():
-                if isinstance(output, HTTPException):
-                    raise output
-                num_unfinished -= output.finished
-                yield output
+            output = await unread.get()
+            if isinstance(output, HTTPException):
+                raise output
+            num_unfinished -= output.finished
+            yield output
 
     async def _step(self) -> None:
         """Step until all requests are finished."""
@@ -109,7 +83,7 @@ class EngineThread:
                 continue
             for output in outputs:
                 if output.request_id in self.unread:  # else it was dropped while the step ran
-                    self.unread[output.request_id].put(output.request_id, output)
+                    self.unread[output.request_id].put_nowait(output)
                     if output.finished:
                         del self.unread[output.request_id]
 
@@ -124,40 +98,7 @@ class EngineThread:
         for request_id in request_ids:
             if request_id in self.unread:
                 self.pool.submit(self.engine.abort_request, request_id)
-                self.unread.pop(request_id).put(request_id, HTTPException(500, reason))
-
-
-async def read_json(call: Call, max_bytes: int) -> Any:
-    """The body. A longer one is read to its end, not kept: a client that still sends would read no answer."""
-    body, num_bytes = bytearray(), 0
-    async for chunk in call.stream():
-        num_bytes += len(chunk)
-        if num_bytes <= max_bytes:
-            body += chunk
-    if num_bytes > max_bytes:
-        raise HTTPException(
-            413,
-            f"the body has {num_bytes} bytes, but the limit is {max_bytes}: send less in a call, or raise "
-            "--max-body-bytes of the server",
-        )
-    return json.loads(body)
-
-
-def check_sizes(options: Json) -> None:
-    """Raise ValueError for a list or a text that is too long."""
-    for name, most in MAX_ENTRIES.items():
-        value = options.get(name)
-        if isinstance(value, list | dict) and len(value) > most:  # `SamplingParams` takes keys for a list
-            raise ValueError(f"{name} has {len(value)} entries, but the limit is {most}: send fewer")
-    stop = options.get("stop")
-    texts = [("cache_salt", options.get("cache_salt"))]
-    for text in stop if isinstance(stop, list | dict) else [stop]:
-        texts.append(("a stop string", text))
-    for name, text in texts:
-        if isinstance(text, str) and len(text) > MAX_CHARACTERS:
-            raise ValueError(
-                f"{name} has {len(text)} characters, but the limit is {MAX_CHARACTERS}: shorten it"
-            )
+                self.unread.pop(request_id).put_nowait(HTTPException(500, reason))
 
 
 def make_requests(llm: LLM, call_id: str, is_chat: bool, body: Json, max_prompts: int) -> list[Request]:
@@ -165,7 +106,6 @@ def make_requests(llm: LLM, call_id: str, is_chat: bool, body: Json, max_prompts
     options = {name: value for name, value in body.items() if value is not None and name not in HARMLESS}
     if any(options.pop(name, False) is not False for name in ("logprobs", "top_logprobs", "prompt_logprobs")):
         raise ValueError("this server returns no log-probabilities")
-    check_sizes(options)
     salt = {"cache_salt": options.pop("cache_salt")} if "cache_salt" in options else {}
     if is_chat:
         if "chat_template" in (template_options := options.pop("chat_template_kwargs", {})):
@@ -246,7 +186,6 @@ def is_foreign(headers: Mapping[str, str], allowed: Collection[str]) -> bool:
 def make_app(
     engine: EngineThread,
     model: str,
-    max_body_bytes: int = MAX_BODY_BYTES,
     max_prompts: int = MAX_PROMPTS,
     allowed: Collection[str] = (),
 ) -> FastAPI:
@@ -273,7 +212,7 @@ def make_app(
         is_chat = call.url.path == "/v1/chat/completions"
         call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}"
         try:
-            body = await read_json(call, max_body_bytes)
+            body = json.loads(await call.body())
             if not isinstance(body, dict) or body.get("stream") not in (None, False, True):
                 raise TypeError("the body must be a JSON object, in which stream is true or false")
             if (name := body.pop("model", model)) != model:
@@ -284,7 +223,7 @@ def make_app(
                     f"stream_options is {stream_options!r}, but may have include_usage, true or false, only"
                 )
             make = partial(make_requests, engine.llm, call_id, is_chat, body, max_prompts)
-            requests = await asyncio.get_running_loop().run_in_executor(engine.prompt_pool, make)
+            requests = await engine.run(make)
         except (TypeError, ValueError, RecursionError, TemplateError, ClientDisconnect) as error:
             raise HTTPException(400, str(error)) from error
         kind = "chat.completion" + ".chunk" * bool(stream) if is_chat else "text_completion"
@@ -324,14 +263,11 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--config", type=json.loads, default={}, help="options of EngineConfig, as JSON")
-    parser.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES, help="of a call: %(default)s")
     parser.add_argument("--max-prompts", type=int, default=MAX_PROMPTS, help="of a call: %(default)s")
     parser.add_argument("--allow", action="append", default=[], help="a host or a page's origin; * is all")
     args = parser.parse_args()
-    if min(args.max_body_bytes, args.max_prompts) < 1:
-        parser.error("--max-body-bytes and --max-prompts must be at least 1")
     engine, model = EngineThread(LLM(args.model, **args.config)), args.model or "tiny"
-    app = make_app(engine, model, args.max_body_bytes, args.max_prompts, args.allow)
+    app = make_app(engine, model, args.max_prompts, args.allow)
     with suppress(KeyboardInterrupt):  # which uvicorn raises after the shutdown
         Server(uvicorn.Config(app, args.host, args.port, timeout_graceful_shutdown=5)).run()
 
