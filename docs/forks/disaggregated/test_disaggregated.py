@@ -16,7 +16,7 @@ import harness
 import psutil
 import pytest
 from disaggregated import LLM, DisaggregatedEngine, PromptEngine
-from harness import GREEDY, Oracle, Run, Workload, random_prompts, serve, tokens
+from harness import GREEDY, Oracle, Run, Workload, random_prompts, serve
 
 from nanopaged import EngineConfig
 from nanopaged.sequence import ScheduledBatch, StepResult
@@ -106,16 +106,6 @@ def test_the_tokens_of_transformers(llm: LLM, qwen3: Oracle) -> None:
     for num in (8, 1):
         qwen3.check(serve(llm, prompts, replace(GREEDY, max_tokens=num, prompt_logprobs=0)))
     assert most == {1}
-
-
-def test_the_prefix_cache_is_in_the_prompt_process(llm: LLM) -> None:
-    hits = []
-    for salt in ("x", "x", "y", "x"):
-        prompt = {"prompt_token_ids": tokens(30, 21), "cache_salt": salt}
-        hits.append(llm.generate(prompt, GREEDY, use_tqdm=False)[0].metrics.num_cached_tokens)
-        if salt == "y":
-            llm.reset_prefix_cache()
-    assert hits == [0, 20, 0, 0]
 
 
 def test_the_prompt_process_dies(llm: LLM, qwen3: Oracle) -> None:

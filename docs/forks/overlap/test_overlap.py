@@ -156,47 +156,26 @@ def test_a_sequence_that_stops_computes_one_token_too_many(qwen3: Oracle, ends: 
     assert stats[1] == stats[0]
 
 
-FAILURES = [("unfinished", 2), ("aborted", None), ("id used again", 1), ("interrupted", 2)]
-
-
-@pytest.mark.parametrize(("case", "num_of_a"), FAILURES)
-def test_failures(qwen3: Oracle, case: str, num_of_a: int | None) -> None:
-    """The step ahead fails because of a. If a was aborted meanwhile, b and a new a get their tokens.
-
-    After Ctrl-C the step of the worker is forgotten, and no token is lost.
-    """
+@pytest.mark.parametrize("is_id_used_again", [False, True])
+def test_a_step_that_fails_because_of_an_aborted_request(qwen3: Oracle, is_id_used_again: bool) -> None:
+    """The step ahead fails because of a, which was aborted meanwhile: b and a new a get their tokens."""
     engine, calls, four = make(qwen3), [], SamplingParams(max_tokens=4, ignore_eos=True)
 
     def fail_once(execute: Callable, batch: ScheduledBatch) -> StepResult:
         calls.append(batch)
-        if len(calls) == 2 and case != "interrupted":
+        if len(calls) == 2:
             raise NonFiniteLogits("a", 3)
         return execute(batch)
-
-    def interrupt_once(update: Callable, step: Step) -> None:
-        engine.update = update
-        raise KeyboardInterrupt
 
     wrap(engine.runner, "execute", fail_once)
     for name in "ab":
         engine.add_request(name, [1, 2], four)
     assert len(engine.step()) == 2
-    if case == "interrupted":
-        wrap(engine, "update", interrupt_once)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-        assert engine.scheduler.ahead is None
-    elif case == "unfinished":
-        with pytest.raises(NonFiniteLogits, match="'a'"):
-            engine.step()
-        settle(engine)
-        assert len(calls) == 2, "the step behind a failed one was computed"
-    else:
-        assert engine.abort_request("a").outputs[0].finish_reason == "abort"
-    if case == "id used again":
+    assert engine.abort_request("a").outputs[0].finish_reason == "abort"
+    if is_id_used_again:
         engine.add_request("a", [2, 2, 0], four)
     num_tokens = {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
-    assert num_tokens == {"b": 2} | ({} if num_of_a is None else {"a": num_of_a})
+    assert num_tokens == {"b": 2} | ({"a": 1} if is_id_used_again else {})
     assert engine.num_steps == 2
 
 
