@@ -143,6 +143,5 @@ def test_other_mistakes(forms: Forms) -> None:
     check_refused(LoraConfig, wrong)
     wrong = [
         ({"prompts": ask([1], "")}, r"is named '': there are \['all', 'qv', 'rs'\]; name one"),
-        ({"prompts": {"input_ids": [[1]], "adapter": "qv"}}, "'qv' is beside 'input_ids': give"),
     ]
     check_refused(forms.llm().generate, wrong)

@@ -15,7 +15,7 @@ from harness import GREEDY, SMALL, Oracle, Run, Workload, random_prompts, serve
 from overlap import LLM, OverlappedEngine, Step
 
 from nanopaged import LLMEngine, RequestOutput, SamplingParams
-from nanopaged.sequence import NonFiniteLogits, Request, ScheduledBatch, StepResult
+from nanopaged.sequence import Request, ScheduledBatch, StepResult
 
 
 def settle(engine: Any) -> None:
@@ -154,29 +154,6 @@ def test_a_sequence_that_stops_computes_one_token_too_many(qwen3: Oracle, ends: 
         stats.append(replace(engine.stats(), num_cached_blocks=0))
     assert num_tokens[1] - num_tokens[0] == too_many
     assert stats[1] == stats[0]
-
-
-@pytest.mark.parametrize("is_id_used_again", [False, True])
-def test_a_step_that_fails_because_of_an_aborted_request(qwen3: Oracle, is_id_used_again: bool) -> None:
-    """The step ahead fails because of a, which was aborted meanwhile: b and a new a get their tokens."""
-    engine, calls, four = make(qwen3), [], SamplingParams(max_tokens=4, ignore_eos=True)
-
-    def fail_once(execute: Callable, batch: ScheduledBatch) -> StepResult:
-        calls.append(batch)
-        if len(calls) == 2:
-            raise NonFiniteLogits("a", 3)
-        return execute(batch)
-
-    wrap(engine.runner, "execute", fail_once)
-    for name in "ab":
-        engine.add_request(name, [1, 2], four)
-    assert len(engine.step()) == 2
-    assert engine.abort_request("a").outputs[0].finish_reason == "abort"
-    if is_id_used_again:
-        engine.add_request("a", [2, 2, 0], four)
-    num_tokens = {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
-    assert num_tokens == {"b": 2} | ({"a": 1} if is_id_used_again else {})
-    assert engine.num_steps == 2
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
