@@ -74,15 +74,6 @@ def test_the_blocks_of_the_answer_are_shown_while_it_runs(llm: LLM, talk: Talk) 
     assert stats == {name: getattr(llm.engine.stats(), name) for name in stats}
 
 
-def test_every_command_is_answered(llm: LLM, talk: Talk) -> None:
-    commands = set(re.findall(r"^(/\w+)", talk(llm, "/help"), flags=re.MULTILINE))
-    assert commands == {"/blocks", "/stats", "/reset", "/help", "/quit"}
-    for command in commands:
-        assert "no command" not in talk(llm, command)
-    assert talk(llm, "/block") == "there is no command /block: /help lists them\n"
-    assert talk(llm, "/quit", "What news?") == ""
-
-
 def test_a_conversation_that_is_too_long(talk: Talk) -> None:
     """The message says the limit and the way out, and the line that did not fit is forgotten."""
     llm = LLM(max_num_seqs=1, max_model_len=40, dtype="float32")
