@@ -81,7 +81,7 @@ def test_random_workloads(qwen3: Oracle) -> None:
     events = ["swap", "recompute", "copy on write", "cache hit", "abort while swapped", "fault: execute"]
     events += ["fault: schedule", "fault: update", "dropped token", "ended while preempted ahead"]
     events += ["ended while swapped ahead", "ended together while swapped ahead"]
-    harness.random_runs(OverlappedRun, qwen3.folder, 40, events)
+    harness.random_runs(OverlappedRun, qwen3.folder, 20, events)
 
 
 def test_the_tokens_are_those_of_transformers(qwen3: Oracle) -> None:
