@@ -120,14 +120,15 @@ def imports(file: Path, package: str, name: str) -> bool:
 def tests_of(file: str) -> list[str]:
     """The tests of a file, such as nanopaged/scheduler.py, those that find most in the least time first.
 
-    These are the test of the same name, then those that import the file's module, themselves or by a helper,
-    then the rest of the folder for this part of the package.
+    These are the test of the same name, the random workloads, those that import the file's module, themselves
+    or by a helper, then the rest of the folder for this part of the package.
     """
     path = Path(file).absolute().relative_to(ROOT)
     package = ".".join(path.parent.parts)
     folder = FOLDERS.get(path.parent.name, path.parent.name)
     tests = sorted((ROOT / "tests").glob("*/test_*.py"), key=lambda test: (test.parent.name != folder, test))
     found = [test for test in tests if test.stem == f"test_{path.stem}"]
+    found += [test for test in tests if test.stem == "test_random_runs" and folder == "engine"]
     found += [test for test in tests if test.parent.name != "docs" and imports(test, package, path.stem)]
     found += [test for test in tests if test.parent.name == folder]
     return [test.relative_to(ROOT).as_posix() for test in dict.fromkeys(found)]
