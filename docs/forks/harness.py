@@ -112,25 +112,20 @@ class Oracle:
         """[len(token_ids), vocab_size]: row p holds the log-probabilities of the token at p + 1."""
         return self.model(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
 
-    def check(self, outputs: list[RequestOutput], tolerance: float = 1e-4) -> None:
-        """Greedy tokens are the most likely ones here; log-probabilities, if wanted, are the same.
-
-        Args:
-            tolerance: of log-probabilities. With a larger one, tokens are not compared.
-        """
+    def check(self, outputs: list[RequestOutput]) -> None:
+        """Greedy tokens are the most likely ones here; log-probabilities, if wanted, are the same."""
         for output in outputs:
             prompt, (got,) = output.prompt_token_ids, output.outputs
             text = prompt + got.token_ids
             right = self.logprobs(text, len(prompt))
-            if tolerance <= 1e-4:
-                assert got.token_ids == right[len(prompt) - 1 : -1].argmax(-1).tolist()
+            assert got.token_ids == right[len(prompt) - 1 : -1].argmax(-1).tolist()
             assert got.finish_reason == "length" or got.token_ids[-1] == EOS
             rows = [*(output.prompt_logprobs or [None] * len(prompt)), *(got.logprobs or [])]
             for position, row in enumerate(rows):
                 assert row is None or text[position] in row
                 for token_id, ours in (row or {}).items():
                     expected = right[position - 1, token_id].item()
-                    assert ours.logprob == pytest.approx(expected, abs=tolerance)
+                    assert ours.logprob == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.fixture(scope="session", params=FAMILIES)
@@ -552,7 +547,9 @@ class Run:
         before = {r: [list(seq.token_ids) for seq in r.sequences] for r in sampled}
         outputs = self.attempt(self.engine.step)
         if outputs is None:
-            self.check_tokens_are_kept(before)
+            for request, token_ids in before.items():
+                for old, seq in zip(token_ids, request.sequences, strict=False):
+                    assert seq.token_ids[: len(old)] == old, "a failed step took tokens away"
             left = sorted(self.engine.requests.values(), key=lambda request: not request.finished)
             if left and (left[0].finished or self.rng.random() < 0.3):
                 self.abort(int(left[0].request_id))
@@ -600,12 +597,6 @@ class Run:
         """What holds after each operation, beside the invariants."""
         running = self.engine.scheduler.running
         assert sum(request.num_seqs for request in running) <= self.workload.options["max_num_seqs"]
-
-    def check_tokens_are_kept(self, before: dict[Any, list[list[int]]]) -> None:
-        """A step that fails takes no tokens away."""
-        for request, token_ids in before.items():
-            for old, seq in zip(token_ids, request.sequences, strict=False):
-                assert seq.token_ids[: len(old)] == old, "a failed step took tokens away"
 
     def check_output(self, output: RequestOutput) -> None:
         """Each text is what it is alone, or a beginning of it; beams that are not finished may change."""
