@@ -356,3 +356,13 @@ def test_an_output_is_the_users_own(llm: LLM) -> None:
         length = len(output.outputs[0].token_ids)
         output.outputs[0].token_ids.clear()
     assert length == 4
+
+
+def test_generated_tokens_are_counted_alike(llm: LLM) -> None:
+    for params, expected in (
+        (SamplingParams(n=3, max_tokens=5, ignore_eos=True), 15),
+        (BeamSearchParams(beam_width=4, max_tokens=5, ignore_eos=True), 20),
+    ):
+        before = llm.engine.stats().num_generated_tokens
+        llm.generate([1, 2], params, use_tqdm=False)
+        assert llm.engine.stats().num_generated_tokens - before == expected
