@@ -2,7 +2,7 @@
 
     python tests/compile_kernels.py [FOLDER]
 
-prints a line of JSON for each kernel, and the table of docs/records/gpu-status.md. FOLDER keeps binaries,
+prints a line of JSON for each kernel, as docs/records/gpu-status.md sums up. FOLDER keeps binaries,
 so that only what has changed is compiled again. Registers are per thread, the stack (bytes) is where they
 spill to, shared memory (bytes) is per program. "programs" is how many of them a streaming multiprocessor (SM)
 holds at once; for the others see `overlap`.
@@ -60,11 +60,6 @@ DECODES = [
     (64, 128, 16, torch.bfloat16),  # one KV head for all
     (32, 256, 16, torch.float32),  # spilled with four warps, and so did dimension 128
 ]
-TABLE = {  # columns of the table → a kernel; {half} is bf16, and fp16 where a GPU has no bfloat16
-    "16 bits, 4 heads of 128": "decode {half} group 4 dim 128 block 16",
-    "float16, 4 heads of 64": "decode fp16 group 4 dim 64 block 16",
-    "float32, 4 heads of 128": "decode fp32 group 4 dim 128 block 16",
-}
 INTEGERS = {"tables_ptr": "*i32", "rows_ptr": "*i64", "splits_ptr": "*i64", "firsts_ptr": "*i64"}
 ARGUMENTS = INTEGERS | {"slots_ptr": "*i64", "partial_ptr": "*fp32", "lse_ptr": "*fp32", "scale_log2": "fp32"}
 
@@ -138,26 +133,10 @@ def measure(arch: int) -> Iterator[dict[str, Any]]:
         yield row | {"shared": shared, "programs": programs, **overlap(compiled.asm["ttgir"])}
 
 
-def table_row(arch: int, rows: list[dict[str, Any]]) -> str:
-    """In Markdown: registers · shared memory · programs of an SM, and the most that is spilled."""
-    used = {row["kernel"]: row for row in rows}
-    half = "bf16" if arch >= 80 else "fp16"
-    cells = [f"sm_{arch} ({ARCHITECTURES[arch][0]})"]
-    for name in TABLE.values():
-        row = used[name.format(half=half)]
-        cells.append(f"{row['registers']} · {row['shared']:,} · {row['programs']}")
-    return f"| {' | '.join(cells)} | {max(row['stack'] for row in rows)} |"
-
-
 def main() -> None:
-    table = [f"| Triton {triton.__version__} | {' | '.join(TABLE)} | spilled |", "|---" * 5 + "|"]
     for arch in ARCHITECTURES:
-        rows = []
         for row in measure(arch):
-            rows.append(row)
             print(json.dumps(row), flush=True)
-        table.append(table_row(arch, rows))
-    print("\n".join(table))
 
 
 if __name__ == "__main__":

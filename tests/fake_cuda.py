@@ -226,11 +226,7 @@ def fake_varlen(cuda: FakeCuda) -> Callable[..., Tensor]:
         assert causal
         assert all(t.is_cuda for t in (q, k, v, cu_q, cu_k))
         assert q.dtype == k.dtype == v.dtype
-        assert q.dtype in (torch.float16, torch.bfloat16)
-        assert k.shape == v.shape
-        assert q.shape[1] % k.shape[1] == q.shape[2] % 8 == 0
         assert cu_q.dtype == cu_k.dtype == torch.int32
-        assert cu_q.shape == cu_k.shape
         assert 0 < max_q <= max_k <= len(k)
         cuda.note("launch", "varlen")
         cuda.launched.append("varlen")

@@ -13,6 +13,8 @@ from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
+from harness import tokenizer
+
 from nanopaged import EngineConfig, LLMEngine
 from nanopaged.block_manager import BlockManager
 from nanopaged.model.checkpoint import TINY_MODEL
@@ -21,6 +23,9 @@ from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepRe
 
 VOCAB_SIZE = 97
 GARBAGE = -1
+# The fake model says tokens 0, 1 and 2. Their texts are "a", "b" with the first byte of "é", and its second
+# byte with "a": characters and stop strings begin in one token and end in another.
+TEXTS = ("a", "bÃ", "©a", *(f"<{i}>" for i in range(3, VOCAB_SIZE)))  # in GPT-2's byte alphabet
 SCRATCH = tempfile.TemporaryDirectory()
 
 
@@ -32,11 +37,18 @@ def fake_model() -> Path:
 
 
 def fake_engine(
-    num_blocks: int = 64, block_size: int = 4, num_host_blocks: int = 0, **config: object
+    num_blocks: int = 64,
+    block_size: int = 4,
+    num_host_blocks: int = 0,
+    has_texts: bool = False,
+    **config: object,
 ) -> LLMEngine:
-    """An engine over a fake runner, without a tokenizer."""
+    """An engine over a fake runner, with or without a tokenizer."""
     runner = FakeRunner(num_blocks, block_size, num_host_blocks)
-    return LLMEngine(EngineConfig(model=fake_model(), block_size=block_size, **config), runner)
+    engine = LLMEngine(EngineConfig(model=fake_model(), block_size=block_size, **config), runner)
+    if has_texts:
+        engine.prompts.tokenizer = tokenizer(TEXTS)
+    return engine
 
 
 def next_token(token_ids: list[int], noise: int = 0, banned: Collection[int] = ()) -> int:

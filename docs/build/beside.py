@@ -30,6 +30,8 @@ from nanopaged.text import StopRules
 
 ROOT = Path(__file__).parents[2]
 EOS = 2  # as in the random workloads
+LIMITS = ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "preemption")
+LIMITS += ("num_host_blocks", "watermark")
 
 
 @dataclass
@@ -102,21 +104,14 @@ class Engine:
         self.work = work
         self.num_steps = 0
         self.requests: dict[str, Request] = {}
-        self.manager = BlockManager(work.num_blocks, work.block_size, work.caching)
-        self.runner = FakeRunner(work.num_blocks, work.block_size, work.num_host_blocks)
-        config = work.config()
-        self.scheduler = Scheduler(
-            self.manager,
-            max_num_seqs=work.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            enable_chunked_prefill=work.chunked,
-            preemption="recompute" if work.preemption == "recompute" else "swap",
-            num_host_blocks=work.num_host_blocks,
-            watermark=work.watermark,
-        )
+        options = work.options
+        pool = (options["num_blocks"], options["block_size"])
+        self.manager = BlockManager(*pool, options["enable_prefix_caching"])
+        self.runner = FakeRunner(*pool, options["num_host_blocks"])
+        self.scheduler = Scheduler(self.manager, **{name: options[name] for name in LIMITS})
         self.modes = random.Random(work.seed)
         self.ranks = list(range(len(work.requests)))
-        if work.order == "random":
+        if work.is_shuffled:
             self.modes.shuffle(self.ranks)
         self.scheduler.rank = self.rank
 
@@ -140,7 +135,7 @@ class Engine:
                 self.scheduler.add(self.requests[name])
             elif asked.aborted_after == self.num_steps - asked.arrival and not self.requests[name].finished:
                 self.scheduler.abort(self.requests[name])
-        if self.work.preemption == "directed":
+        if self.work.mixes_preemption:
             self.scheduler.preemption = self.modes.choice(["swap", "recompute"])
         self.num_steps += 1
         batch = self.scheduler.schedule()
@@ -214,13 +209,16 @@ def compare(work: Workload, rule: str) -> int:
     """Serve a workload with the engine's own functions and with the reader's. Returns the preemptions."""
     engines = Engine(work)
     readers = Engine(work)
-    options = (
-        f"blocks of {work.block_size}, {work.num_blocks} in the pool, budget {work.budget}, max_num_seqs "
-        f"{work.max_num_seqs}, {'chunks' if work.chunked else 'no chunks'}, watermark {work.watermark}"
+    options = work.options
+    chunks = "chunks" if options["enable_chunked_prefill"] else "no chunks"
+    settings = (
+        f"blocks of {options['block_size']}, {options['num_blocks']} in the pool, budget "
+        f"{options['max_num_batched_tokens']}, max_num_seqs {options['max_num_seqs']}, {chunks}, "
+        f"watermark {options['watermark']}"
     )
     last_arrival = max(asked.arrival for asked in work.requests)
     while engines.num_steps <= last_arrival or engines.scheduler.running or engines.scheduler.waiting:
-        where = f"{rule} ({options}). Step {engines.num_steps + 1}, (tokens, computed) before it: {engines}."
+        where = f"{rule} ({settings}). Step {engines.num_steps + 1}, (tokens, computed) before it: {engines}."
         with engines_own():
             expected = engines.step()
         try:
@@ -239,14 +237,11 @@ def asked(num_prompt: int, num_output: int = 4, arrival: int = 0, n: int = 1) ->
     return Asked([0] * num_prompt, params, arrival)
 
 
-def small_workload(requests: list[Asked], **options: Any) -> Workload:
+def small_workload(
+    requests: list[Asked], budget: int = 100, chunked: bool = True, **options: Any
+) -> Workload:
     """A workload by hand, in which everything has room as long as the options do not take it away."""
-    room = {"block_size": 4, "num_blocks": 100, "num_host_blocks": 0, "budget": 100, "max_num_seqs": 100}
-    rules = {
-        "chunked": True,
-        "caching": False,
-        "preemption": "recompute",
-        "watermark": 0.0,
-        "order": "arrival",
-    }
-    return Workload(seed=0, model="fake", faults=[], requests=requests, **room | rules | options)
+    room = {"block_size": 4, "num_blocks": 100, "num_host_blocks": 0, "max_num_seqs": 100, "watermark": 0.0}
+    room |= {"max_num_batched_tokens": budget, "enable_chunked_prefill": chunked}
+    room |= {"enable_prefix_caching": False, "preemption": "recompute"}
+    return Workload(seed=0, options=room | options, requests=requests)

@@ -62,5 +62,6 @@ def test_random_workloads() -> None:
         work = mixed(seed)
         requests = [asked for asked in work.requests if asked.params.width == 1]
         if requests:
-            work = replace(work, caching=False, watermark=0.0, requests=requests)
+            options = work.options | {"enable_prefix_caching": False, "watermark": 0.0}
+            work = replace(work, options=options, requests=requests)
             compare(work, f"Random workload {seed}")

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 from beside import compare, engines_own
 from pools import Pool, compare_pools
-from random_workloads import forked, mixed, siblings
+from random_workloads import forked, mixed
 
 from nanopaged.beam_search import fork_samples
 from nanopaged.block_manager import blocks_to_grow
@@ -116,4 +116,3 @@ def test_random_workloads() -> None:
     for seed in range(30):
         compare(mixed(seed), f"Random workload {seed}")
         compare(forked(seed), f"Random workload {seed} with forked requests")
-        compare(siblings(seed), f"Random workload {seed} with siblings")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from beside import asked, compare, engines_own, small_workload
 from pools import compare_pools
-from random_workloads import Asked, forked, mixed, siblings
+from random_workloads import Asked, forked, mixed
 
 from nanopaged import BeamSearchParams
 from nanopaged.kv_cache import KVCache, KVShape
@@ -126,4 +126,3 @@ def test_random_workloads() -> None:
     for seed in range(30):
         compare(mixed(seed), f"Random workload {seed}")
         compare(forked(seed), f"Random workload {seed} with forked requests")
-        compare(siblings(seed), f"Random workload {seed} with siblings")

@@ -308,7 +308,7 @@ def verdict(copy: Path, status: int, printed: str) -> list[Wrong]:
 
 def run_python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run Python with the package of the folder, and the helpers of the tests."""
-    paths = [folder.resolve(), HERE, ROOT / "tests"]
+    paths = [folder.resolve(), HERE, ROOT / "tests", ROOT / "docs" / "forks"]
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -52,25 +52,6 @@ def test_pages_repeat_what_the_source_says() -> None:
     assert stale == [], "run python docs/site/quote.py"
 
 
-def test_quotations_follow_the_source() -> None:
-    """A renamed name, a new line between two quoted ones, and a line that is gone."""
-    source = [
-        "def f(n):\n",
-        "    m = 2 * n\n",
-        "    print(m)\n",
-        "    for i in range(n):\n",
-        "        g(i)\n",
-    ]
-    text = "size = 2 * number\n# …\nfor i in range(number):\n    g(i)\n"
-    shown = "m = 2 * n\n# …\nfor i in range(n):\n    g(i)\n"
-    assert quote.refresh_quotation(text, source) == shown
-    assert quote.refresh_quotation("m = 2 * n\ng(i)\n", source).count("\n") == 4
-    with pytest.raises(LookupError, match="has no line like 'return None'"):
-        quote.refresh_quotation("m = 2 * n\nreturn None\n", source)
-    diff = "-    for i in range(number):\n+    for i in range(1, number):\n         g(i)\n"
-    assert quote.refresh_diff(diff, source) == diff.replace("number", "n")
-
-
 @each_page
 def test_every_block_is_of_a_known_kind(page: Path) -> None:
     """A misspelled kind would not be checked; an output needs a block that prints it."""

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from programs import environment, load_file, run_process
+from programs import environment, run_process
 
 if TYPE_CHECKING:
-    from fake_cuda import FakeCuda
+    pass
 
 ROOT = Path(__file__).parents[2]
 GPU = ROOT / "docs" / "experiments" / "gpu"
@@ -76,63 +72,4 @@ def test_a_rehearsal_of_all_parts(tmp_path: Path) -> None:
     assert all(line.startswith("ok, ") for line in lines.values()), lines
 
 
-def test_the_notebook_runs_parts_that_exist() -> None:
-    cells = json.loads((GPU / "hosted.ipynb").read_text(encoding="utf-8"))["cells"]
-    code = "".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code")
-    (parts,) = re.findall(r"^!PYTHON=python bash docs/experiments/gpu/gpu_day.sh (.*)$", code, re.MULTILINE)
-    script = (GPU / "gpu_day.sh").read_text(encoding="utf-8")
-    assert all(f"\npart {name} " in script for name in parts.split())
-    compile(re.sub(r"^!.*$", "pass", code, flags=re.MULTILINE), "notebook", "exec")
-
-
 # ── the parts on a GPU whose tensors hold no data ─────────────────────────────────────────────────
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform has not")
-    if torch.cuda.is_available():
-        pytest.skip("there is a real GPU")
-    from fake_cuda import pretend
-
-    for folder in (ROOT, GPU.parent, GPU.parent / "lib"):
-        monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr("nanopaged.model.checkpoint._draw_weights", lambda model, seed: None)
-    answers = {
-        "is_available": lambda: True,
-        "get_device_name": lambda: "a fake GPU",
-        "get_arch_list": lambda: ["sm_90"],
-        "memory_summary": lambda **_: "",
-    }
-    with pretend(monkeypatch) as cuda:
-        for name, answer in answers.items():
-            monkeypatch.setattr(torch.cuda, name, answer)
-        yield cuda
-
-
-@pytest.fixture
-def gpu_day(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module as on a GPU, with the sizes of a rehearsal. A call that is timed runs once, in 1 ms."""
-    module = load_file(GPU / "gpu_day.py")
-    monkeypatch.setattr(module, "FULL", False)
-    monkeypatch.setattr(module, "seconds_of", lambda call, **_: call() is None or 1e-3)
-    monkeypatch.setattr(module, "copy_bandwidth", lambda _: 3e12)
-    return module
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("part", "launched"),
-    [
-        ("machine", {"mm"}),
-        ("varlen", {"varlen"}),
-        ("decode", {"decode_kernel", "reduce_kernel"}),
-        ("settings", {"decode_kernel"}),
-        ("engine", {"store_kernel", "decode_kernel", "varlen"}),
-        ("eager", {"store_kernel", "decode_kernel", "varlen"}),
-    ],
-)
-def test_parts_on_a_fake_gpu(gpu_day: ModuleType, cuda: FakeCuda, part: str, launched: set[str]) -> None:
-    gpu_day.PARTS[part]()
-    assert gpu_day.FAILED == []
-    assert launched <= set(cuda.launched)

@@ -56,25 +56,6 @@ def test_its_tokens_are_the_engines(one_file: ModuleType, llm: LLM, seed: int) -
     assert set(pool.cached) == set(pool.key_of)
 
 
-def test_a_prefix_is_computed_once(one_file: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two prompts of the same step share the blocks in which they begin alike."""
-    one_file.generate([[*range(40), 50], [*range(40), 60]], max_tokens=1, num_blocks=4, show=True)
-    assert capsys.readouterr().out.startswith(f"{41 + 41 - 32:4} tokens of 2 requests")
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "num_blocks", "message"),
-    [
-        (0, 64, "has 0 tokens, but must have 1 to 2047"),
-        (2048, 999, "has 2048 tokens"),
-        (17, 1, "33 tokens need 2 blocks, but num_blocks is 1"),
-    ],
-)
-def test_mistakes(one_file: ModuleType, num_tokens: int, num_blocks: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        one_file.generate([[5] * num_tokens], 16, num_blocks)
-
-
 def test_it_stands_alone_and_shows_itself(
     one_file: ModuleType, llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 from doc_pages import ROOT
-from judged import judge_all
 from programs import environment, run_program
+from solutions import RIGHT, WRONG, Pieces
 
 sys.path.append(str(ROOT / "docs" / "build"))
 import rebuild  # noqa: E402
 
-SOLUTIONS = Path(__file__).parent / "solutions"
 STAGES = rebuild.STAGES
 for_each_stage = pytest.mark.parametrize("number", STAGES)
 
@@ -132,12 +131,30 @@ def test_a_stage_does_not_depend_on_others(tmp_path: Path) -> None:
     assert "5  done" in run(folder=tmp_path)
 
 
+def judged(number: int, pieces: Pieces, copy: Path) -> list[str]:
+    """What the judge says of the source with pieces of its functions replaced."""
+    rebuild.complete_copy(ROOT, copy, set())
+    files = {name: file for file, name in STAGES[number].functions}
+    for name, piece, replacement in pieces:
+        body = rebuild.body_of(rebuild.read(copy, files[name]), name)
+        assert piece in body, f"{name} has no {piece}"
+        rebuild.write_bodies(copy, files[name], {name: body.replace(piece, replacement)})
+    return [sentence for _, sentence in rebuild.judge(number, copy, [])]
+
+
 @pytest.mark.slow
-@for_each_stage
-def test_right_solutions_are_taken_and_wrong_ones_are_told_why(number: int) -> None:
-    """Among the right ones is a scheduler that orders the batch in another way."""
-    for solution in judge_all([SOLUTIONS / f"stage_{number}.py"]):
-        assert solution.is_right == (not solution.sentences), solution.title
-        for sentence in solution.sentences:
-            assert len(sentence) > 40
-            assert not sentence.startswith(("assert ", "Traceback", "The tests cannot"))
+@pytest.mark.parametrize("number", RIGHT)
+def test_a_right_solution_is_taken(number: int, tmp_path: Path) -> None:
+    assert judged(number, RIGHT[number], tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "title"), [(number, title) for number in WRONG for title in WRONG[number]]
+)
+def test_a_wrong_solution_is_told_why(number: int, title: str, tmp_path: Path) -> None:
+    sentences = judged(number, WRONG[number][title], tmp_path)
+    assert sentences
+    for sentence in sentences:
+        assert len(sentence) > 40
+        assert not sentence.startswith(("assert ", "Traceback", "The tests cannot"))

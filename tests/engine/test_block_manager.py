@@ -7,9 +7,8 @@ from array import array
 import pytest
 import xxhash
 
-from nanopaged.beam_search import advance_beams
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import BeamSearchParams, SamplingParams
+from nanopaged.config import SamplingParams
 from nanopaged.sequence import Request, Sample, Sequence
 from nanopaged.snapshot import check_blocks, filled_slots
 from nanopaged.text import StopRules
@@ -95,36 +94,6 @@ def test_equal_blocks_after_different_beginnings_are_not_shared() -> None:
     assert not set(first.block_table) & set(third.block_table)
 
 
-def test_a_long_prefix_is_found_up_to_its_first_difference() -> None:
-    """Two texts of 100 blocks differ in block 70 alone, but the K/V of all blocks behind it differs, too."""
-    manager = BlockManager(num_blocks=400, block_size=2)
-    text = list(range(200))
-    other = [*text[:140], 1000, *text[141:]]
-    first = admit(manager, *text)
-    assert (found(manager, *text, 7), found(manager, *other, 7)) == (100, 70)
-    second = admit(manager, *other)
-    assert second.block_table[:70] == first.block_table[:70]
-    third = admit(manager, *other, 7)
-    assert third.block_table[:100] == second.block_table
-    check_blocks(manager, [first, second, third])
-
-
-def test_the_last_token_is_always_computed() -> None:
-    """A prompt that is cached to the end still needs logits, so its last block is computed again.
-
-    An equal block is published, so this one stays private.
-    """
-    manager = BlockManager(16, 2)
-    first = admit(manager, 1, 2, 3, 4)
-    second = admit(manager, 1, 2, 3, 4, computed=False)
-    assert second.num_computed_tokens == 2
-    compute(manager, second)
-    assert second.block_table[0] == first.block_table[0]
-    assert second.block_table[1] != first.block_table[1]
-    check_blocks(manager, [first, second])
-    assert manager.num_free_blocks == 13
-
-
 def test_a_chain_is_evicted_from_its_end() -> None:
     """Six cached blocks, of which another sequence takes four: the two left are the beginning."""
     manager = BlockManager(6, 1)
@@ -159,15 +128,6 @@ def test_refused_admission_changes_nothing() -> None:
     check_blocks(manager, [holder])
 
 
-def test_cached_blocks_that_are_hit_do_not_count_as_free_for_the_rest() -> None:
-    """Three free blocks, all cached; two are the prompt's own prefix: it can have one more, not three."""
-    manager = BlockManager(3, 1)
-    manager.free(admit(manager, 1, 2, 3))
-    assert not manager.allocate([sequence(1, 2, 8, 9)])
-    shorter = admit(manager, 1, 2, 8)
-    check_blocks(manager, [shorter])
-
-
 def test_blocks_whose_fast_hashes_collide_are_told_apart() -> None:
     """A and C have the same xxh3 hash behind any salt; the K/V of X after A is not that of X after C.
 
@@ -199,23 +159,6 @@ def test_blocks_are_shared_among_equal_salts_only() -> None:
         assert manager.find_prefix(again) == seq.block_table[:-1]
         others.append(seq)
     check_blocks(manager, others)
-
-
-def test_a_block_after_a_private_one_is_found_by_its_contents() -> None:
-    """The second sequence's first block stays private, since an equal one is published; its second does not.
-
-    A key stands for contents, so a third sequence shares the first block of the first sequence and the second
-    block of the second.
-    """
-    manager = BlockManager(16, 2)
-    first = admit(manager, 1, 2, 3)
-    second = sequence(1, 2, 3, 4, 5)
-    assert manager.allocate([second], look_up=False)
-    compute(manager, second)
-    third = admit(manager, 1, 2, 3, 4, 6, computed=False)
-    assert third.block_table[:2] == [first.block_table[0], second.block_table[1]]
-    compute(manager, third)
-    check_blocks(manager, [first, second, third])
 
 
 def test_trimming_gives_back_the_blocks_beyond_the_tokens() -> None:
@@ -277,66 +220,6 @@ def test_parallel_sampling_as_in_figure_8_of_the_paper() -> None:
     check_blocks(manager, [a1, a2])
 
 
-def test_beam_search_as_in_figure_9_of_the_paper() -> None:
-    """Four beams of four full blocks. All share block 0; beams 0 to 2 also 1 and 3, and end in 5, 6 and 7.
-
-        beam 0: 0 1 3 5    beam 1: 0 1 3 6    beam 2: 0 1 3 7    beam 3: 0 2 4 8
-
-    The next four all come from beams 1 and 2, two from each. Beams 0 and 3 go, and with them the blocks that
-    no other table has: 2, 4, 5 and 8. The new tokens go to four new blocks, 9 to 12.
-    """
-    manager = BlockManager(13, 1)
-    manager.free_ids = [12, 11, 10, 9]  # blocks 0 to 8 are in tables, 9 is taken first
-    tables = [[0, 1, 3, 5], [0, 1, 3, 6], [0, 1, 3, 7], [0, 2, 4, 8]]
-    beams = [sequence(*table) for table in tables]  # (each token is the id of its block)
-    request = beams[0].request
-    request.params, request.width = BeamSearchParams(beam_width=4), 4
-    request.sequences = request.live = beams
-    for index, (beam, table) in enumerate(zip(beams, tables, strict=True)):
-        beam.request, beam.index, beam.block_table = request, index, list(table)
-        beam.num_computed_tokens = 4
-        for block_id in table:
-            manager.blocks[block_id].ref_count += 1
-    assert refs(manager, *range(9)) == [4, 3, 1, 3, 1, 1, 1, 1, 1]
-    check_blocks(manager, beams)
-
-    for beam, tokens in zip(beams, ([], [50, 51], [52, 53], []), strict=True):
-        beam.candidates = [Sample(token_id, -float(token_id)) for token_id in tokens]
-    advance_beams(request, manager)
-    assert refs(manager, 0, 1, 3, 6, 7) == [4, 4, 4, 2, 2]
-    freed = [manager.free_ids.pop() for _ in range(4)]
-    assert sorted(freed) == [2, 4, 5, 8]  # removed, so that the new tokens get the blocks of the figure
-    assert manager.append_slots(request.live) == [], "the last blocks are full: nothing is copied"
-    ends = [[6, 9], [6, 10], [7, 11], [7, 12]]
-    assert [beam.block_table for beam in request.live] == [[0, 1, 3, *end] for end in ends]
-
-
-def test_a_beam_that_waits_for_its_siblings_writes_nothing() -> None:
-    """Its last block is full and published, and another request has found it; the pool has no block left."""
-    manager = BlockManager(num_blocks=4, block_size=2)
-    waiting, sibling = family([1, 2, 3, 4], [1, 2, 5, 6])
-    assert manager.allocate([waiting, sibling])
-    compute(manager, waiting)
-    compute(manager, sibling, 3)
-    other = sequence(1, 2, 3, 4, 7)
-    assert manager.allocate([other])
-    assert other.block_table[:2] == waiting.block_table
-    assert manager.num_free_blocks == 0
-    table = list(waiting.block_table)
-    assert manager.append_slots([waiting, sibling]) == []
-    assert waiting.block_table == table
-
-
-def test_out_of_blocks_for_a_copy_changes_nothing() -> None:
-    manager = BlockManager(2, 4)
-    siblings = [parent := admit(manager, 1, 2, 3, 4, 5, 6), manager.fork(parent, 1)]
-    for seq in siblings:
-        draw(seq, 7)
-    assert manager.append_slots(siblings) is None
-    assert siblings[0].block_table == siblings[1].block_table
-    assert refs(manager, *parent.block_table) == [2, 2]
-
-
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_siblings_that_come_back_share_their_common_past(prefix_caching: bool) -> None:
     """Three siblings, blocks of 2: `1 2` is common to all, `3 4` to two, so five blocks do for eight.
@@ -352,27 +235,3 @@ def test_siblings_that_come_back_share_their_common_past(prefix_caching: bool) -
     assert len({*first, *second, *third}) == 5
     assert [seq.num_computed_tokens for seq in siblings] == [0, 4, 2]
     check_blocks(manager, siblings)
-
-
-def test_a_sibling_does_not_evict_what_another_has_found() -> None:
-    """Past bug: the first sibling's new block was a cached block that the second one had just found.
-
-    Three blocks of an earlier sequence 1, 2, 3 are cached. The first sibling needs new blocks, the second
-    hits all three. Taking before sharing would evict one of them.
-    """
-    manager = BlockManager(5, 1)
-    manager.free(admit(manager, 1, 2, 3))
-    siblings = family([1, 8], [1, 2, 3, 9])
-    assert manager.allocate(siblings)
-    assert not {*siblings[0].block_table[1:]} & {*siblings[1].block_table}
-    check_blocks(manager, siblings)
-
-
-def test_siblings_that_do_not_fit_together_change_nothing() -> None:
-    manager, roomier = BlockManager(4, 2), BlockManager(5, 2)
-    siblings = family([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 8, 9])
-    assert not manager.allocate(siblings)
-    assert all(seq.block_table == [] for seq in siblings)
-    check_blocks(manager, [])
-    assert roomier.allocate(siblings)
-    assert roomier.num_free_blocks == 0

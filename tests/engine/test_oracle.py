@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EOS, Oracle, random_prompts
-from serving import serve, tokens_of
+from conftest import Oracle, random_prompts, serve, tokens_of
 
 from nanopaged import LLM, SamplingParams
 
@@ -73,21 +72,6 @@ def test_logprobs_of_output_and_prompt(oracle: Oracle) -> None:
             assert completion.cumulative_logprob == pytest.approx(total, abs=TOLERANCE)
 
 
-def test_prompt_logprobs_do_not_come_short_when_the_prompt_is_cached(qwen3: Oracle) -> None:
-    """Cached tokens have no logits, so a prompt with log-probabilities is always computed in full."""
-    (prompt,) = random_prompts(1, seed=4, longest=60)
-    prompt = prompt * 2
-    llm = LLM(qwen3.folder, dtype="float32", num_blocks=64, block_size=4)
-    expected = qwen3.logprobs(prompt)
-    for _ in range(2):
-        params = greedy_params(2, prompt_logprobs=2, ignore_eos=True)
-        (output,) = serve(llm, [prompt], [params])
-        check_logprobs(output.prompt_logprobs[1:], prompt[1:], expected, num_top=2)
-    (plain,) = serve(llm, [prompt], [greedy_params(2, ignore_eos=True)])
-    assert plain.metrics.num_cached_tokens > 0
-    assert plain.prompt_logprobs is None
-
-
 def check_logprobs(logprobs: list, token_ids: list[int], expected: torch.Tensor, num_top: int) -> None:
     assert len(logprobs) == len(token_ids)
     for row, token_id, reference in zip(logprobs, token_ids, expected, strict=False):
@@ -96,17 +80,6 @@ def check_logprobs(logprobs: list, token_ids: list[int], expected: torch.Tensor,
         for some_id, logprob in row.items():
             assert logprob == pytest.approx(reference[some_id].item(), abs=TOLERANCE)
             assert logprob.rank == (reference > reference[some_id]).sum().item() + 1
-
-
-def test_eos_ends_the_text_where_transformers_ends_it(qwen3: Oracle) -> None:
-    """Among many random prompts some reach end-of-sequence early; both must stop at the same token."""
-    prompts = random_prompts(20, seed=11, longest=8)
-    llm = LLM(qwen3.folder, dtype="float32", num_blocks=400)
-    outputs = llm.generate(prompts, greedy_params(40), use_tqdm=False)
-    assert tokens_of(outputs) == [qwen3.greedy(prompt, 40) for prompt in prompts]
-    reasons = [output.outputs[0].finish_reason for output in outputs]
-    assert reasons == ["stop" if ids[-1] == EOS else "length" for ids in tokens_of(outputs)]
-    assert set(reasons) == {"stop", "length"}, "the prompts no longer cover both cases"
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

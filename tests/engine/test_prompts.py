@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from itertools import count
 
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, Oracle
-from faults import FailAtLine
-from serving import tokens_of
+from conftest import MAX_MODEL_LEN, Oracle, tokens_of
 from tokenizers import processors
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
@@ -113,20 +110,6 @@ def test_tokens_found_in_the_cache_until_it_is_reset(llm: LLM) -> None:
     assert num_cached() == 32
     *_, last = states
     assert tokens_of([last]) == tokens_of([expected])
-
-
-def test_an_interrupt_while_the_cache_is_reset(llm: LLM) -> None:
-    for line in count(1):
-        llm.generate(list(range(80)), GREEDY, use_tqdm=False)
-        try:
-            with FailAtLine(line):
-                llm.engine.reset_prefix_cache()
-        except KeyboardInterrupt:
-            llm.engine.check_invariants()
-        else:
-            break
-    assert line > 10
-    assert llm.engine.stats().num_cached_blocks == 0
 
 
 # ── conversations ─────────────────────────────────────────────────────────────────────────────────
@@ -271,10 +254,3 @@ def test_a_stop_string_with_a_special_token(llm: LLM, stop: str | list[str]) -> 
     assert llm.get_tokenizer().decode([int(token_id)]) in str(stop)
     with pytest.raises(ValueError, match="surrogates not allowed"):
         llm.generate("Hi", SamplingParams(stop="half a pair: \ud83d"), use_tqdm=False)
-
-
-@pytest.mark.parametrize("stop", ["<|im_end|", "|im_end|>", "<", "|>", "im_end"])
-def test_a_stop_string_with_a_part_of_a_special_token(llm: LLM, stop: str) -> None:
-    """It stops a text in which ordinary tokens spell it."""
-    request = llm.engine.prompts.make_request("a", "Hi", SamplingParams(stop=stop))
-    assert request.live[0].detokenizer.find_stop(llm.get_tokenizer().encode(f"So {stop}")) == stop

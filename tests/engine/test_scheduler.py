@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 
-import fake_runner
 import pytest
-from conftest import tokens
+from conftest import tokens, tokens_of
 from fake_runner import fake_engine, next_token
-from serving import tokens_of
 
-from nanopaged import BeamSearchParams, LLMEngine, SamplingParams
-from nanopaged.sequence import Sample, Sequence
+from nanopaged import LLMEngine, SamplingParams
 
 make = partial(fake_engine, preemption="recompute")
 
@@ -54,17 +50,6 @@ def test_decodes_and_prompt_chunks_share_a_step() -> None:
     for _ in range(4):
         engine.step()
     assert engine.runner.steps == [{"a": 4}, *({"a": 1, "b": num} for num in (7, 7, 6, 1))]
-
-
-def test_a_stream_of_arrivals_does_not_starve_a_decode() -> None:
-    """A new prompt arrives at every step; the first request still gets a token in each step."""
-    engine = make(num_blocks=2000, max_num_batched_tokens=32, max_num_seqs=1000)
-    engine.add_request("first", tokens(1, 4), params(20))
-    for i in range(20):
-        engine.add_request(f"late-{i}", tokens(2 + i, 40), params(30))
-        engine.step()
-    assert all("first" in step for step in engine.runner.steps[:20])
-    assert "first" not in engine.requests, "20 steps, 20 tokens"
 
 
 def test_first_come_first_served_even_if_a_later_one_would_fit() -> None:
@@ -111,58 +96,6 @@ def test_the_latest_is_preempted_and_says_the_same_in_the_end() -> None:
     assert sum("early" in step for step in engine.runner.steps) == 20
     back = next(step for step in engine.runner.steps[preempted_at:] if "late" in step)
     assert back["late"] > 8, "it computes its prompt and what it had generated again"
-
-
-def test_a_sibling_waits_for_the_one_whose_blocks_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three outputs, of which the last two say the same, are recomputed without chunks.
-
-    Beside the first one (25 tokens) the budget has no room for the second (21 tokens). The last one would
-    have room, since it shares all blocks of the second but one; these blocks are not computed yet, and the
-    runner fails if a block is read that was not written.
-    """
-    monkeypatch.setattr(fake_runner, "next_token", lambda token_ids, noise, _: int(noise > 0))
-    off = {"enable_chunked_prefill": False, "enable_prefix_caching": False}
-    engine = make(num_blocks=25, max_model_len=34, max_num_batched_tokens=34, **off)
-    engine.add_request("early", tokens(1, 8), params(26))
-    engine.add_request("family", tokens(2, 4), params(30, n=3))
-    assert run(engine)["family"] == [[0] * 30, [1] * 30, [1] * 30]
-    assert engine.stats().num_preemptions_recompute > 0
-
-
-def test_preempted_beams_propose_anew() -> None:
-    """The nine outputs leave one token of the budget: one of two beams has proposed when both are preempted.
-
-    Later both come back in one step, and the other beam has a single token to compute. Single tokens come
-    first in a batch, so the search would advance before the first beam is computed.
-    """
-    engine = make(num_blocks=20, max_num_batched_tokens=10)
-    engine.add_request("early", tokens(1, 4), params(6, n=9))
-    engine.add_request("beams", tokens(2, 7), BeamSearchParams(beam_width=2, max_tokens=8, ignore_eos=True))
-    assert [len(beam) for beam in run(engine)["beams"]] == [8, 8]
-    assert engine.stats().num_preemptions_recompute > 0
-
-
-def test_several_victims_resume_in_order_of_arrival() -> None:
-    engine = make(num_blocks=12, block_size=2, enable_prefix_caching=False)
-    for i in range(4):
-        engine.add_request(str(i), tokens(10 * i + 1, 6), params(12))
-    assert list(run(engine)) == ["0", "1", "2", "3"]
-    assert engine.stats().num_preemptions_recompute >= 2
-
-
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_a_request_preempts_as_many_as_it_needs(preemption: str) -> None:
-    """In the step after their fork, four outputs need a block each, and each of four victims has one."""
-    engine = make(num_blocks=5, watermark=0, preemption=preemption, num_host_blocks=9)
-    engine.add_request("early", tokens(1, 4), params(2, n=4))
-    for i in range(4):
-        engine.add_request(str(i), tokens(10 + i, 3), params(2))
-    engine.step()
-    assert engine.runner.steps[-1].keys() == {"early", "0", "1", "2", "3"}
-    (output,) = engine.step()
-    assert (output.request_id, output.finished) == ("early", True)
-    assert getattr(engine.stats(), f"num_preemptions_{preemption}") == 4
-    assert list(run(engine)) == ["0", "1", "2", "3"]
 
 
 def test_max_num_seqs_is_the_only_limit_of_running_sequences() -> None:
@@ -212,16 +145,6 @@ def test_twins_arriving_in_the_same_step_share_their_prompt() -> None:
     assert engine.stats().num_used_blocks == 2 + 3
     assert (engine.stats().prefix_cache_hits, engine.stats().num_prompt_tokens) == (16, 30)
     assert run(engine) == dict.fromkeys("abc", [said(tokens(1, 10), 3)])
-
-
-def test_a_twin_arriving_while_the_first_is_half_prefilled() -> None:
-    """Budget 8, a prompt of 20 tokens; an equal prompt arrives when 8 are computed, and shares 16."""
-    engine = make(max_num_batched_tokens=8)
-    engine.add_request("a", tokens(1, 20), params(3))
-    engine.step()
-    engine.add_request("b", tokens(1, 20), params(3))
-    assert run(engine) == dict.fromkeys("ab", [said(tokens(1, 20), 3)])
-    assert engine.runner.steps[:3] == [{"a": 8}, {"a": 8}, {"a": 4, "b": 4}]
 
 
 def test_a_fully_cached_prompt_computes_its_last_block_again() -> None:
@@ -334,40 +257,3 @@ def test_a_long_queue_costs_a_step_nothing() -> None:
         engine.step()
     assert len(calls) == 1001
     assert engine.stats().num_waiting == 1000
-
-
-def test_aborted_requests_are_neither_served_nor_kept() -> None:
-    """Also behind one that waits: they leave the queue at once; their ids may be used again."""
-    engine = make(num_blocks=8, watermark=0)
-    engine.add_request("runs", tokens(1, 4), params(28))
-    engine.add_request("waits", tokens(2, 30), params(2))
-    for turn in range(20):
-        for i in range(10):
-            engine.add_request(str(i), tokens(i, 28), params(2))
-        engine.step()
-        assert engine.stats().num_waiting == 11
-        for i in range(10 if turn < 19 else 0):
-            engine.abort_request(str(i))
-    assert list(run(engine)) == ["runs", "waits", *map(str, range(10))]
-
-
-def test_an_interrupted_fork_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three outputs of one token need the prompt's blocks only, in a pool that has no others.
-
-    Had the fork been made without its tokens, each output would compute the prompt's last block for itself.
-    """
-    engine = make(num_blocks=2)
-    engine.add_request("a", tokens(1, 8), params(1, n=3))
-    append, number = Sequence.append, count(1)
-
-    def interrupted(seq: Sequence, sample: Sample) -> bool:
-        if next(number) == 2:
-            raise KeyboardInterrupt
-        return append(seq, sample)
-
-    monkeypatch.setattr(Sequence, "append", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    engine.check_invariants()
-    assert run(engine) == {"a": [said(tokens(1, 8), 1, noise=i) for i in range(3)]}
-    assert engine.num_steps == 1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import EOS, VOCAB_SIZE, Oracle, random_prompts
-from serving import serve, tokens_of
+from conftest import EOS, VOCAB_SIZE, Oracle, random_prompts, serve
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 
@@ -52,18 +51,6 @@ def test_siblings_kv_is_untouched_by_a_copy(qwen3: Oracle) -> None:
     assert (len(tables), engine.stats().num_blocks_copied) == (3, 2)
     for block_id in tables:  # 11 tokens in blocks of 8: three slots of the second one are shared past
         torch.testing.assert_close(data[block_id][..., :3, :], before[..., :3, :], rtol=0, atol=0)
-
-
-def test_a_request_counts_for_all_its_sequences(qwen3: Oracle) -> None:
-    """max_num_seqs = 4: a request of 3 and one of 2 never run together, two of 2 do."""
-    engine, running = LLM(qwen3.folder, num_blocks=200, max_num_seqs=4).engine, []
-    for name, n in (("a", 3), ("b", 2), ("c", 2)):
-        engine.add_request(name, [n, 5, 6], sampling(n, max_tokens=5))
-    while engine.has_unfinished_requests():
-        engine.step()
-        running.append([r.request_id for r in engine.scheduler.running])
-    assert ["a", "b"] not in running
-    assert ["b", "c"] in running
 
 
 def test_what_can_never_fit_is_refused(qwen3: Oracle) -> None:
@@ -177,12 +164,6 @@ def test_beams_that_all_end(beams: LLM, qwen3: Oracle) -> None:
     (output,) = serve(beams, [[1, 2, 3]], params)
     best = qwen3.logprobs([1, 2, 3])[-1].topk(3).indices.tolist()
     assert texts(output) == [[token_id] for token_id in best]
-
-
-def test_one_beam_is_greedy(beams: LLM, qwen3: Oracle) -> None:
-    prompts = random_prompts(8, seed=9, longest=8)
-    outputs = serve(beams, prompts, BeamSearchParams(beam_width=1, max_tokens=30, early_stopping=False))
-    assert tokens_of(outputs) == [qwen3.greedy(prompt, 30) for prompt in prompts]
 
 
 def test_unfinished_beams_are_reported_once_a_token(qwen3: Oracle) -> None:

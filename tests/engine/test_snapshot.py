@@ -79,16 +79,6 @@ def test_states() -> None:
     assert seen_blocks == {"free", "partial", "full", "cached"}
 
 
-def test_the_cached_blocks_stand_in_the_order_of_eviction() -> None:
-    engine = make_engine(num_blocks=8)
-    engine.add_request("A", tokens(5, 13), SamplingParams(max_tokens=1))
-    engine.step()
-    snapshot = engine.snapshot()
-    assert snapshot.cached == (2, 1, 0), "the end of a prefix goes first"
-    keys = [block.key for block in engine.block_manager.cached.values()]
-    assert [snapshot.blocks[i].key for i in snapshot.cached] == keys
-
-
 def test_a_long_table_is_drawn_in_rows_and_blocks_that_look_alike_in_runs() -> None:
     engine = make_engine(num_blocks=40)
     for name, num in (("A", 3), ("B", 100)):

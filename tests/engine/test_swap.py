@@ -70,15 +70,6 @@ def test_a_victim_is_moved_and_comes_back() -> None:
     assert early.finish_time < late.finish_time
 
 
-def test_no_new_request_is_admitted_while_a_swapped_one_waits() -> None:
-    engine = swapped(add_two(make()))
-    engine.add_request("new", tokens(3, 1), params(1))  # would fit immediately
-    while engine.requests["late"] not in engine.scheduler.running:
-        assert "new" not in [request.request_id for request in engine.scheduler.running]
-        engine.step()
-    finish(engine)
-
-
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_full_host_pool_falls_back_to_recompute(missing: int) -> None:
     """As many host blocks as the victim needs suffice; with one less it is recomputed."""
@@ -112,23 +103,6 @@ def test_shared_blocks_move_once_and_stay_shared() -> None:
     counts = [engine.block_manager.blocks[b].ref_count for b in family.live[0].block_table]
     assert counts[:5] == [3] * 5
     finish(engine)
-
-
-def test_a_request_whose_prompt_another_one_uses_is_swapped_whole() -> None:
-    """It comes back to blocks of its own; the other request keeps the blocks that were shared."""
-    engine, prompt = make(num_blocks=14, enable_prefix_caching=True), tokens(1, 17)
-    stats = finish(add(engine, early=(prompt, 28), late=([*prompt[:16], 50, 51], 24)))
-    assert stats.num_preemptions_swap > 0
-    assert stats.num_blocks_swapped_in == stats.num_blocks_swapped_out
-
-
-def test_a_half_prefilled_victim() -> None:
-    """Only what is computed is moved; the rest of the prompt goes on from there, not from the start."""
-    engine = make(num_blocks=11, max_num_batched_tokens=5)
-    late = swapped(add(engine, early=(tokens(1, 4), 30), late=(tokens(2, 33), 2))).requests["late"].live[0]
-    assert 0 < late.num_computed_tokens < 33
-    assert len(late.host_table) == -(-late.num_computed_tokens // 4)
-    assert finish(engine).num_preemptions_swap == 1
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])

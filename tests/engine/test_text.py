@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from unittest.mock import MagicMock
@@ -14,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nanopaged import LLM, RequestOutput, SamplingParams
 from nanopaged.outputs import CompletionOutput
-from nanopaged.sequence import Request, Sample
-from nanopaged.text import Detokenizer, StopRules
+from nanopaged.text import Detokenizer
 
 
 @pytest.fixture(scope="module")
@@ -151,27 +149,6 @@ def test_a_stop_string_in_byte_tokens_after_a_replacement_character() -> None:
     assert detokenizer.visible(token_ids, finished=True) == "\ufffd😀"
 
 
-def test_no_token_is_decoded_again_and_again(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Past bug: in a run of tokens without text, each was decoded together with all before it."""
-    backend = tokenizer.backend_tokenizer
-
-    class CountingTokenizer:
-        num_decoded = 0
-        get_added_tokens_decoder = backend.get_added_tokens_decoder
-        token_to_id = backend.token_to_id
-
-        def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-            self.num_decoded += len(token_ids)
-            return backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    for token_id in (tokenizer.all_special_ids[0], tokenizer.encode("é")[0], tokenizer.encode("a")[0]):
-        counting = CountingTokenizer()
-        detokenizer = Detokenizer(counting, ("zzz",))
-        for n in range(1, 1001):
-            detokenizer.find_stop([token_id] * n)
-        assert counting.num_decoded < 100_000
-
-
 def test_as_little_is_held_back_as_may_become_a_stop_string() -> None:
     """Any text and any stop strings of two letters, which are full of half matches."""
     rng = random.Random(0)
@@ -187,19 +164,6 @@ def test_as_little_is_held_back_as_may_become_a_stop_string() -> None:
         assert held == "" or any(s.startswith(held) and s != held for s in stop)
         for begin in range(len(shown)):
             assert not any(s.startswith(text[begin:]) and s != text[begin:] for s in stop)
-
-
-def test_the_work_for_stop_strings_is_bounded(tokenizer: PreTrainedTokenizerBase) -> None:
-    """A few calls for each string, however long it is. Past bug: one for each character of each string."""
-    stop = [f"{i} is not to be, that is" * 20 for i in range(300)]
-    token_ids = tokenizer.encode("To be, or not to be, that is the question: " * 20)
-    detokenizer, calls = Detokenizer(tokenizer.backend_tokenizer, stop), []
-    detokenizer.visible(token_ids[:-1], finished=False)
-    sys.setprofile(lambda frame, event, arg: calls.append(event))
-    shown = detokenizer.visible(token_ids, finished=False)
-    sys.setprofile(None)
-    assert shown == tokenizer.decode(token_ids)
-    assert len(calls) < 20 * len(stop)
 
 
 # ── through the engine ────────────────────────────────────────────────────────────────────────────
@@ -225,44 +189,6 @@ def test_stop_strings_and_tokens(llm: LLM) -> None:
     assert ended.token_ids == token_ids[: first + 1]
     assert (ended.finish_reason, ended.stop_reason) == ("stop", stop_id)
     assert ended.text == decode(token_ids[:first])
-
-
-def test_chat_ends_by_itself(llm: LLM) -> None:
-    """<|im_end|> is the tokenizer's end-of-sequence; a special token never appears in the text.
-
-    Of 16 seeded answers some end by themselves; told to go on for ten tokens more, they do.
-    """
-    prompt, ends = llm.chat_prompt([{"role": "user", "content": "Peace!"}]), llm.engine.prompts.eos_token_ids
-    natural = [SamplingParams(seed=i, max_tokens=150) for i in range(16)]
-    completions = [out.outputs[0] for out in llm.generate([prompt] * 16, natural, use_tqdm=False)]
-    assert all("<|" not in completion.text for completion in completions)
-    ended = [(i, len(c.token_ids)) for i, c in enumerate(completions) if c.finish_reason == "stop"]
-    assert ended
-    for i, _ in ended:
-        assert (completions[i].token_ids[-1] in ends, completions[i].stop_reason) == (True, None)
-    longer = [SamplingParams(seed=i, max_tokens=n + 30, min_tokens=n + 10) for i, n in ended]
-    outputs = llm.generate([prompt] * len(ended), longer, use_tqdm=False)
-    for (_, n), output in zip(ended, outputs, strict=True):
-        token_ids = output.outputs[0].token_ids
-        assert len(token_ids) >= n + 10
-        assert not ends & set(token_ids[: n + 9])
-
-
-def test_stop_strings_are_not_looked_for_before_min_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    token_ids = tokenizer.encode("abab")
-    params = SamplingParams(min_tokens=len(token_ids), max_tokens=50, stop="ab")
-    request = Request("a", None, [1], params, StopRules.of(params, 1, frozenset(), max_model_len=100), seed=0)
-    (seq,) = request.sequences
-    seq.detokenizer = Detokenizer(tokenizer.backend_tokenizer, ("ab",))
-    assert [seq.append(Sample(t, 0.0)) for t in token_ids] == [False] * (len(token_ids) - 1) + [True]
-    assert (seq.finish_reason, seq.stop_reason) == ("stop", "ab")
-    assert seq.output().text == "ab", "the earlier one stays in the text"
-
-
-def test_max_model_len_ends_a_sequence() -> None:
-    llm = LLM(dtype="float32", max_model_len=20, num_blocks=8)
-    (output,) = llm.generate([5] * 15, SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
-    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (5, "length")
 
 
 def test_two_streams_interleave(llm: LLM) -> None:

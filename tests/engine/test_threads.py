@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 
 import pytest
-from serving import tokens_of
+from conftest import tokens_of
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from nanopaged.sequence import ScheduledBatch, StepResult
@@ -66,26 +65,6 @@ def test_a_second_thread_gets_an_error_and_the_first_goes_on(
     assert len(errors) == len(calls) * (8 + 7)
     assert not llm.engine.has_unfinished_requests()
     assert in_thread(lambda: generate(llm, "JULIET:\n")) == expected
-
-
-def test_one_of_many_threads_at_the_door_enters(llm: LLM) -> None:
-    """All begin together. Those that enter say what they say alone, and the others get the error."""
-    expected, door = generate(llm, "ROMEO:\n"), Barrier(8)
-
-    def call() -> list[int] | None:
-        door.wait(60)
-        try:
-            return generate(llm, "ROMEO:\n")
-        except RuntimeError as error:
-            assert "another thread is using this LLM" in str(error)  # noqa: PT017
-
-    with ThreadPoolExecutor(8) as pool:
-        texts = [future.result(60) for future in [pool.submit(call) for _ in range(24)]]
-    assert expected in texts
-    assert None in texts
-    assert all(text in (expected, None) for text in texts)
-    assert not llm.engine.has_unfinished_requests()
-    llm.engine.check_invariants()
 
 
 @pytest.mark.parametrize("run", [lambda work: work(), in_thread])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CPU, LAYER, LENGTHS, Case
-from conftest import Oracle, random_prompts
-from serving import serve, tokens_of
 from torch import Tensor
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.attention import make_attention
 from nanopaged.attention.torch_backend import TorchAttention
 from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.model_runner import ModelRunner
 
 is_interpreted = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or torch.cuda.is_available(),
@@ -54,12 +49,6 @@ def test_interpreted_kernels_equal_dense_attention(lengths: list[tuple[int, int]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_close(dtype: torch.dtype) -> None:
-    """The softmax is computed in float32: the error is that of the inputs' rounding."""
-    Case([(50, 1), (17, 1), (20, 30)], 16, (5, 1), 64, dtype).check("torch")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_only_the_output_is_rounded_where_16_bits_are_slow(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,13 +65,6 @@ def test_scores_far_apart_do_not_overflow(backend: str) -> None:
     case = Case([(300, 1), (9, 1), (5, 3)], 4, (4, 2), 16)
     case.q.mul_(1e4)
     torch.testing.assert_close(case.run(backend), case.dense(), atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("keys", [1, 40, 400])
-def test_decodes_are_gathered_in_groups(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by one, a few together, or all at once."""
-    monkeypatch.setattr("nanopaged.attention.metadata.GATHER_KEYS", keys)
-    Case([(n, 1) for n in (150, 3, 21, 4, 3, 0, 12)] + [(5, 7)], 4, (4, 2), 16).check("torch")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -119,39 +101,6 @@ def test_a_score_mod_changes_the_scores_before_the_softmax(
     for backend, unused in (("torch", 0.0), ("torch", 1e4), ("reference", math.nan)):
         Case(lengths, block_size, (6, 2), 20, unused=unused).check(backend, softcap, cap=0.5)
         Case(lengths, block_size, (6, 2), 20, unused=unused).check(backend, window, window=9)
-
-
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_a_score_mod_in_the_engine(qwen3: Oracle, preemption: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sliding window, with transformers' tokens: chunks, found prefixes, preemption, samples and beams."""
-
-    @torch.inference_mode()
-    def windowed(prompt: list[int]) -> list[int]:
-        """Greedy, by transformers with a mask [1, 1, queries, keys]."""
-        ids = list(prompt)
-        for _ in range(10):
-            age = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
-            mask = torch.zeros(age.shape).masked_fill((age < 0) | (age >= 9), -math.inf)[None, None]
-            ids.append(int(qwen3.model(torch.tensor([ids]), attention_mask=mask).logits[0, -1].argmax()))
-        return ids[len(prompt) :]
-
-    make = staticmethod(partial(make_attention, score_mod=window))
-    monkeypatch.setattr(ModelRunner, "make_attention", make)
-    options = {"block_size": 4, "num_blocks": 24, "max_num_batched_tokens": 16, "preemption": preemption}
-    llm = LLM(qwen3.folder, attention_backend="torch", **options)
-    prompts = random_prompts(5, seed=3, longest=30)
-    prompts += [[*prompts[0], 5], [*prompts[1], 6]]
-    greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    expected = [windowed(prompt) for prompt in prompts]
-    assert tokens_of(serve(llm, prompts, greedy)) == expected
-    assert expected != [qwen3.greedy(prompt, 10, ignore_eos=True) for prompt in prompts]
-    kinds = [SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True), BeamSearchParams(beam_width=3)] * 2
-    together = serve(llm, prompts[:4], kinds)
-    llm.reset_prefix_cache()
-    for prompt, kind, output in zip(prompts, kinds, together, strict=False):
-        assert tokens_of(serve(llm, [prompt], kind)) == tokens_of([output])
-    stats = llm.engine.stats()
-    assert min(getattr(stats, f"num_preemptions_{preemption}"), stats.prefix_cache_hits) > 0
 
 
 # ── flash attention, and which backend can run ────────────────────────────────────────────────────

@@ -6,7 +6,6 @@ import math
 import os
 import platform
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -18,13 +17,10 @@ import numpy as np
 import pytest
 import torch
 from cases import CPU, LAYER, LENGTHS, TOLERANCE, Case
-from conftest import KERNELS, Oracle, random_prompts
-from doc_pages import ROOT
-from programs import environment, run_program
-from serving import KINDS, serve, tokens_of
+from conftest import KERNELS, KINDS, Oracle, random_prompts, serve, tokens_of
 from torch import Tensor
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged import LLM, SamplingParams
 from nanopaged.attention import choose_backend, cpp_backend, make_attention
 from nanopaged.attention.cpp_backend import find_shared_blocks
 from nanopaged.attention.metadata import AttentionMetadata
@@ -241,12 +237,7 @@ def test_a_token_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -
         assert torch.equal(linear(x[:num_tokens]), together[:num_tokens])
 
 
-@pytest.mark.slow
-def test_the_experiment_shows_a_row_for_each_number_of_tokens() -> None:
-    command = [str(ROOT / "docs" / "experiments" / "linear.py"), "--tokens", "1", "3"]
-    done = run_program(command, ROOT, environment(NANOPAGED_CACHE=str(KERNELS)))
-    rows = re.findall(r"^ +(\d+) +\d+ us +\d+ us +[\d.]+ .*%$", done.stdout, flags=re.MULTILINE)
-    assert rows == ["1", "3"], done
+# ── the engine ────────────────────────────────────────────────────────────────────────────────────
 
 
 @by_dtype
@@ -261,9 +252,6 @@ def test_all_linear_layers_of_a_model_are_packed(qwen3: Oracle, dtype: torch.dty
         assert (linear.packed is not None) == (linear.weight is None) == cpp.has_linear(dtype)
 
 
-# ── the engine ────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_engine_gives_the_tokens_of_transformers(oracle: Oracle) -> None:
     """Greedy and with log-probabilities, for each family: chunks, decodes and a prefix that is found."""
     prompts = random_prompts(4, seed=5, longest=60)
@@ -271,12 +259,7 @@ def test_the_engine_gives_the_tokens_of_transformers(oracle: Oracle) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
     options = {"block_size": 4, "num_blocks": 100, "max_num_batched_tokens": 24}
     llm = LLM(oracle.folder, dtype="float32", attention_backend="cpp", **options)
-    for prompt, output in zip(prompts, serve(llm, prompts, params), strict=True):
-        tokens, logprobs = output.outputs[0].token_ids, output.outputs[0].logprobs
-        assert tokens == oracle.greedy(prompt, 8, ignore_eos=True)
-        expected = oracle.logprobs(prompt + tokens)[len(prompt) - 1 :]
-        for row, token, reference in zip(logprobs, tokens, expected, strict=False):
-            assert row[token] == pytest.approx(reference[token].item(), abs=1e-4)
+    oracle.check(serve(llm, prompts, params))
 
 
 DEFAULTS = {  # process-wide, or a thread's: how it is set
@@ -331,21 +314,6 @@ def test_no_tensor_depends_on_a_process_wide_default(
     cpp.load.cache_clear()
     assert outputs_of(before) == expected
     assert outputs_of(make()) == expected
-
-
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_samples_and_beams_in_a_small_pool(qwen3: Oracle, preemption: str) -> None:
-    """They share blocks, copy them and are preempted: the same texts as with the plain backend."""
-    prompts = random_prompts(6, seed=3, longest=40)
-    sampled = SamplingParams(n=3, seed=1, temperature=0.8, max_tokens=12, ignore_eos=True)
-    params = [sampled, BeamSearchParams(beam_width=3, max_tokens=10)] * 3
-    texts = []
-    for backend in ("torch", "cpp"):
-        options = {"block_size": 4, "num_blocks": 40, "preemption": preemption}
-        llm = LLM(qwen3.folder, dtype="float32", attention_backend=backend, **options)
-        texts.append(tokens_of(serve(llm, prompts, params)))
-        assert getattr(llm.engine.stats(), f"num_preemptions_{preemption}") > 0
-    assert texts[0] == texts[1]
 
 
 # ── other compilers and processors ────────────────────────────────────────────────────────────────
@@ -452,20 +420,6 @@ def test_auto_builds_the_kernels_once(
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"not a library", bytes(100_000)])
-def test_a_broken_library_is_not_used(
-    content: bytes, nothing_built: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NANOPAGED_BUILD", "0")
-    nothing_built.mkdir(mode=0o700)
-    build.library_path().write_bytes(content)
-    build.library_path().chmod(0o644)
-    assert backend_of("auto") == "torch"
-    (warning,) = caplog.messages
-    assert str(build.library_path()) in warning
-    assert "set NANOPAGED_CACHE to another folder" in warning
-
-
 def test_the_name_tells_sources_and_flags_apart(
     nothing_built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,18 +486,6 @@ def test_what_goes_wrong_is_said_once(
     assert "the C++ kernels are not used" in warning
     if LIBRARY not in script and folder == "new":
         assert list(nothing_built.iterdir()) == [], "what cannot be loaded is not kept"
-
-
-@pytest.mark.parametrize("options", ["", " -v  -m64"])
-def test_a_compiler_may_have_options(
-    options: str, nothing_built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They come after ours, so that they count, and before the sources."""
-    compiler = make_compiler(tmp_path, 'echo "options: $@" >&2; exit 1')
-    monkeypatch.setenv("CXX", f"{compiler}{options}")
-    given = " ".join(["-fopenmp", *options.split(), str(build.FOLDER)])
-    with pytest.raises(ValueError, match=f"options: -std=.* {given}"):
-        backend_of("cpp")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX's")

@@ -10,25 +10,22 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from threading import Thread, get_ident
 from typing import Any
 
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, VOCAB_SIZE, Oracle
-from serving import KINDS
+from conftest import KINDS, MAX_MODEL_LEN, VOCAB_SIZE, Oracle
 from torch import Tensor
 
 pytest.importorskip("triton", reason="on a GPU, K/V is stored and read by Triton kernels")
 
 from fake_cuda import CUDA, FakeCuda, pretend
 
-from nanopaged import LLM, SamplingParams, memory
+from nanopaged import LLM, SamplingParams
 from nanopaged import engine as engine_module
 from nanopaged import model_runner as runner_module
 from nanopaged.attention import choose_backend
 from nanopaged.attention.metadata import StepInputs
-from nanopaged.attention.triton_backend import TritonAttention
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model_runner import PromptTile
 from nanopaged.sequence import Moves, ScheduledBatch
@@ -257,44 +254,3 @@ def test_less_host_memory_than_wanted_can_be_pinned(
     assert "too little host memory can be pinned for swaps: trying 15 blocks" in caplog.messages
     with pytest.raises(ValueError, match="60 blocks of 4 tokens need .* lower num_blocks, num_host_blocks"):
         on_cuda(qwen3, num_host_blocks=60)
-
-
-def test_preemption_is_measured_with_the_budget(
-    qwen3: Oracle, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a short prefill a GPU would show the time of its launches."""
-    measured = []
-    monkeypatch.setattr(memory, "seconds", lambda work, device: measured.append(work) or 1.0)
-    runner = on_cuda(qwen3, preemption="auto", max_num_batched_tokens=300).engine.runner
-    computed = []
-    runner.model.register_forward_pre_hook(lambda _, args: computed.append(args[0]))
-    measured[1]()
-    assert [len(ids) for ids in computed] == [300]
-
-
-def test_each_thread_uses_the_engine_s_gpu(
-    qwen3: Oracle, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Triton launches on the current device, which each thread has for itself."""
-    threads: list[int] = []
-    llm = on_cuda(qwen3, attention_backend="triton", enforce_eager=True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: threads.append(get_ident()))
-
-    steps: Steps = []
-
-    def generate() -> None:
-        with cuda.fake, cuda:  # torch's modes belong to a thread, too
-            steps.extend(run(cuda, llm, [7], SamplingParams(max_tokens=2)))
-
-    thread = Thread(target=generate)
-    thread.start()
-    thread.join()
-    assert set(threads) == {thread.ident}
-    assert len(threads) == len(steps) == 2
-
-
-@pytest.mark.parametrize(("num_kv_heads", "max_splits"), [(8, 132), (3, 352), (5, 212)])
-def test_eight_programs_for_each_multiprocessor(cuda: FakeCuda, num_kv_heads: int, max_splits: int) -> None:
-    """On an H100, of 132: a split has a program for each KV head."""
-    cache = KVCache(KVShape(1, num_kv_heads, 16, torch.bfloat16), 2, 4, CUDA)
-    assert TritonAttention(cache, 1.0).max_splits == max_splits

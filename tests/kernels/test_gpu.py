@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Oracle, random_prompts
-from serving import serve, tokens_of
+from conftest import Oracle, random_prompts, serve, tokens_of
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.attention import why_unavailable

@@ -133,14 +133,6 @@ def test_splits(seed: int) -> None:
         assert splits[firsts[i] : firsts[i + 1]].tolist() == expected
 
 
-@pytest.mark.parametrize("batch", [[1024] * 63 + [32768], [700] * 255 + [32768], [512], [1024] * 256])
-def test_no_program_has_much_more_than_its_share(batch: list[int]) -> None:
-    """On an H100 with 8 KV heads: at most an eighth of what each of 132 multiprocessors has to read."""
-    splits, _ = kernels.split_contexts(np.array(batch), max_splits=132)
-    share = 8 * sum(batch) / 132
-    assert (splits[:, 2] - splits[:, 1]).max() <= max(kernels.MIN_SPLIT, share / 8 + kernels.MIN_SPLIT)
-
-
 # ── the settings of each GPU ──────────────────────────────────────────────────────────────────────
 
 # Compute capability → KB of shared memory that a program may have (from the CUDA C++ Programming Guide).
@@ -217,7 +209,6 @@ def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     rows = [json.loads(line) for line in lines if line.startswith("{")]
-    table = [line for line in lines if line.startswith("|")]
     assert {row["arch"] for row in rows} == {75, 80, 86, 89, 90, 100, 120}
     types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     for row in rows:
@@ -233,9 +224,6 @@ def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
             if row["arch"] >= 80:  # K and V of the next tile are loaded while this one is computed
                 assert row["buffers"] >= 2, row
                 assert row["in flight"] == 2, row
-    page = (ROOT / "docs" / "records" / "gpu-status.md").read_text(encoding="utf-8")
-    if table[0] in page:  # other versions of Triton have other numbers
-        assert "\n".join(table) in page
 
 
 # ── the large grid ────────────────────────────────────────────────────────────────────────────────

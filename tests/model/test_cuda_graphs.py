@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, Oracle, random_prompts, tokens
-from serving import tokens_of
+from conftest import MAX_MODEL_LEN, Oracle, random_prompts, tokens, tokens_of
 from torch import Tensor
 
 pytest.importorskip("triton", reason="decodes in graphs read their pages by Triton kernels")
@@ -63,9 +62,9 @@ def test_graphs_give_the_same_tokens(qwen3: Oracle, monkeypatch: pytest.MonkeyPa
         return out
 
     monkeypatch.setattr(graphs, "run", watched)
-    prompts = random_prompts(5, seed=3, longest=12)
-    params = [SamplingParams(temperature=0, max_tokens=n) for n in (6, 3, 1, 4)]
-    params += [SamplingParams(n=3, seed=5, max_tokens=5, ignore_eos=True)]
+    prompts = random_prompts(5, seed=3, longest=6)
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (4, 2, 1, 3)]
+    params += [SamplingParams(n=3, seed=5, max_tokens=3, ignore_eos=True)]
     eager = LLM(qwen3.folder, dtype="float32", **options)
     actual = llm.generate(prompts, params, use_tqdm=False)
     expected = eager.generate(prompts, params, use_tqdm=False)

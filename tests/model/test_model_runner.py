@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, Oracle, random_prompts
-from serving import tokens_of
+from conftest import MAX_MODEL_LEN, Oracle, random_prompts, tokens_of
 
 from nanopaged import LLM, EngineConfig, SamplingParams, memory
 from nanopaged.kv_cache import KVShape
@@ -89,12 +88,6 @@ def test_a_containers_limit_counts(
     model = SimpleNamespace(embed_tokens=torch.nn.Embedding(1, 1))
     num_blocks = memory.measure_num_blocks(config_of(8192), model, SHAPE, 8192, 8192)
     assert num_blocks * SHAPE.block_bytes(16) == num_bytes
-
-
-def test_the_size_of_the_cache_is_logged(qwen3: Oracle, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "nanopaged"):
-        LLM(qwen3.folder, dtype="float32", num_blocks=2000, num_host_blocks=7, device="cpu")
-    assert "KV cache: 2,000 blocks of 16 tokens (15 MiB), and 7 blocks for swapped requests" in caplog.text
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(3, 40), (50, 400), (300, 17), (2, 400)])

@@ -5,7 +5,6 @@ What is not known without a Mac is which dtypes and shapes each Metal kernel tak
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torchgen
-from conftest import MAX_MODEL_LEN, Oracle, random_prompts, tokens
-from serving import KINDS, tokens_of
+from conftest import Oracle, tokens, tokens_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
@@ -28,7 +26,6 @@ REAL = torch.backends.mps.is_available()
 on_a_mac = pytest.mark.skipif(not REAL, reason="there is no Apple GPU")
 MPS = torch.device("mps:0")
 WIDE = (torch.float64, torch.complex128)  # docs.pytorch.org/docs/stable/notes/mps.html
-PROMPTS = random_prompts(2, seed=3, longest=12)
 DEVICES = ["mps", "cpu"]
 
 
@@ -119,43 +116,11 @@ def test_every_operator_has_a_kernel(oracle: Oracle, monkeypatch: pytest.MonkeyP
 
 
 @on_a_mac
-@pytest.mark.parametrize("name", list(KINDS))
-def test_every_kind_of_sampling_gives_the_tokens_of_the_cpu(qwen3: Oracle, name: str) -> None:
-    """A seed draws what it draws on the CPU: only the logits are computed on the other device."""
-    params = dataclasses.replace(KINDS[name], max_tokens=4)
-    runs = [engine(qwen3, device).generate(PROMPTS, params, use_tqdm=False) for device in DEVICES]
-    assert tokens_of(runs[0]) == tokens_of(runs[1])
-    for output, expected in zip(*runs, strict=True):
-        scores = [completion.cumulative_logprob for completion in output.outputs]
-        assert scores == pytest.approx([c.cumulative_logprob for c in expected.outputs], abs=1e-4)
-
-
-@on_a_mac
 @pytest.mark.parametrize("preemption", ["swap", "recompute", "auto"])
 def test_preemption_copies_and_chunks(qwen3: Oracle, preemption: str) -> None:
     options = SMALL_POOL | {"preemption": preemption}
     runs = [run_in_a_small_pool(engine(qwen3, device, **options)) for device in DEVICES]
     assert runs[0] == runs[1]
-
-
-@on_a_mac
-@pytest.mark.parametrize(
-    ("backend", "dtype"), [("reference", "auto"), ("auto", "bfloat16"), ("torch", "float16")]
-)
-def test_backends_and_dtypes(qwen3: Oracle, backend: str, dtype: str) -> None:
-    llm = engine(qwen3, "mps", attention_backend=backend, dtype=dtype)
-    (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 3
-    assert llm.engine.runner.kv_cache.data.device == MPS
-
-
-@on_a_mac
-def test_the_number_of_blocks(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apple's GPU shares the memory of the CPU, so the rule is the CPU's: no step is run to measure."""
-    monkeypatch.setattr("nanopaged.memory.HOST_BYTES", 1 << 20)
-    llms = [engine(qwen3, device, num_blocks=None, max_num_seqs=10**6) for device in DEVICES]
-    on_mps, on_cpu = (llm.engine.stats().num_blocks for llm in llms)
-    assert on_mps == on_cpu < 10**6 * MAX_MODEL_LEN // 4
 
 
 # ── what it does not take ─────────────────────────────────────────────────────────────────────────
@@ -171,13 +136,3 @@ def test_the_number_of_blocks(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_needs_another_device_says_so(backend: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose_backend(backend, MPS, KVShape(1, 1, 8, torch.float16))
-
-
-@pytest.mark.skipif(REAL, reason="there is a real Apple GPU")
-@pytest.mark.parametrize(
-    ("device", "reason"),
-    [("mps", "PyTorch has no such device"), ("meta", "use cpu, cuda, or mps with one rank")],
-)
-def test_a_device_that_cannot_be_used(device: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=f"device '{device}' cannot be used here: {reason}"):
-        LLM(device=device)

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import KERNELS
+from conftest import KERNELS, serve
 from doc_pages import ROOT, blocks_of, check_output, commands_of
 from programs import environment, load_file, run_program
-from serving import serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanopaged import LLM, RequestOutput, SamplingParams
@@ -27,8 +26,6 @@ except FileNotFoundError as error:
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 3e-4  # of a log-probability; float32's rounding alone makes 2e-4
-END = 2  # <|im_end|>
-QUESTIONS = ["What is the capital of France?", "Who wrote Hamlet?", "Name three fruits.", "What is 2 + 3?"]
 TEXTS = [
     "a",
     "\n\n1. ",
@@ -108,37 +105,6 @@ def test_greedy_tokens_and_all_logprobs(real: RealOracle, outputs: list[RequestO
     assert completion.token_ids == expected[first:-1].argmax(-1).tolist()
     check_logprobs(completion.logprobs, completion.token_ids, expected[first:-1], num_top=3)
     check_logprobs(output.prompt_logprobs[1:], prompt[1:], expected[:first], num_top=2)
-
-
-def test_answers_end_where_those_of_transformers_end(real: RealOracle, llm: LLM) -> None:
-    reasons = set()
-    for question in QUESTIONS:
-        chat = [{"role": "user", "content": question}]
-        (answer,) = llm.chat(chat, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
-        (completion,) = answer.outputs
-        prompt = answer.prompt_token_ids
-        text = real.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        assert prompt == real.tokenizer(text, add_special_tokens=False).input_ids
-        assert completion.token_ids == real.greedy(prompt, 60)
-        assert completion.text == real.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        assert (completion.finish_reason == "stop") == (completion.token_ids[-1] == END)
-        reasons.add(completion.finish_reason)
-    assert reasons == {"stop", "length"}, "the questions no longer cover both"
-
-
-@pytest.mark.parametrize("text", TEXTS[:-1])
-def test_streams_take_nothing_back_and_stop_strings_cut(real: RealOracle, llm: LLM, text: str) -> None:
-    shown = ""
-    for output in llm.stream(text, SamplingParams(temperature=0, max_tokens=16)):
-        (completion,) = output.outputs
-        assert completion.text.startswith(shown)
-        shown = completion.text
-    assert shown == real.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-    stop = shown[len(shown) // 2 :][:3]  # it may begin and end within tokens
-    params = SamplingParams(temperature=0, max_tokens=16, stop=[stop, "never seen"])
-    (output,) = llm.generate([text], params, use_tqdm=False)
-    assert output.outputs[0].text == shown[: shown.index(stop)]
-    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
 
 
 def test_the_readme_shows_the_answer() -> None:

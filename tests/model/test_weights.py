@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,18 +129,6 @@ def test_dummy_weights_need_only_a_config(folder: Path) -> None:
     assert outputs[0] not in outputs[2:]
     with pytest.raises(FileNotFoundError, match="safetensors"):
         LLM(folder, num_blocks=8)
-
-
-def test_the_attention_scale_is_the_configs(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill and decode; transformers has the same scale in each layer."""
-    model = copy.deepcopy(qwen3.model)
-    for layer in model.model.layers:
-        layer.self_attn.scaling = 0.07
-    monkeypatch.setattr(
-        "nanopaged.engine.read_model_config",
-        lambda folder: replace(read_model_config(folder), attention_scale=0.07),
-    )
-    compare_logprobs(LLM(qwen3.folder, num_blocks=8, max_num_batched_tokens=7), model)
 
 
 # ── files, and what they may not do ───────────────────────────────────────────────────────────────

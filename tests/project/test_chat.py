@@ -12,7 +12,7 @@ from itertools import count
 import pytest
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.__main__ import chat, main
+from nanopaged.__main__ import chat
 from nanopaged.sequence import ScheduledBatch, StepResult
 
 Talk = Callable[..., str]
@@ -74,15 +74,6 @@ def test_the_blocks_of_the_answer_are_shown_while_it_runs(llm: LLM, talk: Talk) 
     assert stats == {name: getattr(llm.engine.stats(), name) for name in stats}
 
 
-def test_every_command_is_answered(llm: LLM, talk: Talk) -> None:
-    commands = set(re.findall(r"^(/\w+)", talk(llm, "/help"), flags=re.MULTILINE))
-    assert commands == {"/blocks", "/stats", "/reset", "/help", "/quit"}
-    for command in commands:
-        assert "no command" not in talk(llm, command)
-    assert talk(llm, "/block") == "there is no command /block: /help lists them\n"
-    assert talk(llm, "/quit", "What news?") == ""
-
-
 def test_a_conversation_that_is_too_long(talk: Talk) -> None:
     """The message says the limit and the way out, and the line that did not fit is forgotten."""
     llm = LLM(max_num_seqs=1, max_model_len=40, dtype="float32")
@@ -95,25 +86,6 @@ def test_a_conversation_that_is_too_long(talk: Talk) -> None:
     assert grown.count("but max_model_len is 40") == 1, "question, answer and question are too long together"
     assert grown.startswith(answer)
     assert grown.endswith(answer)
-
-
-def test_without_a_template_the_text_goes_on(llm: LLM, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", None)
-    text, printed = "", ""
-    for line in ("To be, or", "ROMEO:"):
-        (output,) = llm.generate(text + line, GREEDY, use_tqdm=False)
-        answer = f"{output.outputs[0].text}\n"
-        text += line + answer
-        printed += answer
-    assert talk(llm, "To be, or", "ROMEO:") == printed
-
-
-def test_a_template_that_fails(llm: LLM, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line says why, and the chat goes on."""
-    template = "{{ raise_exception('two\\nlines \x1b[31m') }}"
-    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", template)
-    line = "the chat template fails: TemplateError: two lines [31m; /reset forgets the conversation"
-    assert talk(llm, "What news?", "/reset", "Who is dead?").splitlines() == [line, line]
 
 
 @pytest.mark.parametrize("num_interrupts", [1, 2])
@@ -167,14 +139,6 @@ def test_ctrl_c_at_the_prompt(
     chat(llm, GREEDY)
     assert capsys.readouterr().out == "\nthere is no answer yet\n\n\n"
     assert list(lines) == ["What news?"]
-
-
-def test_a_pipe(llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """No prompt is drawn, and /quit ends the chat before the rest."""
-    monkeypatch.setattr(sys, "argv", ["nanopaged", "--temperature", "0", "--max-tokens", "60"])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What news?\n/quit\nWho is dead?\n"))
-    main()
-    assert capsys.readouterr().out == f"{answers_of(llm, 'What news?')[0]}\n"
 
 
 def test_in_a_terminal_each_answer_says_what_it_took(

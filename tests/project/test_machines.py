@@ -6,9 +6,7 @@ oneDNN: test_weights.py. Without a CUDA GPU, or with Apple's: test_api.py and te
 
 from __future__ import annotations
 
-import ast
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,25 +46,3 @@ def test_it_runs_with_what_windows_has() -> None:
     """
     done = run_process([sys.executable, "-c", WINDOWS], ROOT, environment())
     assert done.returncode == 0, done.stderr
-
-
-def without_encoding(file: Path) -> Iterator[str]:
-    """The calls of `open`, `read_text` and `write_text` that leave the encoding to the machine."""
-    for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if not isinstance(call, ast.Call) or any(word.arg == "encoding" for word in call.keywords):
-            continue
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
-        modes = [node.value for node in call.args if isinstance(node, ast.Constant)]
-        is_text = not any("b" in str(mode) for mode in modes)
-        # ray's read_text has an argument, the path, and takes it as UTF-8
-        if name == "write_text" or (name == "read_text" and not call.args):
-            yield f"{file}:{call.lineno}"
-        if isinstance(call.func, ast.Name) and name == "open" and is_text:
-            yield f"{file}:{call.lineno}"
-
-
-def test_every_text_file_names_its_encoding() -> None:
-    """Windows' own is not UTF-8. (ruff's PLW1514 sees only the paths that it can tell to be paths.)"""
-    folders = (".", "nanopaged/**", "tests/**", "docs/**")
-    files = [file for folder in folders for file in ROOT.glob(f"{folder}/*.py")]
-    assert [line for file in files for line in without_encoding(file)] == []

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -75,51 +73,6 @@ def test_every_program_is_run_so() -> None:
         text = (ROOT / name).read_text(encoding="utf-8")
         if re.search(r"(?m)^if __name__ ==", text):
             assert text.endswith("    run_program(main)\n"), name
-
-
-@pytest.mark.slow
-@needs_bash
-@pytest.mark.parametrize("program", ["nanopaged --max-tokens 2", "nanopaged.kernels.build"])
-def test_ctrl_c_at_any_moment(program: str, tmp_path: Path) -> None:
-    """Also while it loads. (In the first instants Python itself starts, and no line of ours has run.)"""
-    options = {
-        "cwd": ROOT,
-        "env": environment(NANOPAGED_CACHE=str(tmp_path)),
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.DEVNULL,
-        "stderr": subprocess.PIPE,
-        "text": True,
-        # As in a terminal; a shell's background jobs ignore SIGINT, and their children inherit that.
-        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    }
-    for seconds in (0.4, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0):
-        with subprocess.Popen([sys.executable, "-m", *program.split()], **options) as process:
-            time.sleep(seconds)
-            process.send_signal(signal.SIGINT)
-            _, stderr = process.communicate(timeout=60)
-        assert "Traceback" not in stderr, seconds
-        assert process.returncode in (0, 130, -signal.SIGINT), (seconds, stderr)
-
-
-@pytest.mark.slow
-@needs_bash
-@pytest.mark.parametrize(
-    ("program", "first"),
-    [
-        ("example.py --max-tokens 2", "HERALD:"),
-        ("bench.py --shape test --requests 2 --max-input 20 --max-output 20", "2 requests"),
-        ("-m nanopaged.kernels.build", "the C++ kernels are ready"),
-        ("docs/one_file.py", " 108 tokens"),
-    ],
-)
-def test_real_programs(program: str, first: str, tmp_path: Path) -> None:
-    done = run_shell(f"{program} | head -1", NANOPAGED_CACHE=str(tmp_path))
-    assert done.stdout.startswith(first)
-    assert "Traceback" not in done.stderr
-    if program != "docs/one_file.py":  # it imports no wrapper
-        done = run_shell(f"{program} > /dev/full", NANOPAGED_CACHE=str(tmp_path))
-        assert done.returncode == 1
-        assert "Traceback" not in done.stderr
 
 
 def test_a_fork_says_that_it_runs(

@@ -11,8 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import tokens
-from fake_runner import FakeRunner
-from programs import load_file
+from fake_runner import FakeRunner, fake_engine
 from random_workloads import Workload, forked, mixed
 from traces import State, name_of, read_trace, states_of
 
@@ -21,8 +20,6 @@ from nanopaged.block_manager import BlockManager
 from nanopaged.model.checkpoint import TINY_MODEL
 from nanopaged.sequence import ScheduledBatch
 from nanopaged.snapshot import Snapshot, short_key
-
-random_runs = load_file(Path(__file__).parents[1] / "engine" / "test_random_runs.py")
 
 
 def make_engine(trace: Path | None, **options: int | str) -> LLMEngine:
@@ -83,7 +80,7 @@ class Watcher:
 
 def record(workload: Workload, page: Path) -> list[Recorded]:
     """Serve a workload with a trace, with steps that fail. Returns what each line of the trace should say."""
-    engine, rng = random_runs.make_engine("fake", workload.config(page)), random.Random(workload.seed)
+    engine, rng = fake_engine(**workload.options, has_texts=True, trace=page), random.Random(workload.seed)
     lines: list[Recorded] = []
     watcher, left = Watcher(engine), dict(enumerate(workload.requests))
     for now in range(1000):

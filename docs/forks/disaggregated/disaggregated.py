@@ -10,12 +10,10 @@ import multiprocessing
 import os
 import signal
 import traceback
-import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
-from contextlib import suppress
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
-from queue import SimpleQueue
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -66,76 +64,43 @@ class PromptEngine(nanopaged.LLMEngine):
         return samples, scores[1:], request.num_cached_tokens or 0, kv
 
 
-def serve(pipe: Any, config: EngineConfig, num_threads: int) -> None:
-    """The life of the prompt process: it receives (method, arguments), and answers a result or an error."""
+ENGINES: list[PromptEngine] = []  # the one of the prompt process
+
+
+def begin(config: EngineConfig, num_threads: int) -> None:
+    """The start of the prompt process, which ends with the other one, however that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other process
+    Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(num_threads)
-    engine: Any = None
-    with suppress(OSError):  # the pipe is closed: the other process has ended, however it did
-        while True:
-            try:
-                method, *arguments = pipe.recv()
-                engine = engine or PromptEngine(config)
-                answer = getattr(engine, method)(*arguments)
-            except Exception:
-                answer = RuntimeError(traceback.format_exc())  # any other might not survive pickling
-            pipe.send(answer)
+    ENGINES.append(PromptEngine(config))
 
 
-PIPES = weakref.WeakSet[Any]()  # this process's ends
+def end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
-def leave_to_parent() -> None:
-    """In a fork of the process, close the pipes: else the prompt process would live as long as the fork."""
-    for pipe in PIPES:
-        pipe.close()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=leave_to_parent)
+def call(method: str, *arguments: Any) -> Any:
+    """In the prompt process: the result of a method of its engine. Raises RuntimeError with the traceback."""
+    try:
+        return getattr(ENGINES[0], method)(*arguments)
+    except Exception:
+        raise RuntimeError(traceback.format_exc()) from None  # any other might not survive pickling
 
 
 def start_process(config: EngineConfig) -> Callable[..., Future]:
-    """Start the prompt process, and a thread that sends it one job after the other.
+    """Start the prompt process, which does one job after the other.
 
     Returns `submit(method of PromptEngine, arguments)`, which returns a Future of the result, or of the
     BrokenExecutor if the process has ended.
     """
-    context, jobs = multiprocessing.get_context("spawn"), SimpleQueue()  # a fork lacks PyTorch's threads
-    pipe, its_end = context.Pipe()
-    PIPES.add(pipe)
-    process = context.Process(target=serve, args=(its_end, config, torch.get_num_threads()), daemon=True)
-    process.start()
-    its_end.close()  # so that its death ends `recv`
-
-    def submit(*job: Any) -> Future:
-        jobs.put((future := Future(), job))
-        return future
-
-    def talk() -> None:  # in a thread, so that no Ctrl-C cuts a message
-        for future, job in iter(jobs.get, None):
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                pipe.send(job)
-                answer = pipe.recv()
-            except (EOFError, OSError):
-                process.join(5)
-                what = f"the prompt process has ended (exit code {process.exitcode})"
-                answer = BrokenExecutor(f"{what}: its error is on stderr; make the engine anew")
-            except Exception as error:  # what cannot be pickled
-                answer = error
-            (future.set_exception if isinstance(answer, Exception) else future.set_result)(answer)
-
-    def end(pid: int) -> None:
-        if os.getpid() == pid:  # a fork leaves the process to its parent, see nanopaged/parallel.py
-            process.kill()
-            jobs.put(None)
-
-    weakref.finalize(submit, end, os.getpid())  # with the engine, which has it
-    Thread(target=talk, daemon=True).start()
-    submit("has_unfinished_requests").result()  # it has started, or it raises why it has not
-    return submit
+    context = multiprocessing.get_context("spawn")  # a fork lacks PyTorch's threads
+    arguments = (config, torch.get_num_threads())
+    pool = ProcessPoolExecutor(1, context, initializer=begin, initargs=arguments)
+    pool.submit(call, "has_unfinished_requests").result()  # it has started, or it raises that it has not
+    return partial(pool.submit, call)
 
 
 class DecodeScheduler(Scheduler):
@@ -149,10 +114,10 @@ class DecodeScheduler(Scheduler):
         """Send a new request away, or have its prompt computed here if there are no host blocks for it."""
         num_blocks = blocks_needed(request.num_prompt_tokens, self.block_size)
         if request.rank is None and num_blocks <= len(self.swapper.free_ids):  # not if it starts over
-            request.live[0].host_table = [self.swapper.free_ids.pop() for _ in range(num_blocks)]
             names = ("prompt_token_ids", "params", "stop_rules", "seed", "cache_salt")
             fields = {name: getattr(request, name) for name in names}
             self.away[self.submit("compute", fields)] = request
+            request.live[0].host_table = [self.swapper.free_ids.pop() for _ in range(num_blocks)]
             request.rank = self.rank(request)
         else:
             super().add(request)

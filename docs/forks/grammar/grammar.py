@@ -13,22 +13,17 @@ starts over makes it again. Each of n outputs has its own: they begin where noth
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 import nanopaged
-from nanopaged import EngineConfig
 from nanopaged.config import Params, SamplingParams
 from nanopaged.engine import LLMEngine
-from nanopaged.kv_cache import KVCache, take_rows, to_device
-from nanopaged.model.decoder import Model
-from nanopaged.model.model_config import ModelConfig
+from nanopaged.kv_cache import take_rows, to_device
 from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import CompletionOutput
 from nanopaged.prompts import Prompt, PromptProcessor
@@ -77,7 +72,7 @@ def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[in
 def compile_grammar(name: str, text: str, vocabulary: Any) -> Any:
     """An `LLMatcher` for a "json_schema" or a "regex", before the first token.
 
-    Raises ValueError if the grammar is not valid, allows no text or none that ends, or is too large.
+    Raises ValueError if the grammar is not valid, allows no text, or is too large.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -87,8 +82,6 @@ def compile_grammar(name: str, text: str, vocabulary: Any) -> Any:
         limits = LLParserLimits(initial_lexer_fuel=FUEL, verbose_errors=False)
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         error = matcher.get_error()
-        if not error and name == "json_schema" and not can_end(json.loads(text)):
-            error = "no text that it allows has an end"
         if not error:  # one token further the library knows how large the grammar is
             ahead = matcher.deep_copy()
             allowed = np.flatnonzero(np.frombuffer(ahead.compute_logit_bias(), np.uint8))
@@ -101,63 +94,6 @@ def compile_grammar(name: str, text: str, vocabulary: Any) -> Any:
     if error:
         raise ValueError(f"{name} {text[:200]!r} cannot be used: {error}")
     return matcher
-
-
-def can_end(schema: Any) -> bool:
-    """Whether a JSON schema allows a text that ends. An array of at least one such array never does.
-
-    A part can end if the parts that it needs can. A reference can if its target is known to end; targets are
-    tried until no more of them are found to.
-    """
-    targets = {part["$ref"]: part for part in parts_of(schema) if isinstance(part.get("$ref"), str)}
-    targets = {ref: find(schema, ref) for ref in targets}
-    waiting = set(targets)
-    while ended := {ref for ref in waiting if ends(targets[ref], waiting)}:
-        waiting -= ended
-    return ends(schema, waiting)
-
-
-def parts_of(schema: Any) -> Iterator[dict[str, Any]]:
-    """All objects in it."""
-    if isinstance(schema, dict):
-        yield schema
-    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from parts_of(part)
-
-
-def find(schema: Any, ref: str) -> Any:
-    """The part that "#" or "#/$defs/name" names; True, which has every text, if there is none."""
-    for name in ref.lstrip("#").split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        schema = schema.get(name, True) if isinstance(schema, dict) else True
-    return schema
-
-
-def ends(part: Any, waiting: set[str]) -> bool:
-    """Whether a part allows a text that ends, if the references in `waiting` do not."""
-    if not isinstance(part, dict) or "enum" in part or "const" in part:
-        return part is not False
-    choices = [part[name] for name in ("anyOf", "oneOf") if part.get(name)]
-    of_all = all(ends(each, waiting) for each in part.get("allOf", ()))
-    if part.get("$ref") in waiting or not of_all:
-        return False
-    if not all(any(ends(each, waiting) for each in its) for its in choices):
-        return False
-    kinds = part.get("type", "any")
-    for kind in [kinds] if isinstance(kinds, str) else kinds:
-        needed: list[Any] = []
-        if kind == "array":
-            first, least = part.get("prefixItems", []), part.get("minItems", 0)
-            needed = first[:least] + [part.get("items", True)] * (least > len(first))
-        elif kind == "object":
-            other = True if "patternProperties" in part else part.get("additionalProperties", True)
-            properties = part.get("properties", {})
-            needed = [properties.get(name, other) for name in part.get("required", ())]
-            if part.get("minProperties", 0) > len(needed):
-                needed += [{"anyOf": [*properties.values(), other]}]
-        if all(ends(each, waiting) for each in needed):
-            return True
-    return False
 
 
 # ── sequences ─────────────────────────────────────────────────────────────────────────────────────
@@ -239,17 +175,6 @@ class GrammarPrompts(PromptProcessor):
 
 class GrammarRunner(ModelRunner):
     """A `ModelRunner` that draws under masks."""
-
-    def make_model(self, config: EngineConfig, model_config: ModelConfig, **options: Any) -> Model:
-        """The model. Memory for the masks of a step is held until the KV cache is made."""
-        size = config.max_num_seqs, model_config.vocab_size
-        self.masks: Tensor | None = torch.empty(size, dtype=torch.bool, device=self.device)
-        return super().make_model(config=config, model_config=model_config, **options)
-
-    def make_attention(self, backend: str, cache: KVCache, scale: float) -> Any:
-        """As before. From here on, the memory that was held is free for the masks."""
-        self.masks = None
-        return super().make_attention(backend, cache, scale)
 
     @staticmethod
     def sample(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:

@@ -13,15 +13,14 @@ import jsonschema
 import pytest
 import regex
 import torch
-from grammar import LLM, NO_SPACES, GrammarEngine, GrammarParams, GrammarRunner, GrammarSequence
+from grammar import LLM, NO_SPACES, GrammarEngine, GrammarParams, GrammarSequence
 from harness import SMALL, FailAtLine, Oracle, Run, Workload, check_refused, serve, tokens_of
 from llguidance import LLMatcher
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanopaged import BeamSearchParams, EngineConfig, SamplingParams
+from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.model.checkpoint import TINY_MODEL
 from nanopaged.outputs import CompletionOutput
-from nanopaged.sequence import NoTokenAllowed
 
 EOS = frozenset({0, 2})  # of the tiny model; token 1 is special, too
 TOKENIZER = AutoTokenizer.from_pretrained(TINY_MODEL)
@@ -35,7 +34,6 @@ PERSON = {
     "additionalProperties": False,
 }
 PROMPTS = [TOKENIZER.encode(text) for text in ("KING HENRY:\n", "Before we proceed, hear me", "ROMEO:\n")]
-SELF = {"$ref": "#"}
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +237,6 @@ BAD = [
     ({"json_schema": {"not": {}}}, "json_schema .* cannot be used: Unimplemented keys"),
     ({"json_schema": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable schema"),
     ({"json_schema": "{"}, r"json_schema '\{' cannot be used: EOF while parsing"),
-    ({"json_schema": {"type": "array", "items": SELF, "minItems": 1}}, "no text that it allows has an end"),
 ]
 
 
@@ -248,31 +245,6 @@ def test_a_bad_grammar_is_refused(llm: LLM) -> None:
         asked = {"request_id": "bad", "prompt": "x", "params": GrammarParams(**options)}
         check_refused(llm.engine.add_request, [(asked, f"(?s){message}")])
     assert not llm.engine.has_unfinished_requests()
-
-
-def test_schemas_without_an_end() -> None:
-    """Pairs: the first has no text that ends, the second has one."""
-    array, thing, nested = {"type": "array", "items": SELF}, {"type": "object"}, {"$ref": "#/$defs/a"}
-    for endless, ending in [
-        (array | {"minItems": 1}, array),
-        (array | {"minItems": 1}, array | {"minItems": 1, "type": ["array", "null"]}),
-        (array | {"minItems": 3, "prefixItems": [{}, {}]}, array | {"minItems": 2, "prefixItems": [{}, {}]}),
-        (array | {"minItems": 1, "prefixItems": [SELF], "items": {}}, {"enum": [SELF]}),
-        (thing | {"properties": {"a": SELF}, "required": ["a"]}, thing | {"properties": {"a": SELF}}),
-        (thing | {"required": ["a"], "additionalProperties": SELF}, thing | {"additionalProperties": SELF}),
-        (
-            thing | {"properties": {"a": SELF}, "minProperties": 1, "additionalProperties": False},
-            thing | {"properties": {"a": SELF, "b": {}}, "minProperties": 1, "additionalProperties": False},
-        ),
-        ({"anyOf": [SELF, array | {"minItems": 1}]}, {"anyOf": [SELF, {"const": 1}]}),
-        ({"allOf": [{"type": "null"}, SELF]}, {"allOf": [{"type": "null"}, {"$ref": "#/unknown"}]}),
-        (
-            nested | {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b~1c"}]}, "b/c": nested}},
-            nested | {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b~1c"}]}, "b/c": {"anyOf": [nested, {}]}}},
-        ),
-    ]:
-        assert not grammar.can_end(endless), endless
-        assert grammar.can_end(ending), ending
 
 
 def test_options_and_models(llm: LLM, qwen3: Oracle) -> None:
@@ -287,41 +259,3 @@ def test_options_and_models(llm: LLM, qwen3: Oracle) -> None:
     no_tokenizer = [(asked, "regex needs a tokenizer, and this model has none")]
     check_refused(LLM(qwen3.folder, num_blocks=8).engine.add_request, no_tokenizer)
     assert len(serve(llm, PROMPTS[:1], BeamSearchParams(beam_width=2, max_tokens=5))[0].outputs) == 2
-
-
-def test_masks_are_in_the_measured_memory() -> None:
-    """A byte for each token of each sequence is held until the KV cache is made, and free afterwards."""
-    held = []
-
-    class Noting(GrammarRunner):
-        def make_cache(self, shape: Any, **options: Any) -> Any:
-            held.append(self.masks.nbytes)
-            return super().make_cache(shape, **options)
-
-    class Engine(GrammarEngine):
-        make_runner = Noting
-
-    engine = Engine(EngineConfig(num_blocks=9, max_num_seqs=7, max_model_len=50))
-    assert held == [7 * 1024]
-    assert engine.runner.masks is None
-
-
-def test_if_the_library_gives_up_the_request_is_named(llm: LLM) -> None:
-    """It has limits for the work of a step. Here it is given a token that it does not allow."""
-    (seven,) = TOKENIZER.encode("7")
-    for request_id in ("good", "bad"):
-        llm.engine.add_request(request_id, PROMPTS[0], replace(HOT, regex="[0-9]{20}"))
-    llm.engine.step()
-    seq = llm.engine.requests["bad"].live[0]
-    assert not seq.follow().consume_tokens(TOKENIZER.encode("x"))
-    assert not seq.check_stop()  # it is no complete text
-    dead_end = replace(HOT, regex="7+", stop_token_ids=[seven], min_tokens=2)  # of the caller's own making
-    for bad in ("bad", "dead end"):
-        with pytest.raises(NoTokenAllowed, match=f"no token is allowed for request '{bad}'"):
-            llm.engine.step()
-        llm.engine.abort_request(bad)
-        if bad == "bad":
-            llm.engine.add_request("dead end", PROMPTS[0], dead_end)
-    while llm.engine.has_unfinished_requests():
-        (output,) = llm.engine.step()
-    assert regex.fullmatch("[0-9]{20}", output.outputs[0].text)

@@ -24,7 +24,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import nanopaged
-from nanopaged import RequestOutput
 from nanopaged.attention import make_attention
 from nanopaged.config import Params, check_int
 from nanopaged.engine import LLMEngine
@@ -198,11 +197,3 @@ class LoraEngine(LLMEngine):
 
 class LLM(nanopaged.LLM):
     engine_class = LoraEngine
-
-    def generate(
-        self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True
-    ) -> list[RequestOutput]:
-        """As `nanopaged.LLM.generate`. Of a tokenizer's output it reads nothing but the tokens."""
-        if isinstance(prompts, Mapping) and {"input_ids", "adapter"} <= prompts.keys():
-            raise ValueError(f"adapter {prompts['adapter']!r} is beside 'input_ids': give 'prompt_token_ids'")
-        return super().generate(prompts, sampling_params, use_tqdm)

@@ -14,7 +14,7 @@ from harness import GREEDY, Asked, Oracle, Run, check_refused, serve, tokens
 from lora import LLM, LoraConfig, LoraEngine
 from safetensors.torch import load_file, save_file
 
-from nanopaged import RequestOutput, SamplingParams, memory
+from nanopaged import RequestOutput, SamplingParams
 
 WEIGHTS = "adapter_model.safetensors"
 A = "base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight"
@@ -113,17 +113,6 @@ def test_a_batch_with_adapters_is_not_replayed_from_a_graph(forms: Forms) -> Non
             forms.oracles[name].check(outputs)
 
 
-def test_a_gpu_measures_a_step_with_each_adapter(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(config: Any, model: Any, shape: Any, max_model_len: int, max_num_batched_tokens: int) -> int:
-        (hook,) = model.layers[1].self_attn.qkv_proj._forward_hooks.values()
-        assert [len(rows) for rows in hook.func.__self__.rows.values()] == [50] * 3
-        memory.largest_step(config, model, shape, max_model_len, max_num_batched_tokens)
-        return 7
-
-    monkeypatch.setattr(memory, "measure_num_blocks", measure)
-    assert forms.llm(num_blocks=None, max_num_batched_tokens=50).engine.runner.rows == {}
-
-
 BAD = [  # fields of adapter_config.json, changed weights, and what the error says
     ({"use_dora": True}, {}, "use_dora=True .* is not supported"),
     ({"init_lora_weights": "pissa"}, {}, "init_lora_weights='pissa' .* is not supported"),
@@ -154,6 +143,5 @@ def test_other_mistakes(forms: Forms) -> None:
     check_refused(LoraConfig, wrong)
     wrong = [
         ({"prompts": ask([1], "")}, r"is named '': there are \['all', 'qv', 'rs'\]; name one"),
-        ({"prompts": {"input_ids": [[1]], "adapter": "qv"}}, "'qv' is beside 'input_ids': give"),
     ]
     check_refused(forms.llm().generate, wrong)

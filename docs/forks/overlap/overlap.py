@@ -29,7 +29,7 @@ from nanopaged import EngineConfig, LLMEngine
 from nanopaged.block_manager import BlockManager
 from nanopaged.engine import Runner
 from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import NonFiniteLogits, Request, ScheduledBatch, Sequence, StepResult
+from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 
 UNKNOWN = -1  # the last of `Sequence.token_ids` while the step behind its computation is scheduled
 
@@ -112,18 +112,12 @@ class OverlappedEngine(LLMEngine):
         if not self.requests:
             self.scheduler.ahead = None  # of requests that were aborted
             return []
-        try:
-            with self._or_start_over():
-                step = self.scheduler.ahead or self.launch(self.scheduler.schedule())
-                self.scheduler.ahead = self.schedule_ahead(step)
-                advanced = self.update(step)
-                for listener in self.listeners:
-                    listener.step_ended(step.batch)
-        except NonFiniteLogits as error:  # an error of a sequence that has ended meanwhile concerns no text
-            its = [seq for seq in step.batch.sequences if seq.request.request_id == error.request_id]
-            if not any(seq.finished for seq in its):
-                raise
-            return self.run_step()  # all begin again, without the sequences that have ended
+        with self._or_start_over():
+            step = self.scheduler.ahead or self.launch(self.scheduler.schedule())
+            self.scheduler.ahead = self.schedule_ahead(step)
+            advanced = self.update(step)
+            for listener in self.listeners:
+                listener.step_ended(step.batch)
         self.num_steps += 1
         return advanced
 

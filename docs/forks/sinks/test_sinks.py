@@ -137,23 +137,13 @@ def test_statistics(qwen3: Oracle) -> None:
     assert stats.slot_utilization == 1.0
 
 
-def test_the_watermark(qwen3: Oracle) -> None:
-    """Of 16 blocks four stay free for the requests that run: of five that need three each, one waits."""
-    llm = make_llm(qwen3, num_blocks=16, watermark=0.3, max_num_batched_tokens=160)
-    for i in range(5):
-        llm.engine.add_request(str(i), tokens(i, 20), SCORED)
-    llm.engine.step()
-    assert llm.engine.stats().num_free_blocks == 16 - 4 * 3
-
-
 def test_what_is_refused(qwen3: Oracle) -> None:
-    llm = make_llm(qwen3, num_blocks=2 * MOST)
-    several = SamplingParams(n=2, max_tokens=60, ignore_eos=True)
-    llm.generate(tokens(1, 90), several, use_tqdm=False)
-    llm.generate(tokens(1, 9), replace(several, n=5, max_tokens=5), use_tqdm=False)  # 5 short ones need 10
-    too_many = {"prompts": tokens(1, 90), "sampling_params": replace(several, n=3)}
+    too_many = {
+        "prompts": tokens(1, 90),
+        "sampling_params": SamplingParams(n=3, max_tokens=60, ignore_eos=True),
+    }
     says = f"may need {3 * MOST} blocks, but the whole pool has {2 * MOST}"
-    check_refused(llm.generate, [(too_many, says)])
+    check_refused(make_llm(qwen3, num_blocks=2 * MOST).generate, [(too_many, says)])
     table = [
         ({"window": 1}, "window is 1, but must be at least 2"),
         ({"num_sink_tokens": -1}, "num_sink_tokens is -1, but must be at least 0"),

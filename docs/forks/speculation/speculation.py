@@ -18,7 +18,6 @@ from itertools import chain, cycle, islice
 from os.path import commonprefix  # of any lists
 from typing import Any
 
-import numpy as np
 import torch
 
 import nanopaged
@@ -28,7 +27,7 @@ from nanopaged.kv_cache import take_rows
 from nanopaged.model_runner import ModelRunner, prepare
 from nanopaged.sampler import LOGITS_TILE, sample_next_tokens
 from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import NonFiniteLogits, Request, Sample, ScheduledBatch, Sequence, StepResult
+from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +168,7 @@ class SpeculatingRunner(ModelRunner):
         rows = [end - i for end, its in ends for i in reversed(range(len(its)))]
         hidden = self.forward(inputs)
         every, logits = list(chain(*texts.values())), self.model.logits(take_rows(hidden, rows))
-        try:
-            draws = iter(sample_next_tokens(ScheduledBatch(every), logits))
-        except NonFiniteLogits:  # of no text, if they come after a wrong draft: compute again, without drafts
-            blocks, offsets = np.divmod(inputs.metadata.slot_mapping, self.block_size)
-            self.kv_cache.data[blocks, :, :, :, offsets] = 0  # a draft's may be NaN, which decodes read
-            return super().execute(ScheduledBatch(batch.sequences, batch.num_decodes))  # its blocks are moved
+        draws = iter(sample_next_tokens(ScheduledBatch(every), logits))
         samples = {seq: list(chain(*islice(draws, len(its)))) for seq, its in texts.items()}
         return StepResult([samples[seq] for seq in batch.sequences], self.score_prompts(tiles, hidden))
 
