@@ -55,6 +55,7 @@ def generate(llm: LLM, prompts: object, params: object) -> list[list[int]]:
         (SamplingParams, "seed", 1.5, TypeError, "seed must be an int"),
         (SamplingParams, "stop", ["a", ""], ValueError, "empty string"),
         (SamplingParams, "stop", [3], TypeError, "stop must be a string"),
+        (SamplingParams, "stop", b"x", TypeError, "stop must be a list, got b'x'"),
         (SamplingParams, "stop_token_ids", ["a"], TypeError, "stop_token_ids must be an int, got 'a'"),
         (SamplingParams, "prompt_logprobs", True, TypeError, "prompt_logprobs must be an int"),
         (SamplingParams, "repetition_penalty", 0, ValueError, "repetition_penalty is 0"),

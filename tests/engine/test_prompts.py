@@ -11,6 +11,7 @@ from conftest import MAX_MODEL_LEN, Oracle, tokens_of
 from tokenizers import processors
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.prompts import MAX_TOKEN_LENGTH
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 HI = [{"role": "user", "content": "Hi"}]
@@ -22,16 +23,12 @@ def llm() -> LLM:
 
 
 def test_what_is_no_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages; and 40 MB of text, which took two minutes and gigabytes to become tokens.
-
-    A token stands for at most 4 times the characters of the longest one: normalisation may join 4, as in
-    U+1F82, a letter with three accents.
-    """
+    """Messages; and 40 MB of text, which took two minutes and gigabytes to become tokens."""
     for prompts in (HI, [HI]):
         with pytest.raises(ValueError, match=r"messages are for chat: llm.chat\(messages, params\)"):
             llm.generate(prompts, GREEDY, use_tqdm=False)
     tokenizer = llm.get_tokenizer()
-    longest = 4 * max(map(len, tokenizer.get_vocab())) * llm.engine.max_model_len
+    longest = MAX_TOKEN_LENGTH * llm.engine.max_model_len
     monkeypatch.setattr(tokenizer, "encode", lambda *args, **options: pytest.fail("it is tokenised"))
     for prompt in ("x" * (longest + 1), {"prompt": "é" * (longest + 1)}):
         with pytest.raises(ValueError, match=r"the prompt has .* characters, but max_model_len is 2048"):
@@ -89,12 +86,15 @@ def test_max_tokens_none_is_as_many_as_the_model_allows(qwen3: Oracle) -> None:
         assert output.outputs[0].finish_reason == "length"
 
 
-def test_tokens_found_in_the_cache_until_it_is_reset(llm: LLM) -> None:
+@pytest.mark.parametrize("is_in_list", [False, True])
+@pytest.mark.parametrize("key", ["prompt_token_ids", "input_ids"])
+def test_tokens_found_in_the_cache_until_it_is_reset(llm: LLM, key: str, is_in_list: bool) -> None:
     """And with the same salt only. None is no salt."""
     ids = list(range(3, 43))
 
     def num_cached(salt: str | None = None) -> int:
-        (output,) = llm.generate({"prompt_token_ids": ids, "cache_salt": salt}, GREEDY, use_tqdm=False)
+        prompt = {key: ids, "cache_salt": salt}
+        (output,) = llm.generate([prompt] if is_in_list else prompt, GREEDY, use_tqdm=False)
         llm.engine.check_invariants()
         return output.num_cached_tokens
 

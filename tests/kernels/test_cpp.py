@@ -524,5 +524,6 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
         choose_backend("cpp", CPU, wide)
     with pytest.raises(ValueError, match="no place for a score_mod"):
         choose_backend("cpp", CPU, SMALL, lambda layer, scores, queries, keys: scores)
+    assert choose_backend("auto", CPU, SMALL, lambda layer, scores, queries, keys: scores) == "torch"
     with pytest.raises(ValueError, match="its kernels run on a CPU, not on meta"):
         choose_backend("cpp", torch.device("meta"), SMALL)
