@@ -8,7 +8,7 @@ write, a beam search, preemption by swapping and, once the host pool is full, by
 Captions say why. The picture in the README is one of the steps:
 
     cd docs/play
-    chromium --headless --window-size=1200,730 --screenshot=tour.png "file://$PWD/tour.html#2-copied"
+    chromium --headless --window-size=1200,520 --screenshot=tour.png "file://$PWD/tour.html#2-copied"
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ function load() {
     worker.onmessage = ({ data }) => {
       if (data.progress) {
         const [done, all] = [data.progress, data.total].map((bytes) => (bytes / 1e6).toFixed(1));
-        tell(done > 0.9 * all ? "Python starts …" : `Python is loaded: ${done} of ${all} MB`, done / all);  // it starts while the rest is read
+        tell(done > 0.9 * all ? "Python starts …" : `Python: ${done} of ${all} MB`, done / all);  // it starts while the rest is read
       } else if (data.ready) resolve(data);
       else if (data.step) {
         trace += data.added;

@@ -501,7 +501,7 @@ def test_the_tour(browser: Browser) -> None:
     browser.press(" ")
     browser.until("trace.at().part === 'copied'")
     browser.until("document.getElementById('play').ariaPressed === 'false'")
-    assert (here(browser), browser.texts("#play")) == (stops[2][0], ["Play to the next stopspace"])
+    assert (here(browser), browser.texts("#play")) == (stops[2][0], ["Play to the next stop"])
     assert browser.logs()[0] == []
 
 
