@@ -190,7 +190,7 @@ def test_what_is_said_of_forks_copies_hits_and_chunks(browser: Browser, tmp_path
     assert said["finish"][0] == "updated: A is finished (length)."
     (chunk,) = said["chunk"]
     assert re.search("B computes a chunk of 8 tokens.* 3 of its 11 tokens are left", chunk)
-    assert "computed: B computes 3 prompt tokens." in said["prefill"]
+    assert "computed: B computes 3 tokens." in said["prefill"]
     (hit,) = said["hit"]
     found = r"scheduled: C begins like an earlier text: blocks \d+ and \d+ are found in the prefix cache, "
     assert re.fullmatch(found + "so 8 tokens need not be computed.", hit)
