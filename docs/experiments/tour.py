@@ -8,7 +8,7 @@ write, a beam search, preemption by swapping and, once the host pool is full, by
 Captions say why. The picture in the README is one of the steps:
 
     cd docs/play
-    chromium --headless --window-size=1200,730 --screenshot=tour.png "file://$PWD/tour.html#2-copied"
+    chromium --headless --window-size=1200,520 --screenshot=tour.png "file://$PWD/tour.html#2-copied"
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from lib.common import make_parser
 
 from nanopaged.terminal import run_program
 
+# of the last stop
+LINKS = [["Try the playground", "index.html"], ["Read chapter 3", "../book/03-blocks.md"]]
 SPEECH = "HERALD:\nThe king comes here to-night; and all the court\nAttend upon his pleasure in the hall.\n\n"
 GLOSSARY = Path(__file__).parents[1] / "reference" / "glossary.md"
 
@@ -47,35 +49,35 @@ class Stop(NamedTuple):
 
 STOPS = [
     Stop(1, "computed", "admit", "A block table", ("Slot", "Block", "Block table"),
-         "A slot holds the K/V of one token. A block is four slots, anywhere in memory; the block "
-         "table names the blocks in order. Only the last has empty slots."),
+         "A slot holds the K/V of one token, and four slots make a block. The block table lists the blocks "
+         "of this sentence in order, wherever in memory they are."),
     Stop(1, "updated", "fork", "Why share", ("Fork", "Reference count"),
-         "Four samples begin with this prompt, so its K/V is the same. A fork copies the block table, "
-         "no K/V: each block now has a reference count of four."),
+         "All four samples begin with this prompt, so they share its K/V. A fork copies only the block "
+         "table, and each block now has a reference count of four."),
     Stop(2, "copied", "copy", "Why copy on write", ("Copy-on-write",),
-         "Each sample is about to write its own token into the same slot of a shared block. So three "
-         "copy the block first: copy-on-write. The last keeps the original."),
+         "Each sample now writes a different token into the same slot of block 3. A1, A2 and A3 copy the "
+         "block first (copy-on-write); the last one, A4, keeps the original."),
     Stop(2, "updated", "decode", "The newest token has no K/V", ("Decode",),
-         "The forward pass computes the K/V of its input. The token that it samples, framed, is input "
-         "of the next step, a decode, and has no K/V until then."),
+         "A forward pass computes the K/V of its input. The token it samples, framed here, becomes the "
+         "input of the next step, a decode, and has no K/V until then."),
     Stop(9, "scheduled", "hit", "Why a prefix can be found", ("Block key", "Prefix cache"),
-         "A token's K/V depends on the token, its position and the tokens before it. This prompt "
-         "begins like an earlier one: block keys find those blocks in the prefix cache."),
+         "A token's K/V depends only on the tokens up to it. This prompt begins like an earlier one, so "
+         "its block keys find blocks in the prefix cache."),
     Stop(13, "scheduled", "preempt", "Why preempt, and why the last", ("Preemption", "All-or-nothing"),
-         "No block is free for the next tokens. A preemption takes every block of the request that "
-         "came last: all-or-nothing, as a step reads all its K/V. Earlier requests finish."),
+         "No block is free for the next tokens. A preemption takes all blocks of the request that came "
+         "last (all-or-nothing), because a step reads all its K/V. Earlier requests finish."),
     Stop(17, "scheduled", "preempt", "Swap or recompute", ("Swap", "Recompute", "Prefill"),
-         "A swap moves the K/V of a preempted request to host memory. Here the host pool is too full, "
-         "so this request will recompute: one prefill for all its tokens."),
+         "A swap moves a preempted request's K/V to host memory. B needs 12 host blocks but only 4 are "
+         "free, so it must recompute everything in one prefill."),
     Stop(19, "scheduled", "evict", "Why evict the least recently used", ("Cached block", "Eviction", "LRU"),
-         "A cached block has no user, only contents that a later prompt may find. When no block is "
-         "free, an eviction takes the one unused for longest (LRU)."),
+         "A cached block has no user, but a later prompt may find its contents. When no block is free, an "
+         "eviction takes the one unused for longest (LRU)."),
     Stop(20, "updated", "beams", "Beams", ("Beam search", "Candidate"),
-         "In a beam search the best candidates become the next beams. One beam may have several "
-         "children, which share its blocks until they write; another has none."),
+         "In a beam search the best candidates become the next beams. A beam may have several children, "
+         "which share its blocks until they write, or none."),
     Stop(61, "updated", "finish", "What is left", ("Partial block", "Prefix cache"),
-         "All requests are finished: every reference is given back, no block is in use. Partial blocks "
-         "are free; full ones stay in the prefix cache until their memory is needed."),
+         "All requests are finished, so no block is in use. Partial blocks are free. Full blocks stay in the "
+         "prefix cache until their memory is needed."),
 ]  # fmt: skip
 
 
@@ -126,17 +128,8 @@ def add_captions(page: Path) -> None:
     words = read_glossary()
     captions = []
     for stop in STOPS:
-        terms = [[term, *words[term]] for term in stop.terms]
-        captions.append(
-            {
-                "step": stop.step,
-                "part": stop.part,
-                "event": stop.event,
-                "title": stop.title,
-                "text": stop.text,
-                "terms": terms,
-            }
-        )
+        captions.append(stop._asdict() | {"terms": [[term, *words[term]] for term in stop.terms]})
+    captions[-1]["links"] = LINKS
     viewer, data = page.read_text(encoding="utf-8").split('id="steps">\n')
     first, rest = data.split("\n", 1)
     header = json.loads(first) | {"title": "A tour of paged attention", "captions": captions}

@@ -11,13 +11,8 @@ const FIELDS = {  // setting → label
 };
 const COLUMNS = { prompt: "prompt", n: "n", beam_width: "beams", max_tokens: "output", arrival: "arrives" };
 const LABELS = { ...FIELDS, ...COLUMNS };
-const FUNCTIONS = {  // file → what of it can be chosen in the editor
-  scheduler: ["Scheduler.rank", "Scheduler.schedule", "Scheduler._admit", "Scheduler._preempt"],
-  block_manager: ["BlockManager.take", "BlockManager.allocate", "BlockManager.append_slots"],
-  swap: ["Swapper.swap_out"],
-  beam_search: ["fork_samples", "advance_beams"],
-  engine: ["LLMEngine.run_step"],
-};
+// What the editor offers: these files, from each of their functions on.
+const PATHS = ["scheduler", "block_manager", "swap", "beam_search", "engine"].map((name) => `nanopaged/${name}.py`);
 
 const $ = (id) => document.getElementById(id);
 function make(tag, attributes = {}, ...children) {
@@ -28,6 +23,7 @@ function make(tag, attributes = {}, ...children) {
 }
 const marked = (text) => text.split("`").map((part, i) => (i % 2 ? make("code", {}, part) : part));  // `code` in a text
 const address = (name) => new URL(document.querySelector(`meta[name="${name}"]`).content, location.href).href;
+const frames = () => document.querySelectorAll("iframe");
 const embedded = () => document.body.classList.contains("embed");
 
 // ── the worker ───────────────────────────────────────────────────────────────────────────────────
@@ -43,7 +39,7 @@ function load() {
     worker.onmessage = ({ data }) => {
       if (data.progress) {
         const [done, all] = [data.progress, data.total].map((bytes) => (bytes / 1e6).toFixed(1));
-        tell(done > 0.9 * all ? "Python starts …" : `Python is loaded: ${done} of ${all} MB`, done / all);  // it starts while the rest is read
+        tell(done > 0.9 * all ? "Python starts …" : `Python: ${done} of ${all} MB`, done / all);  // it starts while the rest is read
       } else if (data.ready) resolve(data);
       else if (data.step) {
         trace += data.added;
@@ -98,30 +94,33 @@ function tell(text, share) {
 // ── settings ─────────────────────────────────────────────────────────────────────────────────────
 
 let presets = [], preset = null, defaults, requestDefaults;
-let settings = {}, beside = {};  // of the left picture; what is different in the right one
+let runs = {}, viewer = "";  // preset → the traces of its pictures, recorded; the page that shows a trace
+let settings = {}, beside = null;  // of the left picture; what is different in the right one, if there is one
 
-const mode = () => $("mode").value;
-const differs = (name) => name in beside && beside[name] !== settings[name];
+const differs = (name) => beside !== null && name in beside && beside[name] !== settings[name];
 
-function show(given, differences, itsMode) {
+function show(given, differences) {
   settings = { ...defaults, ...given, requests: given.requests.map((row) => ({ ...requestDefaults, ...row })) };
-  beside = { ...differences };
-  $("mode").value = itsMode;
+  beside = differences ? { ...differences } : null;
   drawFields();
   drawRequests();
 }
 
 function choose(name) {
   preset = presets.find((each) => each.name === name) || presets[0];
-  for (const button of $("presets").children) button.setAttribute("aria-pressed", button.value === preset.name);
-  $("title").textContent = preset.title;
-  for (const part of ["look", "question", "answer"]) $(part).replaceChildren(...marked(preset[part]));
-  $("ask").open = false;
-  $("chapter").textContent = `Chapter ${parseInt(preset.chapter, 10)} is about it`;
+  for (const button of $("presets").querySelectorAll("button")) {
+    button.setAttribute("aria-pressed", button.value === preset.name);
+  }
+  const texts = { ...preset, "further-question": preset.further[0], "further-answer": preset.further[1] };
+  for (const part of ["title", "setup", "question", "answer", "further-question", "further-answer"]) {
+    $(part).replaceChildren(...marked(texts[part]));
+  }
+  $("ask").open = $("further").open = false;
+  $("chapter").textContent = `Chapter ${parseInt(preset.chapter, 10)} explains it`;
   $("chapter").href = address("chapters").replace("*", preset.chapter);
   $("whole").href = `#preset=${preset.name}`;
   $("knob").replaceChildren(...preset.knob.map(([label], i) => make("option", { value: i }, label)));
-  show(preset.settings, preset.beside, num() ? "change" : preset.beside ? "two" : "one");
+  show(preset.settings, preset.beside);
 }
 
 function inputOf(name, side, values, changed) {
@@ -138,23 +137,17 @@ function inputOf(name, side, values, changed) {
 const valueOf = (input) => (input.type === "checkbox" ? input.checked
   : input.type === "number" ? (input.value === "" ? null : Number(input.value)) : input.value);
 
+// A setting of the right picture that was not changed is that of the left one.
 function drawFields() {
-  const two = mode() === "two";
+  const focused = document.activeElement?.id;
   $("fields").replaceChildren(...Object.keys(FIELDS).map((name) => {
     const box = make("div", {}, inputOf(name, "left", settings, (value) => { settings[name] = value; edited(); }));
-    if (two) box.append(inputOf(name, "right", { ...settings, ...beside }, (value) => { beside[name] = value; edited(); }));
+    if (beside) box.append(inputOf(name, "right", { ...settings, ...beside }, (value) => { beside[name] = value; edited(); }));
+    box.lastChild.classList.toggle("differs", differs(name));
     return make("fieldset", { class: name === "rank" ? "field wide" : "field" }, make("legend", {}, FIELDS[name]), box);
   }));
-  drawDifferences();
-}
-
-// A setting of the right picture that was not changed follows the left one.
-function drawDifferences() {
-  for (const name of mode() === "two" ? Object.keys(FIELDS) : []) {
-    const right = $(`${name}-right`);
-    if (!(name in beside)) right[right.type === "checkbox" ? "checked" : "value"] = settings[name];
-    right.classList.toggle("differs", differs(name));
-  }
+  if (focused) $(focused)?.focus();
+  $("compare").setAttribute("aria-pressed", beside !== null);
 }
 
 // Requests are named in order of arrival, as the recorder does it.
@@ -178,14 +171,11 @@ function drawRequests() {
 }
 
 function edited() {  // the settings: they are in the address, so that Back takes the change back, and run at once
-  drawDifferences();
-  history.pushState(null, "", link());
+  drawFields();
+  const text = JSON.stringify({ ...settings, ...(beside ? { beside } : {}) });
+  history.pushState(null, "", `#preset=${preset.name}&settings=${encodeURIComponent(text)}`);
   $("edited").hidden = false;
   run();
-}
-function link() {
-  const wanted = { ...settings, ...(mode() === "two" ? { beside } : {}) };
-  return `#preset=${preset.name}&settings=${encodeURIComponent(JSON.stringify(wanted))}`;
 }
 
 // The arguments of `show`. Raises an error for settings that the form cannot hold; the engine checks their values.
@@ -197,7 +187,7 @@ function parse(text) {
       if (typeof value !== typeof known[name]) throw new Error(`it has ${JSON.stringify(value)} for “${name}”`);
     }
   }
-  return [{ ...given, requests: rows }, differences, differences ? "two" : "one"];
+  return [{ ...given, requests: rows }, differences];
 }
 
 // #preset=NAME, with &embed or &settings=JSON. The rank of a link is code of its author: it waits for the reader.
@@ -214,24 +204,27 @@ function open() {
     draw([]);
     return problem(`The link cannot be opened: ${why}. The form has the settings of the example.`);
   }
-  if (!embedded() && !(given && (settings.rank || beside.rank))) return run();
-  draw([]);
-  tell(embedded() ? "Run loads Python for the browser: 13.5 MB, once." : "The link has a rank, which is code. Read it, then press Run.");
+  if (given && (settings.rank || beside?.rank)) {
+    draw([]);
+    return tell("The link has a rank, which is code. Read it, then press Run.");
+  }
+  if (given || num()) return run();
+  draw(wanted().map(([title], i) => [title, { page: viewer + runs[preset.name][i] }]));  // Python can wait
+  if (!embedded()) load().then(() => running || tell("Ready."), (error) => problem(error.message));
 }
 
 // ── the source, and its changes ──────────────────────────────────────────────────────────────────
 
 let sources = {};     // file → its text in the checkout
 const changes = {};   // file → its text with the reader's changes; kept while the file in the checkout stays the same
-let view = null;      // what the editor shows: { path, before, after }, the lines of the file around its text
+let view = null;      // the file that the editor shows
 
-const PATHS = Object.keys(FUNCTIONS).map((file) => `nanopaged/${file}.py`);
 const num = () => Object.keys(changes).length;
 function keep(path, value) {  // what is kept of a file; with a value, keep that, null for no change
   const key = `nanopaged playground: ${path}`;
-  try {  // each tab has its own changes, and begins with the last ones of all tabs
-    if (value !== undefined) for (const storage of [sessionStorage, localStorage]) storage.setItem(key, JSON.stringify(value));
-    return JSON.parse(sessionStorage.getItem(key) ?? localStorage.getItem(key));
+  try {
+    if (value !== undefined) localStorage.setItem(key, JSON.stringify(value));
+    return JSON.parse(localStorage.getItem(key));
   } catch { return null; }  // no storage: a change lasts until the page is closed
 }
 
@@ -242,66 +235,36 @@ async function openSource() {
     const kept = keep(path);
     if (kept?.of === sources[path]) changes[path] = kept.text; else if (kept) keep(path, null);
   }
-  $("function").replaceChildren(...Object.entries(FUNCTIONS).map(([file, names]) =>
-    make("optgroup", { label: `${file}.py` }, ...[...names, `all of ${file}.py`].map((name) => make("option", { value: `${file} ${name}` }, name)))));
+  $("function").replaceChildren(...PATHS.map((path) => {
+    const names = [...sources[path].matchAll(/^ *def (\w+)/gm)].map((match) => match[1]);
+    return make("optgroup", { label: path }, ...names.map((name) => make("option", { value: `${path} ${name}` }, name)));
+  }));
   edit();
 }
 
-// The lines of a function, or of the statement that sets an attribute: [first, one past the last]. All if it is not there.
-function rangeOf(lines, name) {
-  const [scope, member] = name.includes(".") ? name.split(".") : ["", name];
-  const from = scope ? lines.findIndex((line) => line.startsWith(`class ${scope}`)) : 0;
-  const begins = new RegExp(`^\\s*(def ${member}\\(|self\\.${member}: )`);
-  const first = from < 0 ? -1 : lines.findIndex((line, i) => i >= from && begins.test(line));
-  if (first < 0) return [0, lines.length];
-  const indent = (line) => line.search(/\S/);
-  let past = lines.findIndex((line, i) => i > first && line.trim() && indent(line) <= indent(lines[first]) && !line.trim().startsWith(")"));
-  if (past < 0) past = lines.length;
-  while (!lines[past - 1].trim()) past--;
-  return [first, past];
+function edit() {
+  const [path, name] = $("function").value.split(" ");
+  view = path;
+  $("text").value = changes[view] ?? sources[view];
+  typed();
+  leadTo($("text").value.split("\n").findIndex((each) => each.trim().startsWith(`def ${name}(`)));
 }
 
-function edit() {
-  const [file, ...words] = $("function").value.split(" "), path = `nanopaged/${file}.py`;
-  const lines = (changes[path] ?? sources[path]).split("\n"), [first, past] = rangeOf(lines, words.join(" "));
-  view = { path, before: lines.slice(0, first), after: lines.slice(past) };
-  $("text").value = lines.slice(first, past).join("\n");
-  $("text").scrollTop = 0;
-  drawNumbers();
+// Select a line, and scroll to it.
+function leadTo(line) {
+  const lines = $("text").value.split("\n"), start = lines.slice(0, line).join("\n").length + (line > 0);
+  $("text").setSelectionRange(start, start + (lines[line] || "").length);
+  $("text").scrollTop = line * $("text").scrollHeight / lines.length;
 }
 
 function typed() {
-  const { path, before, after } = view, text = [...before, $("text").value, ...after].join("\n");
-  if (text === sources[path]) delete changes[path]; else changes[path] = text;
-  keep(path, path in changes ? { of: sources[path], text } : null);
-  if (mode() === "one" && path in changes) $("mode").value = "change";
-  drawNumbers();
-}
-
-function drawNumbers(wrong) {
-  const first = view.before.length + 1, length = $("text").value.split("\n").length;
-  $("text").rows = Math.min(length + 1, 24);
-  $("numbers").replaceChildren(...Array.from({ length }, (_, i) =>
-    (first + i === wrong ? make("span", { class: "wrong" }, `${first + i}`) : `${first + i}\n`)));
-  $("numbers").scrollTop = $("text").scrollTop;
+  const text = $("text").value;
+  if (text === sources[view]) delete changes[view]; else changes[view] = text;
+  keep(view, view in changes ? { of: sources[view], text } : null);
   $("changed").textContent = num() ? `changed: ${Object.keys(changes).join(", ")}` : "and see before and after side by side";
 }
 
-// Mark the line of an error, if the editor shows it; `anywhere` shows the whole file if its function does not have it.
-function mark({ file, line }, anywhere) {
-  if (file === "rank") for (const side of ["left", "right"]) $(`rank-${side}`)?.setAttribute("aria-invalid", "true");
-  if (!(file in changes)) return;
-  $("source").open = true;
-  const [name] = file.match(/\w+(?=\.py)/);
-  if (anywhere) $("function").value = `${name} all of ${name}.py`, edit();
-  if (view.path !== file) return;
-  drawNumbers(line);
-  const high = $("text").scrollHeight / $("text").value.split("\n").length;
-  $("text").scrollTop = Math.max(0, (line - view.before.length) * high - $("text").clientHeight / 2);
-}
-
 $("text").oninput = typed;
-$("text").onscroll = () => { $("numbers").scrollTop = $("text").scrollTop; };
 $("text").onkeydown = (event) => {
   const { selectionStart: start, value } = $("text"), line = value.slice(value.lastIndexOf("\n", start - 1) + 1, start);
   if (event.key === "Escape") $("text").blur();  // then Tab goes on from here
@@ -321,13 +284,10 @@ const listed = (names, values) => names.map((name) => `${FIELDS[name].split(",")
 
 // The pictures to show: a title, settings and changes for each.
 function wanted() {
-  const differ = Object.keys(FIELDS).filter(differs), change = num() ? `your change of ${Object.keys(changes).join(", ")}` : "";
-  if (mode() === "two" && differ.length) {
-    const right = { ...settings, ...beside }, title = (values) => [listed(differ, values), change].filter(Boolean).join(", ");
-    return [[title(settings), settings, changes], [title(right), right, changes]];
-  }
-  if (mode() === "change") return [["the source", settings, {}], [change || "no change yet", settings, changes]];
-  return [[change, settings, changes]];
+  const differ = Object.keys(FIELDS).filter(differs), right = { ...settings, ...beside };
+  if (num()) return [["the source", settings, {}], [`your change of ${Object.keys(changes).join(", ")}`, settings, changes]];
+  if (!differ.length) return [["", settings, {}]];
+  return [[listed(differ, settings), settings, {}], [listed(differ, right), right, {}]];
 }
 
 async function run() {
@@ -336,7 +296,6 @@ async function run() {
   running = true;
   problem();
   for (const field of document.querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
-  if (view !== null) drawNumbers();
   try {
     const pictures = [];
     for (const [title, its, itsChanges] of wanted()) pictures.push([title, await compute(its, itsChanges)]);
@@ -347,7 +306,6 @@ async function run() {
     problem(error.message);
   }
   running = false;
-  document.body.dataset.runs = Number(document.body.dataset.runs || 0) + 1;  // for the tests
   if (again) run();
 }
 
@@ -359,13 +317,20 @@ function sentence(failure) {
   const parts = [`${begin[failure.kind] || ""}${failure.kind === "settings" ? labelled : failure.message}${place}`];
   if (failure.file in changes) {
     const button = make("button", { type: "button" }, "Show the line");
-    button.onclick = () => { mark(failure, true); $("text").focus(); };
+    button.onclick = () => {
+      $("source").open = true;
+      $("function").querySelector(`[label="${failure.file}"] option`).selected = true;
+      edit();
+      leadTo(failure.line - 1);
+      $("text").focus();
+    };
     parts.push(" ", button);
   }
   return parts;
 }
 
 function draw(pictures) {
+  if (pictures.length) document.body.dataset.runs = Number(document.body.dataset.runs || 0) + 1;  // for the tests
   const refused = pictures.map(([, { failure }]) => failure).find((failure) => failure && !failure.step);
   if (refused) problem(...sentence(refused));
   if (refused?.kind === "settings") {
@@ -373,23 +338,24 @@ function draw(pictures) {
     const field = number ? $("requests").children[number - 1]?.querySelector(`[name="${name}"]`) : $(`${name}-left`);
     field?.setAttribute("aria-invalid", "true");
   }
-  for (const [, { failure }] of pictures) if (failure?.file) mark(failure);
+  const isRank = pictures.some(([, { failure }]) => failure?.file === "rank");
+  for (const side of isRank ? ["left", "right"] : []) $(`rank-${side}`)?.setAttribute("aria-invalid", "true");
   $("printed").hidden = !pictures.some(([, { printed }]) => printed);
   $("printed").lastChild.textContent = pictures.map(([, { printed }]) => printed).filter(Boolean).join("\n──\n");
   const drawn = pictures.filter(([, { page }]) => page);
   $("old").hidden = drawn.length > 0 || !$("pictures").children.length;
   if (!drawn.length) return;  // those of the last run stay, and are marked
-  for (const { src } of document.querySelectorAll("iframe")) URL.revokeObjectURL(src.split("#")[0]);
+  for (const { src } of frames()) URL.revokeObjectURL(src.split("#")[0]);
   $("pictures").replaceChildren(...drawn.map(([title, { page, failure }]) => {
     const url = URL.createObjectURL(new Blob([page], { type: "text/html" }));
-    const frame = make("iframe", { src: `${url}#${failure?.step || current || preset.step || 1}`, title: title || "What happens, step by step" });
+    const frame = make("iframe", { src: `${url}#${failure?.step || current || ($("ask").open ? preset.step : preset.from)}`, title: title || "What happens, step by step" });
     frame.onload = () => frame.contentWindow.addEventListener("trace-step", ({ detail }) => {  // its reader has moved
       current = `${detail.step}-${detail.part}`;
-      for (const other of document.querySelectorAll("iframe")) if (other !== frame) other.contentWindow.trace?.go(detail.step, detail.part);
+      for (const other of frames()) if (other !== frame) other.contentWindow.trace?.go(detail.step, detail.part);
     });
     return make("figure", {}, ...(title ? [make("b", {}, title)] : []),
       ...(failure?.step ? [make("p", { class: "problem", role: "alert" }, ...sentence(failure))] : []), frame,
-      make("figcaption", {}, make("a", { href: url, target: "_blank" }, "alone in a window"), make("a", { href: url, download: "run.html" }, "save")));
+      make("figcaption", {}, make("a", { href: url, target: "_blank" }, "alone in a window")));
   }));
 }
 
@@ -400,9 +366,8 @@ function problem(...parts) {
 
 // ── the controls ─────────────────────────────────────────────────────────────────────────────────
 
-$("mode").onchange = () => {
-  $("source").open ||= mode() === "change";
-  drawFields();
+$("compare").onclick = () => {
+  beside = beside ? null : {};
   edited();
 };
 $("add").onclick = () => {
@@ -411,21 +376,18 @@ $("add").onclick = () => {
   $("requests").lastChild.querySelector("input").focus();
   edited();
 };
-$("share").onclick = () => {
-  history.replaceState(null, "", link());
-  navigator.clipboard?.writeText(location.href).catch(() => {});
-  $("share").textContent = "The address of this page is the link";
+$("ask").ontoggle = () => {  // the answer is in the pictures, too
+  for (const { contentWindow } of $("ask").open ? frames() : []) contentWindow.location.hash = preset.step;
 };
 $("source").ontoggle = () => { if ($("source").open) openSource().catch((error) => problem(error.message)); };
 $("function").onchange = edit;
 $("reset").onclick = () => {
   for (const path of Object.keys(changes)) keep(path, null), delete changes[path];
-  if (mode() === "change") $("mode").value = "one";
   edit();
   run();
 };
 $("knob").onchange = () => {
-  show({ ...preset.settings, ...preset.knob[$("knob").value][1] }, {}, "one");
+  show({ ...preset.settings, ...preset.knob[$("knob").value][1] }, null);
   run();
 };
 for (const button of document.querySelectorAll(".run")) button.onclick = run;
@@ -436,13 +398,20 @@ async function begin() {
   if (location.protocol === "file:") {
     throw new Error("A browser runs no Python from a file. At the project's root: python -m http.server, then open http://localhost:8000/docs/play/");
   }
-  ({ engine: defaults, request: requestDefaults, presets } = await (await fetch("presets.json", { cache: "no-cache" })).json());
+  const files = ["presets.json", "runs.json", `${address("source")}nanopaged/page.html`];
+  const texts = await Promise.all(files.map(async (file) => (await fetch(file, { cache: "no-cache" })).text()));
+  ({ engine: defaults, request: requestDefaults, presets } = JSON.parse(texts[0]));
+  runs = JSON.parse(texts[1]);
+  viewer = texts[2];
   defaults.rank = "";
-  $("presets").replaceChildren(...presets.map(({ name, title, chapter }) => {
-    const button = make("button", { type: "button", value: name, "aria-pressed": "false" }, `${parseInt(chapter, 10)}. ${title}`);
+  const buttonOf = ({ name, title }) => {
+    const button = make("button", { type: "button", value: name, "aria-pressed": "false" }, title);
     button.onclick = () => { location.hash = `preset=${name}`; };
     return button;
-  }));
+  };
+  $("presets").replaceChildren(...[...new Set(presets.map(({ group }) => group))].map((group) =>
+    make("div", { role: "group", "aria-label": group }, make("b", {}, group),
+      ...presets.filter((each) => each.group === group).map(buttonOf))));
   if (!location.hash.includes("embed") && PATHS.some((path) => keep(path))) await openSource();
   $("source").open = num() > 0;
   open();

@@ -4,11 +4,16 @@ The control plane is loaded from the source files: `LLMEngine` with its `step`, 
 `Swapper`, the beam search, the checks of options and requests, the recorder of the trace. Only what computes
 is replaced: `StandIn` takes the place of the model, and `WITHOUT_TENSORS` that of the modules that load one.
 This file runs under Pyodide (worker.js) and, unchanged, under CPython (the tests).
+
+    python docs/play/playground.py
+
+writes runs.json, the runs of the presets, which the page shows while Python starts.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -347,3 +352,18 @@ def explain(error: BaseException, changes: dict[str, str], kind: str) -> dict[st
         message += f" (raised in {file}, line {line})"
     file, line = (theirs or trace)[-1]
     return {"kind": "source", "message": message, "file": file, "line": line}
+
+
+def record_presets() -> dict[str, list[str]]:
+    """Preset → the lines of its pictures' traces, as text; the times are left out."""
+    runs = {}
+    for preset in DEFAULTS["presets"]:
+        sides = [preset["settings"] | its for its in ({}, preset.get("beside")) if its is not None]
+        pages = [run(settings, {})["page"].partition('id="steps">\n')[2] for settings in sides]
+        runs[preset["name"]] = [re.sub(r'"time":[^,}]+,?', "", text) for text in pages]
+    return runs
+
+
+if __name__ == "__main__":
+    text = json.dumps(record_presets(), indent=0, ensure_ascii=False)
+    Path(__file__).with_name("runs.json").write_text(text + "\n", encoding="utf-8")

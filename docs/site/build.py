@@ -38,6 +38,8 @@ PRESET = re.compile(
     r"(?<=\n\n)\[(?P<text>[^\]]+)\]"
     r"\((?P<address>[./]*play/index\.html#preset=[\w-]+)\)(?=\n\n|\n?\Z)"
 )
+# The link of a page to the other language, which the site has in the header.
+OTHER_LANGUAGE = re.compile(r"^\[(?:English|中文)\]\([^)]+\)\n\n", re.MULTILINE)
 # The figure that the site shows with a button.
 LIVE = re.compile(r"!\[[^\]]+\]\([\w./]*figures/write_a_token\.svg\)")
 
@@ -105,12 +107,34 @@ def copy_pages(folder: Path, playground: bool) -> None:
         sources |= {file.relative_to(ROOT).as_posix() for file in files_of(directory)}
     for path in sources:
         write(pages / place(path), listing(path))
-    for file in [*DOCS.rglob("*.svg"), *DOCS.rglob("*.png")]:
+    for file in DOCS.rglob("*.png"):
         write(pages / file.relative_to(DOCS), file.read_bytes())
-    tour = (PLAYGROUND / "tour.html").read_text(encoding="utf-8").replace("glossary.md#", "glossary.html#")
+    dark = f"<style>@media (prefers-color-scheme: dark) {{{in_the_dark()}}}</style>\n</svg>"
+    for file in DOCS.rglob("*.svg"):
+        write(pages / file.relative_to(DOCS), file.read_text(encoding="utf-8").replace("</svg>", dark))
+    tour = (PLAYGROUND / "tour.html").read_text(encoding="utf-8")
+    tour = re.sub(r"(\.\./[\w/-]+)\.md\b", r"\1.html", tour)  # the links of its captions
     write(pages / "play" / "tour.html", with_way_back(tour, "../index.html"))
-    for name in ("extra.css", "live.js"):
-        write(pages / name, (DOCS / "site" / name).read_bytes())
+    write(pages / "live.js", (DOCS / "site" / "live.js").read_bytes())
+    style = (DOCS / "site" / "extra.css").read_text(encoding="utf-8")
+    write(pages / "extra.css", style + in_the_dark('[data-md-color-scheme="slate"] .live '))
+
+
+# Colours of the figures: ink, lines, fills → what they are in the dark.
+DARK = {
+    "#1f2328": "#e6e8eb", "#59636e": "#a9b1ba", "#d1d9e0": "#3a414a", "#ffffff": "#1b1e24",
+    "#f6f8fa": "#23272e", "#0b5cad": "#6cb2ff", "#9a5b00": "#f0b35a", "#1a7f37": "#6fd08c",
+    "#6639ba": "#b79cf5", "#a01c61": "#f28cc0", "#0a7070": "#66d0d0", "#c2185b": "#ff6fa5",
+    "#cfe2ff": "#1d3a5f", "#ffe3b3": "#54390f", "#d3f0d0": "#1f4527", "#f9d6e8": "#551f3b",
+    "#e3d9fb": "#3a2a5e", "#d2f1f0": "#134546", "#eef0f2": "#2a2f37", "#8ec1f0": "#2f5f93",
+    "#e8a33d": "#8a5a14",
+}  # fmt: skip
+
+
+def in_the_dark(within: str = "") -> str:
+    """Rules of CSS that give figures their dark colours."""
+    changes = [(of, *pair) for pair in DARK.items() for of in ("fill", "stroke")]
+    return "".join(f'{within}[{of}="{old}"] {{{of}: {new}}}\n' for of, old, new in changes)
 
 
 CHINESE = (DOCS / "site" / "zh.toml").read_text(encoding="utf-8")
@@ -141,10 +165,16 @@ def place(path: str) -> str:
 
     docs/book/03-blocks.md → book/03-blocks.md; nanopaged/engine.py → source/nanopaged/engine.py.md
     """
-    if path == "README.md":
-        return "project.md"
-    if path == "docs/play/README.md":  # in its folder, index.html is the playground
-        return "playground.md"
+    places = {
+        "README.md": "project.md",
+        "docs/README.md": "contents.md",
+        "docs/zh/README.md": "zh/contents.md",
+        "docs/site/front.md": "README.md",
+        "docs/zh/front.md": "zh/README.md",
+        "docs/play/README.md": "playground.md",  # in its folder, index.html is the playground
+    }
+    if path in places:
+        return places[path]
     if path.startswith("docs/") and path.endswith((".md", ".svg", ".png", ".html")):
         return path.removeprefix("docs/")
     return f"source/{path}/README.md" if (ROOT / path).is_dir() else f"source/{path}.md"
@@ -169,6 +199,7 @@ def rewrite(text: str, page: str, playground: bool, sources: set[str]) -> str:
         return posixpath.relpath(place(path), posixpath.dirname(place(page)))
 
     in_chinese = page.startswith("docs/zh/")
+    text = OTHER_LANGUAGE.sub("", text, count=1)
     text = LIVE.sub(lambda _: live(place(page), in_chinese), LINK.sub(lead, text))
     return PRESET.sub(lambda found: embed(found, in_chinese), text)
 
@@ -227,7 +258,6 @@ def finish(html: Path) -> None:
     """Change what the generator has no setting for."""
     for name in ("404.html", "sitemap.xml"):  # they need the site's address
         (html / name).unlink()
-    change(html / "index.html", "<title>nanopaged - nanopaged<", "<title>nanopaged: PagedAttention in small<")
     (script,) = html.glob("assets/javascripts/bundle.*.js")
     # The search field says that it wants the focus only once it is there: said earlier, it would be a message
     # in the console of each address with a #.
@@ -236,9 +266,26 @@ def finish(html: Path) -> None:
     change(script, 'C("nav",{class:"md-code__nav"})', 'C("div",{class:"md-code__nav"})')
     for page in html.rglob("*.html"):
         write(page, re.sub(r"<th([^>]*)>\s*</th>", r"<td\1></td>", page.read_text(encoding="utf-8")))
+    link_languages(html)
     # A wide block of code is scrolled with keys, also where nothing hovers.
     change(script, 'h&&n?e.setAttribute("tabindex"', 'h?e.setAttribute("tabindex"')
     change_search(html, script)
+
+
+def link_languages(html: Path) -> None:
+    """Give the header of each page a link to the same page in the other language, or to its front page."""
+    folder = html / "zh"
+    english = [*html.glob("*.html"), *html.glob("book/*.html"), *html.glob("reference/*.html")]
+    pairs = {page: folder / page.name for page in english if (folder / page.name).exists()}
+    pairs |= {other: page for page, other in pairs.items()}
+    for page in html.rglob("*.html"):
+        to_english = page.parent == folder
+        other = pairs.get(page, (html if to_english else folder) / "index.html")
+        lang, word = ("en", "English") if to_english else ("zh", "中文")
+        address = posixpath.relpath(other, page.parent)
+        link = f'<a class="language" href="{address}" lang="{lang}" hreflang="{lang}">{word}</a>\n'
+        before = '<form class="md-header__option"'
+        write(page, page.read_text(encoding="utf-8").replace(before, link + before))
 
 
 # With the names of the generator's script: at a click on the search, at its key, on a page that was found.

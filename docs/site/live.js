@@ -2,6 +2,32 @@
 // frames, from the engine's block manager; each group says in which ones it is shown, and <metadata> where a write ends.
 "use strict";
 
+// For a phone: places across the wide figure → across a narrow one, in which words keep their size. The arrows, the
+// words "2 references" (now "×2") and the slots become shorter.
+const PLACES = [
+  [0, 0], [22, 6], [74, 42], [128, 70], [158, 90], [454, 322], [552, 348], [606, 376], [658, 412], [680, 418],
+];
+function squeeze(svg) {
+  const at = (x) => {
+    const i = PLACES.findIndex(([from]) => from >= x) || 1, [[x0, y0], [x1, y1]] = PLACES.slice(i - 1, i + 1);
+    return y0 + ((x - x0) / (x1 - x0)) * (y1 - y0);
+  };
+  for (const { x, width } of svg.querySelectorAll("rect")) {
+    const begin = at(x.baseVal.value);
+    width.baseVal.value = at(x.baseVal.value + width.baseVal.value) - begin;
+    x.baseVal.value = begin;
+  }
+  for (const { x1, x2 } of svg.querySelectorAll("line")) {
+    for (const x of [x1, x2]) x.baseVal.value = at(x.baseVal.value);
+  }
+  for (const text of svg.querySelectorAll("text")) {
+    const x = Number(text.getAttribute("x"));
+    text.setAttribute("x", at(x));
+    if (x > 500 && x < 552) text.textContent = /^\d/.test(text.textContent) ? `×${parseInt(text.textContent, 10)}` : "";
+  }
+  svg.viewBox.baseVal.width = svg.width.baseVal.value = 418;
+}
+
 for (const figure of document.querySelectorAll(".live")) {
   const [svg, button, status] = ["svg", "button", "[role=status]"].map((each) => figure.querySelector(each));
   const groups = [...svg.querySelectorAll("[data-frames]")];
@@ -24,6 +50,7 @@ for (const figure of document.querySelectorAll(".live")) {
     show(frame === last ? 0 : frame + 1);
     if (!ends.includes(frame)) timer = setTimeout(step, 1800);
   };
+  if (figure.clientWidth < 500) squeeze(svg);
   figure.dataset.by = "hand";  // extra.css ends the animation, and cuts off the captions
   for (const { height } of [svg, svg.querySelector("rect")]) height.baseVal.value -= 44;
   svg.viewBox.baseVal.height -= 44;

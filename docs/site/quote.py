@@ -68,7 +68,7 @@ def main() -> None:
         old, _, new = words.partition("=")
         if not (old and new):
             parser.error(f"{words} is not OLD=NEW")
-        for page in [*ENGLISH, *CHINESE, DOCS / "play" / "playground.js"]:  # which has names of functions
+        for page in [*ENGLISH, *CHINESE]:
             text = page.read_text(encoding="utf-8")
             page.write_text(re.sub(rf"\b{re.escape(old)}\b", new, text), encoding="utf-8")
     try:

@@ -92,6 +92,11 @@ def test_every_preset_shows_what_it_says(name: str) -> None:
     assert (ROOT / "docs" / "book" / f"{preset['chapter']}.md").is_file()
 
 
+def test_the_recorded_runs_are_those_of_today() -> None:
+    recorded = json.loads((HERE / "runs.json").read_text(encoding="utf-8"))
+    assert recorded == playground.record_presets(), "run docs/play/playground.py again"
+
+
 # ── settings and changes ──────────────────────────────────────────────────────────────────────────
 
 
@@ -202,13 +207,6 @@ def test_the_page_has_a_field_for_each_setting() -> None:
         assert set(re.findall(r'(\w+): "', fields)) == settings
 
 
-def test_the_functions_of_the_editor_exist() -> None:
-    for file, names in re.findall(r"(\w+): \[(.*?)\]", of_script("playground.js", r"FUNCTIONS = \{(.*?)\};")):
-        source = (ROOT / "nanopaged" / f"{file}.py").read_text(encoding="utf-8")
-        for member in re.findall(r'(\w+)"', names):
-            assert re.search(rf"(def |self\.){member}[(:]", source), member
-
-
 def test_the_worker_fetches_the_files_that_a_run_imports() -> None:
     Run(small(rank="lambda request: request.arrival_time"))
     modules = playground.package(frozenset()).modules.values()
@@ -224,7 +222,7 @@ DRAWN = f"{FRAMES}.every((frame) => frame.contentWindow.trace)"
 STEPS = f"{FRAMES}.map((frame) => +frame.contentDocument.getElementById('slider').value)"
 TYPE = """((old, changed) => {
   const [choice, text] = ["function", "text"].map((id) => document.getElementById(id));
-  choice.value = "block_manager BlockManager.take";
+  choice.value = "nanopaged/block_manager.py take";
   choice.onchange();
   text.focus();
   text.setSelectionRange(text.value.indexOf(old), text.value.indexOf(old) + old.length);
@@ -241,7 +239,7 @@ class Playground(Browser):
         self.num_runs = 0
 
     def open(self, address: str = "") -> None:
-        """Load the page anew, which runs the engine."""
+        """Load the page anew, which shows a recorded run, or runs the engine."""
         self.driver.get("about:blank")
         self.num_runs = 0
         self.driver.get(f"{self.site.root}docs/play/{address}")
@@ -309,16 +307,21 @@ def opened(browser: Browser, site: Site) -> Iterator[Playground]:
 
 @pytest.mark.slow
 def test_a_preset_opens_with_its_pictures(opened: Playground) -> None:
-    """The browser computes every line that CPython does, so it also draws the same."""
+    """Recorded ones, at the step of the question, before Python is there. Then it computes the same lines."""
     opened.open()
     kinds: set[str] = set()
     for name, preset in PRESETS.items():
         opened.go(f"#preset={name}")
         assert opened.text("title") == preset["title"]
-        step = int(str(preset.get("step", 1)).partition("-")[0])  # of "3-scheduled"
         runs = [Run(preset["settings"] | its) for its in ({}, preset.get("beside")) if its is not None]
-        assert opened.pictures() == [[run.header, *run.lines] for run in runs]
-        assert opened.run(STEPS) == [min(step, run.num_steps) for run in runs]
+        pictures = [[run.header, *run.lines] for run in runs]
+        assert opened.pictures() == pictures, "recorded"
+        assert opened.run(STEPS) == [preset["from"]] * len(runs)
+        opened.press_run()
+        assert opened.pictures() == pictures
+        opened.click("#ask summary")
+        step = int(str(preset["step"]).partition("-")[0])  # of "3-scheduled"
+        opened.until(f"{STEPS}.every((step) => step === {step})")
         kinds.update(kind for run in runs for events in run.events for kind in events)
     assert kinds >= {"copy", "preempt", "swap", "hit", "evict", "fork", "beams", "chunk"}
 
@@ -376,11 +379,12 @@ def test_the_source_is_changed(opened: Playground) -> None:
 
     opened.change("if self.free_ids:", "if self.free_blocks:")
     opened.press_run()
-    (line,) = opened.texts("#numbers .wrong")
     wrong = "Step 1 failed. AttributeError: 'BlockManager' object has no attribute 'free_blocks'"
     (problem,) = opened.texts("figure .problem")
     assert problem.startswith(wrong)
-    assert f"block_manager.py, line {line})" in problem
+    assert re.search(r"block_manager\.py, line \d+\)", problem)
+    opened.click("figure .problem button")
+    assert opened.run("getSelection().toString()").strip() == "if self.free_blocks:"
 
     opened.change("if self.free_blocks:", "while len(self.free_ids) < 9: pass\n        if self.free_ids:")
     opened.click("#form .run")

@@ -74,7 +74,7 @@ def test_what_is_found(tmp_path: Path, html: str, fault: str | None) -> None:
     [
         ("docs/book/03-blocks.md", "../../nanopaged/swap.py", "../source/nanopaged/swap.py.md"),
         ("docs/README.md", "book/exercises", "source/docs/book/exercises/README.md"),
-        ("README.md", "docs/zh/README.md", "zh/README.md"),
+        ("README.md", "docs/zh/README.md", "zh/contents.md"),
         ("docs/zh/03-blocks.md", "../play/tour.html#19", "../play/tour.html#19"),
         ("docs/zh/03-blocks.md", "nowhere.py", "nowhere.py"),
         ("docs/zh/03-blocks.md", "https://arxiv.org/a.py", "https://arxiv.org/a.py"),
@@ -224,5 +224,12 @@ def test_pages_in_a_browser(site: Site, browser: Browser) -> None:
         assert browser.run("document.documentElement.scrollWidth") <= width
         colour = browser.run("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 128) is dark
+        if name == "index.html":
+            fill = browser.run("getComputedStyle(document.querySelector('.live rect')).fill")
+            assert (sum(map(int, re.findall(r"\d+", fill)[:3])) < 3 * 128) is dark, "the figure, too"
         if name.startswith(("book", "zh")):
+            assert browser.texts(".language") == ["English" if name.startswith("zh") else "中文"]
+            entries = "[...document.querySelectorAll('.md-nav--primary .md-nav__link')]"
+            shown = f"{entries}.filter((it) => it.closest('.md-nav').clientHeight && it.clientHeight)"
+            assert browser.run(f"new Set({shown}.map((it) => it.textContent.trim())).size") <= 25
             assert min(browser.contrasts(".md-nav__link--active *").values(), default=21) >= 4.5
