@@ -44,7 +44,7 @@ class State:
 def main() -> None:
     manager, sequences = fork()
     a, b = map(name_of, sequences)
-    words = f"{a} and {b} continue one prompt. Both tables name its blocks."
+    words = f"{a} and {b} continue one prompt. Both tables point to its blocks."
     frames, ends = [draw(look(manager, sequences), words)], [0]
     for place in range(len(OUTPUTS[0])):
         for seq in sequences:
