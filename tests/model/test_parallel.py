@@ -226,19 +226,6 @@ def test_a_worker_that_cannot_start(qwen3: Oracle, orders: Path) -> None:
         sabotaged(qwen3, orders)
 
 
-def fail_on_rank_0(error: type[BaseException], ranks: parallel.Ranks) -> None:
-    if ranks.rank == 0:
-        raise error
-    time.sleep(1000)
-
-
-@pytest.mark.parametrize("error", [ValueError, slow(KeyboardInterrupt)])
-def test_a_start_that_is_broken_off(error: type[BaseException]) -> None:
-    """Rank 0 cannot load its weights; or Ctrl-C comes when the workers have just been started."""
-    with pytest.raises(error):
-        parallel.start(2, partial(fail_on_rank_0, error))
-
-
 Pair = tuple[LLM, set[tuple[str, int]]]
 
 
