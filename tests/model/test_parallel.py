@@ -171,7 +171,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     ("order", "message"),
     [
         ("step raise", r"rank 1 has failed: [^$]*Traceback[^$]*ValueError: sabotage"),
-        ("step die", "rank 1 has failed: .* terminated with signal SIGKILL"),
+        slow("step die", "rank 1 has failed: .* terminated with signal SIGKILL"),
         slow("step hang", "rank 0 failed within a step: .*imed out"),
     ],
 )
