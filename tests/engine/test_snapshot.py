@@ -77,14 +77,3 @@ def test_states() -> None:
         seen_blocks |= set(blocks)
     assert seen_requests == {"running", "waiting", "swapped"}
     assert seen_blocks == {"free", "partial", "full", "cached"}
-
-
-def test_a_long_table_is_drawn_in_rows_and_blocks_that_look_alike_in_runs() -> None:
-    engine = make_engine(num_blocks=40)
-    for name, num in (("A", 3), ("B", 100)):
-        engine.add_request(name, tokens(ord(name), num), SamplingParams(max_tokens=4, ignore_eos=True))
-    engine.step()
-    engine.abort_request("A")
-    drawing = str(engine.snapshot())
-    assert drawing.count("physical block  ") == 2
-    assert drawing.endswith("\n      0  free\n   1-25  ████  B\n  26-39  free")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from conftest import MAX_MODEL_LEN, Oracle, random_prompts, tokens_of
 
 from nanopaged import LLM, EngineConfig, SamplingParams, memory
 from nanopaged.kv_cache import KVShape
-from nanopaged.model.decoder import PLAIN, norm_rotate
+from nanopaged.model.decoder import PLAIN
 from nanopaged.model_runner import ModelRunner, choose_operations
 from nanopaged.sampler import LOGITS_TILE
 
@@ -162,24 +161,6 @@ def test_compiled_operations_give_the_same_tokens(
     prompts = random_prompts(4, seed=3)
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert tokens_of(outputs) == [oracle.greedy(prompt, 12) for prompt in prompts]
-
-
-@pytest.mark.slow
-def test_engines_of_many_kinds_stay_compiled(compile_quickly: None) -> None:
-    """A code object is compiled for eight kinds of arguments. Three dtypes, with norms of q and k and
-    without, one token and several are twelve; beyond the eighth `fullgraph` is an error.
-    """
-    torch.manual_seed(0)
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)):
-        operations = choose_operations("torch", torch.device("cuda"), dtype, enforce_eager=False)
-        weights = torch.rand(2, 16).to(dtype).unbind()
-        for n, norms in product((1, 5), (None, weights)):
-            qk = torch.randn(n, 6, 16).to(dtype)
-            angles = torch.randn(n, 1, 8).to(dtype)
-            cos = torch.cat((angles.cos(), angles.cos()), dim=-1)
-            expected = norm_rotate(qk.clone(), 4, norms, 1e-3, cos, angles.sin())
-            got = operations.norm_rotate(qk, 4, norms, 1e-3, cos, angles.sin())
-            torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("way", ["swap", "recompute"])
