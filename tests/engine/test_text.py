@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from unittest.mock import MagicMock
@@ -231,3 +232,37 @@ def test_generate_serves_the_streams_that_are_open(llm: LLM, monkeypatch: pytest
     (last,) = short
     assert (last.finished, len(last.outputs[0].token_ids)) == (True, 3)
     long.close()
+
+
+def test_no_token_is_decoded_again_and_again(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Past bug: in a run of tokens without text, each was decoded together with all before it."""
+    backend = tokenizer.backend_tokenizer
+
+    class CountingTokenizer:
+        num_decoded = 0
+        get_added_tokens_decoder = backend.get_added_tokens_decoder
+        token_to_id = backend.token_to_id
+
+        def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+            self.num_decoded += len(token_ids)
+            return backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    for token_id in (tokenizer.all_special_ids[0], tokenizer.encode("é")[0], tokenizer.encode("a")[0]):
+        counting = CountingTokenizer()
+        detokenizer = Detokenizer(counting, ("zzz",))
+        for n in range(1, 1001):
+            detokenizer.find_stop([token_id] * n)
+        assert counting.num_decoded < 100_000
+
+
+def test_the_work_for_stop_strings_is_bounded(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A few calls for each string, however long it is. Past bug: one for each character of each string."""
+    stop = [f"{i} is not to be, that is" * 20 for i in range(300)]
+    token_ids = tokenizer.encode("To be, or not to be, that is the question: " * 20)
+    detokenizer, calls = Detokenizer(tokenizer.backend_tokenizer, stop), []
+    detokenizer.visible(token_ids[:-1], finished=False)
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    shown = detokenizer.visible(token_ids, finished=False)
+    sys.setprofile(None)
+    assert shown == tokenizer.decode(token_ids)
+    assert len(calls) < 20 * len(stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import socket
@@ -319,3 +320,57 @@ def test_under_torchrun(qwen3: Oracle, tmp_path: Path) -> None:
     line, second = done.stdout.splitlines()  # of rank 0 alone
     assert second.startswith("under torchrun a program can have one engine")
     assert line == str(qwen3.greedy([1, 2, 3], 8, ignore_eos=True))
+
+
+FORKING = """
+import gc, json, os, signal, sys
+from nanopaged import LLM, SamplingParams
+
+def main():
+    llm = LLM(sys.argv[1], tensor_parallel_size=2, num_blocks=30)
+    for ending in ("exit", "drop", "raise"):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)  # ends it if it hangs
+            if ending == "drop":
+                del llm
+                gc.collect()
+            if ending == "raise":
+                raise ValueError("the child's own")
+            sys.exit(3)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        print(json.dumps([ending, status, output.outputs[0].token_ids]), flush=True)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on Windows")
+def test_a_fork_leaves_the_workers_to_its_parent(qwen3: Oracle, tmp_path: Path) -> None:
+    """Children end by `sys.exit`, after they have dropped the LLM, and by an exception.
+
+    None of them hangs or says more than its own traceback, and the engine goes on after each.
+    """
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "program.py").write_text(FORKING, encoding="utf-8")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path / "temporary")}
+    command = [sys.executable, tmp_path / "program.py", qwen3.folder]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    expected = qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
+    assert lines == [["exit", 3, expected], ["drop", 3, expected], ["raise", 1, expected]], done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert done.stderr.endswith("ValueError: the child's own\n"), done.stderr
+    assert not [path for path in (tmp_path / "temporary").iterdir() if path.name.startswith("nanopaged")]
+
+
+def test_a_start_whose_workers_cannot_be_started() -> None:
+    """Their arguments cannot be pickled, so there is no process to remove the folder but this one."""
+    with pytest.raises(AttributeError, match="pickle"):
+        parallel.start(2, lambda ranks: None)
+    assert not stores()
