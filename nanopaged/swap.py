@@ -9,7 +9,7 @@ from nanopaged.sequence import Move, Request
 
 
 class Swapper:
-    """The pool of host blocks. The `host_table` of a swapped sequence lists those of its K/V."""
+    """The pool of host blocks. A swapped sequence's `host_table` lists those that hold its K/V."""
 
     def __init__(self, block_manager: BlockManager, num_host_blocks: int) -> None:
         self.block_manager = block_manager
