@@ -37,7 +37,7 @@ def main() -> None:
         picture.note(x + 8, (top + bottom) / 2, words)
     picture.line(128, top, 128, bottom, arrow=True)
     picture.line(128, bottom, 128, top, arrow=True)
-    picture.note(136, (top + bottom) / 2, f"all-reduce, {2 * config.num_layers + 1} a step")
+    picture.note(136, (top + bottom) / 2, f"all-reduce, {2 * config.num_layers + 1} per step")
     picture.save()
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from runs import arrivals
 from svg import COLORS, FAINT, GREY, Drawing
 
-MOST = 5.0  # requests a second, the end of both axes
+MOST = 5.0  # requests per second, the end of both axes
 LEFT, WIDTH, HEIGHT = 56, 320, 200
 BLUE, ORANGE = COLORS[0][1], COLORS[1][1]
 
@@ -26,7 +26,7 @@ def main() -> None:
     )
 
     bottom = 260
-    axes(drawing, bottom, "requests a second", [(str(tick), tick / 4) for tick in range(5)])
+    axes(drawing, bottom, "requests per second", [(str(tick), tick / 4) for tick in range(5)])
     curve(drawing, bottom, rates, [row["served"] / 4 for row in rows], BLUE)
     curve(drawing, bottom, rates, [row["good"] / 4 for row in rows], ORANGE)
     drawing.text(LEFT + 240, bottom - 182, "served", color=BLUE, bold=True)
@@ -59,7 +59,7 @@ def axes(drawing: Drawing, bottom: float, title: str, ticks: list[tuple[str, flo
     drawing.line(LEFT, bottom, LEFT + WIDTH, bottom)
     for rate in range(int(MOST) + 1):
         drawing.text(LEFT + WIDTH * rate / MOST, bottom + 16, str(rate), 12, color=GREY)
-    drawing.text(LEFT + WIDTH / 2, bottom + 38, "requests a second, arriving", 12, color=GREY)
+    drawing.text(LEFT + WIDTH / 2, bottom + 38, "requests arriving per second", 12, color=GREY)
 
 
 def curve(drawing: Drawing, bottom: float, rates: list[float], shares: list[float], color: str) -> None:
