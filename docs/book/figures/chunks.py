@@ -1,4 +1,4 @@
-"""A prompt of 40 tokens beside three decodes: whole in one step, and in chunks.
+"""A prompt of 40 tokens next to three decodes: whole in one step, and in chunks.
 
     python docs/book/figures/chunks.py
 
@@ -30,6 +30,11 @@ def run(budget: int) -> list[dict[str, int]]:
     return steps
 
 
+def style_of(name: str) -> tuple[str, str]:
+    """Fill and line. A decode is full of colour, because its box is only one token wide."""
+    return COLORS[4] if name == "P" else (COLORS["ABC".index(name)][1],) * 2
+
+
 def draw(drawing: Drawing, y: float, title: str, steps: list[dict[str, int]]) -> None:
     """One run over time. Each decode gets its token at the end of a bar."""
     drawing.text(LEFT, y, title, 14, "start", bold=True)
@@ -39,7 +44,7 @@ def draw(drawing: Drawing, y: float, title: str, steps: list[dict[str, int]]) ->
             break
         begin = x
         for name, num_tokens in sorted(step.items()):
-            style = COLORS["ABC".index(name)] if name in "ABC" else COLORS[4]
+            style = style_of(name)
             label = str(num_tokens) if num_tokens > 2 else ""
             drawing.box(x, y + 18, WIDTH * num_tokens, HEIGHT, label, *style, 13)
             x += WIDTH * num_tokens
@@ -54,11 +59,11 @@ def draw(drawing: Drawing, y: float, title: str, steps: list[dict[str, int]]) ->
 
 
 def main() -> None:
-    drawing = Drawing(400, 266, "A long prompt beside three decodes, whole and in chunks")
+    drawing = Drawing(400, 266, "A long prompt next to three decodes, whole and in chunks")
     draw(drawing, 22, "whole", run(1000))
-    draw(drawing, 128, f"in chunks: at most {BUDGET} tokens a step", run(BUDGET))
+    draw(drawing, 128, f"in chunks: at most {BUDGET} tokens per step", run(BUDGET))
     for i, name in enumerate("ABCP"):
-        style = COLORS[4] if name == "P" else COLORS[i]
+        style = style_of(name)
         x = LEFT + 96 * i
         drawing.box(x, 232, 16, 16, "", *style)
         text = "prompt" if name == "P" else f"decode {name}"

@@ -113,8 +113,8 @@ def main() -> None:
             x, y, _ = rows_of(start, BLOCK_SIZE, top + 36)[0]
             drawing.text(x + WIDTH * (first + end) / 2, y + HEIGHT / 2, name, size=11, color=color, bold=True)
         drawing.text(LEFT, top + 6, policy, anchor="start", bold=True)
-        at_once = len({name for _, _, name, _ in ranges})
-        text = f"{at_once} requests at once, {served} served before"
+        running = len({name for _, _, name, _ in ranges})
+        text = f"{running} requests run, {served} served before"
         drawing.text(LEFT + 60, top + 6, text, anchor="start")
         shares = ", ".join(f"{kind} {100 * n / NUM_SLOTS:.0f} %" for kind, n in totals.items() if n > 0)
         drawing.note(LEFT, top + 24, shares)

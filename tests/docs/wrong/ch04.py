@@ -1,7 +1,6 @@
 """Wrong solutions of the exercises of chapter 4."""
 
 AGED = "request.num_prompt_tokens + arrived[request.request_id]"
-NAMES = "for name in prompts or to_compute"
 
 WRONG_1 = [
     ("prompts only whole", "if rest == 0", "if running and waiting.get(name, [0])[0] > rest or rest == 0"),
@@ -12,9 +11,4 @@ WRONG_2 = [
     ("shortest first", AGED, "request.num_prompt_tokens"),
     ("ages too slowly", "+ arrived[request.request_id]", "+ 0.2 * arrived[request.request_id]"),
     ("ages too fast", "+ arrived[request.request_id]", "+ 3 * arrived[request.request_id]"),
-]
-WRONG_3 = [
-    ("both in a step", NAMES, "for name in [*prompts, *decoding]"),
-    ("one prompt a step", NAMES, "for name in prompts[:1] or to_compute"),
-    ("the newest prompt first", NAMES, "for name in prompts[::-1] or to_compute"),
 ]
