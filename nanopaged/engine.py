@@ -176,8 +176,8 @@ class LLMEngine:
         The garbage collector may close a stream of `LLM` in the middle of a change. The request of
         that stream is forgotten when the change is complete.
         """
-        self.is_changing = True
         try:
+            self.is_changing = True
             yield
         except BaseException as error:
             self.scheduler.start_over(self.requests.values())

@@ -528,6 +528,7 @@ class Run:
             self.attempt(lambda: self.engine.add_request(str(i), self.prompt_of(asked), asked.params))
 
     def abort(self, i: int) -> None:
+        has_ended = str(i) in self.engine.requests and self.engine.requests[str(i)].finished
         while str(i) in self.engine.requests:  # a fault may come before or after it is aborted
             request = self.engine.requests[str(i)]
             state = "waiting" if request in self.engine.scheduler.waiting else "running"
@@ -538,7 +539,7 @@ class Run:
                 self.happened[f"abort while {state}"] += 1
                 self.report(i, output)
                 was_aborted = output is not None and any(c.finish_reason == "abort" for c in output.outputs)
-                assert output is None or was_aborted == (state != "ended")
+                assert output is None or was_aborted != has_ended  # before any fault
 
     def step(self) -> None:
         if self.workload.mixes_preemption:
