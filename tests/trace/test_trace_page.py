@@ -426,8 +426,8 @@ def test_pool_and_tables_are_in_view(
 ) -> None:
     """At each stop of the tour and in each preset, without scrolling; on a phone, the caption and the pool.
 
-    An arrow leads from a table to a block, or to the border of the host. The tokens of a small pool are in their
-    slots. The pool and the tables keep their places as long as no more blocks are drawn.
+    An arrow leads from a table to a block, or to the border of the host. The tokens of a small pool are in
+    their slots. The pool and the tables keep their places as long as no more blocks are drawn.
     """
     browser.screen(width, height)
     browser.open(TOUR)
