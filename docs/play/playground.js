@@ -5,7 +5,7 @@ const LIMIT = 10, MOST_REQUESTS = 100;  // seconds until a run is ended: a chang
 const HUES = [250, 50, 95, 0, 200, 160, 125, 305];  // the viewer's
 const FIELDS = {  // setting → label
   num_blocks: "blocks of the pool", block_size: "slots in a block", num_host_blocks: "host blocks",
-  max_num_batched_tokens: "token budget of a step", max_num_seqs: "sequences at once", watermark: "watermark, a share",
+  max_num_batched_tokens: "token budget of a step", max_num_seqs: "sequences together", watermark: "watermark, a share",
   preemption: "preemption", enable_chunked_prefill: "chunked prefill", enable_prefix_caching: "prefix caching",
   rank: "rank of a request, smallest first",
 };
