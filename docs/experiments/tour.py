@@ -55,8 +55,8 @@ STOPS = [
          "All four samples begin with this prompt, so they share its K/V. A fork copies only the block "
          "table, and each block now has a reference count of four."),
     Stop(2, "copied", "copy", "Why copy on write", ("Copy-on-write",),
-         "Each sample now writes a different token into the same slot of block 3. A1, A2 and A3 copy the "
-         "block first (copy-on-write); the last one, A4, keeps the original."),
+         "Each sample now writes its own token into the same slot of block 3. A1, A2 and A3 copy the block "
+         "first (copy-on-write); the last one, A4, keeps the original."),
     Stop(2, "updated", "decode", "The newest token has no K/V", ("Decode",),
          "A forward pass computes the K/V of its input. The token it samples, framed here, becomes the "
          "input of the next step, a decode, and has no K/V until then."),
@@ -66,9 +66,9 @@ STOPS = [
     Stop(13, "scheduled", "preempt", "Why preempt, and why the last", ("Preemption", "All-or-nothing"),
          "No block is free for the next tokens. A preemption takes all blocks of the request that came "
          "last (all-or-nothing), because a step reads all its K/V. Earlier requests finish."),
-    Stop(17, "scheduled", "preempt", "Swap or recompute", ("Swap", "Recompute", "Prefill"),
+    Stop(17, "scheduled", "preempt", "Swap or recompute", ("Swap", "Recompute"),
          "A swap moves a preempted request's K/V to host memory. B needs 12 host blocks but only 4 are "
-         "free, so it must recompute everything in one prefill."),
+         "free, so later it recomputes what is no longer cached."),
     Stop(19, "scheduled", "evict", "Why evict the least recently used", ("Cached block", "Eviction", "LRU"),
          "A cached block has no user, but a later prompt may find its contents. When no block is free, an "
          "eviction takes the one unused for longest (LRU)."),

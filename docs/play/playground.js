@@ -5,7 +5,7 @@ const LIMIT = 10, MOST_REQUESTS = 100;  // seconds until a run is ended: a chang
 const HUES = [250, 50, 95, 0, 200, 160, 125, 305];  // the viewer's
 const FIELDS = {  // setting → label
   num_blocks: "blocks of the pool", block_size: "slots in a block", num_host_blocks: "host blocks",
-  max_num_batched_tokens: "token budget of a step", max_num_seqs: "sequences at once", watermark: "watermark, a share",
+  max_num_batched_tokens: "token budget of a step", max_num_seqs: "sequences together", watermark: "watermark, a share",
   preemption: "preemption", enable_chunked_prefill: "chunked prefill", enable_prefix_caching: "prefix caching",
   rank: "rank of a request, smallest first",
 };
@@ -95,7 +95,7 @@ function tell(text, share) {
 
 let presets = [], preset = null, defaults, requestDefaults;
 let runs = {}, viewer = "";  // preset → the traces of its pictures, recorded; the page that shows a trace
-let settings = {}, beside = null;  // of the left picture; what is different in the right one, if there is one
+let settings = {}, beside = null;  // of the first picture; what is different in a second one, if there is one
 
 const differs = (name) => beside !== null && name in beside && beside[name] !== settings[name];
 
@@ -110,6 +110,7 @@ function choose(name) {
   preset = presets.find((each) => each.name === name) || presets[0];
   for (const button of $("presets").querySelectorAll("button")) {
     button.setAttribute("aria-pressed", button.value === preset.name);
+    if (button.value === preset.name) button.scrollIntoView({ block: "nearest", inline: "center" });
   }
   const texts = { ...preset, "further-question": preset.further[0], "further-answer": preset.further[1] };
   for (const part of ["title", "setup", "question", "answer", "further-question", "further-answer"]) {
@@ -124,7 +125,7 @@ function choose(name) {
 }
 
 function inputOf(name, side, values, changed) {
-  const value = values[name], label = `${FIELDS[name]}${side === "right" ? ", right picture" : ""}`;
+  const value = values[name], label = `${FIELDS[name]}${side === "right" ? ", second picture" : ""}`;
   const attributes = { id: `${name}-${side}`, "aria-label": label, title: name };
   const type = { boolean: "checkbox", string: "text", number: "number" }[typeof defaults[name]];
   const input = name === "preemption" ? make("select", attributes, ...["swap", "recompute"].map((way) => make("option", {}, way)))
@@ -137,7 +138,7 @@ function inputOf(name, side, values, changed) {
 const valueOf = (input) => (input.type === "checkbox" ? input.checked
   : input.type === "number" ? (input.value === "" ? null : Number(input.value)) : input.value);
 
-// A setting of the right picture that was not changed is that of the left one.
+// A setting of the second picture that was not changed is that of the first one.
 function drawFields() {
   const focused = document.activeElement?.id;
   $("fields").replaceChildren(...Object.keys(FIELDS).map((name) => {

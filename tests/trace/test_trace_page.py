@@ -177,7 +177,7 @@ def test_what_is_said_of_forks_copies_hits_and_chunks(browser: Browser, tmp_path
     run_to_end(engine)
     said = sentences(browser, tmp_path / "run.html")
     assert said["fork"] == [
-        "updated: The prompt is computed: A1 is forked into A1, A2 and A3, which share its 2 blocks."
+        "updated: The prompt is computed: A is forked into A1, A2 and A3, which share its 2 blocks."
     ]
     assert said["copy"] == [
         "copied: A1 writes into block 1, which A2 and A3 also use, so it gets a copy, block 2.",
@@ -426,8 +426,8 @@ def test_pool_and_tables_are_in_view(
 ) -> None:
     """At each stop of the tour and in each preset, without scrolling; on a phone, the caption and the pool.
 
-    An arrow leads from a table to a block, or to the host and back. The tokens of a small pool are in their
-    slots. The pool and the tables keep their places as long as no more blocks are drawn.
+    An arrow leads from a table to a block, or to the border of the host. The tokens of a small pool are in
+    their slots. The pool and the tables keep their places as long as no more blocks are drawn.
     """
     browser.screen(width, height)
     browser.open(TOUR)
@@ -461,7 +461,7 @@ def test_every_text_can_be_read(browser: Browser, dark: bool) -> None:
         browser.run("trace.go(...arguments)", step, part)
         for name, contrast in browser.contrasts().items():
             least[name] = min(contrast, least.get(name, 21))
-    assert {"SPAN.id", "SPAN.label", "H3.", "A."} <= least.keys()
+    assert {"SPAN.id", "SPAN.user", "H3.", "A."} <= least.keys()
     assert {name: contrast for name, contrast in least.items() if contrast < 4.5} == {}
 
 
@@ -495,8 +495,8 @@ def test_the_tour(browser: Browser) -> None:
     assert browser.texts("#pool [data-mark=source] .refs") == ["4 → 3 → 2 → 1 refs"]
     assert browser.run(links.format("#caption a")) == [f"{docs}/reference/glossary.md"]
     browser.run("trace.go(17, 'scheduled')")
-    assert browser.text("bounce") == "✗ B preempted: needs 12, the host has 4 free"
-    assert len(browser.texts("#moves path")) == 2, "there and back"
+    assert browser.text("bounce") == "✗ No room for B: it needs 12 host blocks, 4 are free"
+    assert len(browser.texts("#moves path")) == 1, "to the border of the host"
     browser.run("trace.go(1)")
     browser.press(" ")
     browser.until("trace.at().part === 'copied'")
