@@ -33,7 +33,7 @@ let answer = null, told = 0, trace = "";  // takes the result of the present run
 
 function load() {
   ready ??= new Promise((resolve, reject) => {
-    tell("Python is loaded …", 0);
+    tell("Python is loading …", 0);
     worker = new Worker("worker.js", { type: "module" });
     worker.onerror = (event) => reject(new Error(event.message || "worker.js cannot be loaded"));
     worker.onmessage = ({ data }) => {
@@ -211,7 +211,7 @@ function open() {
   }
   if (given || num()) return run();
   draw(wanted().map(([title], i) => [title, { page: viewer + runs[preset.name][i] }]));  // Python can wait
-  if (!embedded()) load().then(() => running || tell("Ready."), (error) => problem(error.message));
+  if (!embedded()) load().then(() => running || tell("Ready."), (error) => { tell(""); problem(error.message); });
 }
 
 // ── the source, and its changes ──────────────────────────────────────────────────────────────────

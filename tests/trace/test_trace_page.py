@@ -383,6 +383,8 @@ def test_a_table_says_that_the_newest_token_has_no_kv(browser: Browser, small_pa
 def test_a_block_tells_what_it_holds(browser: Browser, small_page: Path) -> None:
     """The grid is reached with the keyboard, and the arrows move from block to block."""
     browser.open(small_page, 1)
+    assert browser.text("about").startswith("Every block of every step of this run.")
+    assert browser.run("document.getElementById('about').checkVisibility()")
     assert browser.texts("#pool .label")[:3] == ["A1,2 B", "A1,2", "B"]
     browser.run("document.querySelector('#pool .cell').focus()")
     assert re.match(r"Block 0 · full, 4 of 4 .* · 3 references: A1 \(its block 0\)", browser.text("block"))
@@ -447,8 +449,50 @@ def test_pool_and_tables_are_in_view(
     step = f"(document.getElementById('forward').click(), [{drawn}, {WHERE}.slice(0, 2)])"
     places = browser.run(f"Array.from({{ length: 239 }}, () => {step})")
     assert here(browser) == (61, "updated"), "it is walked to its end"
-    assert len({str(place) for place in places}) == len({drawn for drawn, _ in places}) == 3
+    _, (pool, tables) = last = places[-1]
+    kept = [place for place in places if place != last or screen != "phone"]  # at the end it has no tables
+    assert len({str(place) for place in kept}) == len({drawn for drawn, _ in kept}) == 3
+    assert (pool[1] - tables[1] < 80) == (screen == "phone"), "then the pool moves up"
     assert browser.run("scrollY") == 0
+
+
+def test_what_a_phone_leaves_out(browser: Browser) -> None:
+    """The arrows of tables while blocks are copied, and words of a note that have no room."""
+    notes = "document.querySelector('h2 span').innerText.trim()"
+    browser.screen(1280, 720)
+    browser.open(TOUR)
+    note = "which blocks hold a text, in order; dashed: no K/V yet; framed: new in this step"
+    assert browser.run(notes) == note
+    browser.open(TOUR, "2-copied")
+    assert browser.texts("#links path"), "with room, also those of the tables"
+    browser.screen(390, 844)
+    browser.open(TOUR, "2-copied")
+    assert browser.run(notes) == "dashed: no K/V yet; framed: new"
+    assert (len(browser.texts("#links path")), len(browser.texts("#moves path"))) == (0, 3)
+    browser.open(TOUR, "17-scheduled")
+    assert browser.run(notes) == "framed: new", "beside the host, tokens without K/V are left out"
+
+
+FRAME = """((page, width, done) => {
+  const frame = Object.assign(document.createElement("iframe"), { srcdoc: page, width, height: 420 });
+  frame.onload = () => done([...frame.contentDocument.querySelectorAll(".cell:not([hidden])")]
+    .map((cell) => cell.textContent.trim().match(/^h?\\d+/)[0]));
+  document.body.replaceChildren(frame);
+})(...arguments)"""
+
+
+def test_blocks_in_a_frame(browser: Browser, presets: list[tuple[Path, int]]) -> None:
+    """A preset has its few host blocks from the start; on a phone, it has only blocks that are used."""
+    pages = {page.stem: page.read_text(encoding="utf-8") for page, _ in presets}
+    browser.screen(1280, 720)
+    browser.driver.get("about:blank")
+    pool, host = [str(i) for i in range(12)], [f"h{i}" for i in range(4)]
+    for name, width, drawn in (
+        ("swap-or-recompute", 700, pool[:4] + host),
+        ("copy-on-write", 700, pool[:8]),
+        ("copy-on-write", 350, pool[:5]),
+    ):
+        assert browser.driver.execute_async_script(FRAME, pages[name], width) == drawn, (name, width)
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -497,6 +541,9 @@ def test_the_tour(browser: Browser) -> None:
     browser.run("trace.go(17, 'scheduled')")
     assert browser.text("bounce") == "✗ No room for B: it needs 12 host blocks, 4 are free"
     assert len(browser.texts("#moves path")) == 1, "to the border of the host"
+    given = browser.texts("#pool :is([data-mark=kept], [data-mark=again]) .id")
+    assert given == ["7", "8", "9", "10", "11", "12", "13", "14", "15", "16", "25", "27"], "all 12 of B"
+    assert not browser.run("document.getElementById('about').checkVisibility()"), "a tour has captions"
     browser.run("trace.go(1)")
     browser.press(" ")
     browser.until("trace.at().part === 'copied'")
