@@ -70,7 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the quick tests, and skip the GPU tests where there is no GPU."""
     for item in items:
         family = getattr(item, "callspec", None) and item.callspec.params.get("oracle")
-        if item.path.stem.removeprefix("test_") in QUICK and family in (None, "qwen3"):
+        is_slow = item.get_closest_marker("slow") is not None
+        if item.path.stem.removeprefix("test_") in QUICK and family in (None, "qwen3") and not is_slow:
             item.add_marker(pytest.mark.quick)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device (with one: pytest -m gpu)"))
