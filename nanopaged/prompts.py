@@ -185,12 +185,12 @@ def prompt_as_dict(prompt: Any) -> Mapping[str, Any]:
     if not isinstance(prompt, Mapping):
         return {"prompt_token_ids": prompt}
     if "input_ids" in prompt:
-        rows = token_rows(prompt)
-        if len(rows) > 1:
+        prompts = encoded_prompts(prompt)
+        if len(prompts) > 1:
             raise ValueError(
-                f"these are the tokens of {len(rows)} texts: give them to LLM.generate"
+                f"these are the tokens of {len(prompts)} texts: give them to LLM.generate"
             )
-        prompt = {"prompt_token_ids": rows[0], "cache_salt": prompt.get("cache_salt")}
+        prompt = prompts[0]
     text = prompt.get("prompt")
     salt = prompt.get("cache_salt")
     unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
@@ -226,16 +226,16 @@ def check_token_ids(token_ids: Any, vocab_size: int, kind: str = "token") -> lis
     return [int(token_id) for token_id in token_ids]
 
 
-def token_rows(encoding: Mapping[str, Any]) -> list[list[int]]:
-    """The token ids in the output of a transformers tokenizer: a row a text, without padding."""
-    ids = as_rows(encoding["input_ids"])
-    if encoding.get("attention_mask") is None:
-        return ids
-    masks = as_rows(encoding["attention_mask"])
-    rows = []
-    for row, mask in zip(ids, masks, strict=True):
-        rows.append([token_id for token_id, is_text in zip(row, mask, strict=True) if is_text])
-    return rows
+def encoded_prompts(encoding: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The texts in the output of a transformers tokenizer as prompts, without padding."""
+    rows = as_rows(encoding["input_ids"])
+    if encoding.get("attention_mask") is not None:
+        padded = zip(rows, as_rows(encoding["attention_mask"]), strict=True)
+        rows = []
+        for row, mask in padded:
+            rows.append([token_id for token_id, is_text in zip(row, mask, strict=True) if is_text])
+    salt = encoding.get("cache_salt")
+    return [{"prompt_token_ids": row, "cache_salt": salt} for row in rows]
 
 
 def as_rows(array: Any) -> list[list[int]]:
@@ -252,9 +252,7 @@ def as_list(values: Any) -> Any:
 def pair_up(prompts: Any, params: Any) -> list[tuple[Prompt, Params | None]]:
     """Each prompt with its params. A single prompt is a list of one; single params are for all."""
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
-        salt = prompts.get("cache_salt")
-        rows = token_rows(prompts)
-        prompts = [{"prompt_token_ids": row, "cache_salt": salt} for row in rows]
+        prompts = encoded_prompts(prompts)
     prompts = as_list(prompts)
     is_many = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
     if is_many:
