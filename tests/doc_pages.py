@@ -33,12 +33,6 @@ Block, blocks_of = quote.Block, quote.blocks_of
 
 KINDS = {"python", "output", "console", "sh", "diff", "text"}
 
-# Measurements that take minutes: test_scripts.py runs these scripts with small sizes.
-MEASUREMENTS = ["bench.py"] + [
-    f"docs/experiments/{file.name}"
-    for file in sorted((ROOT / "docs" / "experiments").glob("*.py"))
-    if "def main()" in file.read_text(encoding="utf-8") and file.stem not in ("train_tiny", "tutorials")
-]
 REAL_MODEL = "docs/experiments/real_model.py"  # run by test_real_model.py where the model is installed
 TEST_OF_FORK = "-m pytest docs/forks/"
 

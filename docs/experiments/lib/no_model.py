@@ -20,8 +20,6 @@ from nanopaged.text import StopRules
 Lengths = list[tuple[int, int]]  # (input, output) tokens of each request
 Reserve = Callable[[int, int], int]  # (input, output) tokens → slots to reserve
 
-# The paper's traces (its Fig. 11): mean tokens of input and output.
-TRACES = {"Alpaca-like": (19, 58), "ShareGPT-like": (161, 338)}
 KINDS = {  # of slots, see `Run` → their colours in a figure
     "real": "#0b5cad",
     "reserved": "#8ec1f0",
