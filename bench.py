@@ -12,17 +12,18 @@ checkpoint, because they do not change the speed. docs/experiments/peers.py meas
 nano-vllm.
 """
 
-import argparse
 import json
 import random
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -30,20 +31,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.model.checkpoint import find_model
-from nanopaged.model.model_config import read_model_config
 from nanopaged.terminal import load_fork, one_line, run_program
 
-ROOT = Path(__file__).resolve().parent
 Requests = list[tuple[list[int], int]]  # token ids of a prompt, number of tokens to generate
+ROOT = Path(__file__).resolve().parent
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size"]
 SIZES += ["num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"]
-SHAPES = {
+SHAPES = {  # name → the sizes in this order
     "test": [2, 64, 96, 4, 2, 16, 12000],
     "28m": [6, 384, 1024, 6, 2, 64, 32000],
     "100m": [12, 768, 2048, 12, 4, 64, 32000],
     "qwen3-0.6b": [28, 1024, 3072, 16, 8, 128, 151936],
 }
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def main() -> None:
@@ -56,20 +56,20 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         try:
+            if args.model is None:
+                save_random_weights(folder, args)
             compare(args.model or folder, args)
         except (TypeError, ValueError, OSError) as error:
             parser.error(one_line(error))
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> ArgumentParser:
     """The defaults suit a laptop. On a GPU, model and lengths are those of nano-vllm's benchmark."""
     on_gpu = DEVICE.type == "cuda"
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--shape", default="qwen3-0.6b" if on_gpu else "100m", choices=SHAPES, help="sizes of the model")
-    dtypes = ["float32", "bfloat16", "float16"]
-    add("--dtype", default="bfloat16" if on_gpu else "float32", choices=dtypes, help="of weights and K/V")
+    add("--dtype", default="bfloat16" if on_gpu else "float32", choices=["float32", "bfloat16", "float16"])
     add("--model", help="a model folder or hub id, instead of random weights")
     add("--requests", type=int, default=256 if on_gpu else 32)
     add("--min-input", type=int, default=100 if on_gpu else 16, help="tokens; lengths are drawn uniformly")
@@ -85,51 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_sides(args: argparse.Namespace, make_llm: type[LLM]) -> dict[str, partial]:
-    """The name of each side → the function that runs it, and returns seconds."""
-    sides = {"nanopaged": partial(run_nanopaged, make_llm=make_llm)}
-    if args.baseline == "hf":
-        for size in sorted({args.requests // 4 or 1, args.requests // 2 or 1, args.requests}):
-            sides[f"transformers, static batches of {size}"] = partial(run_static, size=size)
-    elif args.baseline:
-        if not Path(args.baseline, "nanopaged").is_dir():
-            raise ValueError(f"{args.baseline} is neither hf nor a checkout of nanopaged")
-        fork = str(Path(args.fork).resolve()) if args.fork else ""
-        sides["nanopaged"] = partial(run_checkout, folder=ROOT, fork=fork)
-        sides[f"nanopaged in {args.baseline}"] = partial(run_checkout, folder=args.baseline, fork="")
-    return sides
-
-
-def compare(model: str, args: argparse.Namespace) -> None:
-    """Run the same requests on all sides, and print their rates.
-
-    Args:
-        model: a folder or a hub id. An empty folder gets random weights.
-    """
-    if args.model is None:
-        save_random_weights(model, args)
-    requests = draw_requests(read_model_config(find_model(model)).vocab_size, args)
-    make_llm = load_fork(args.fork) if args.fork else LLM
-    make_llm.engine_class.make_config(dtype=args.dtype, **args.options)  # raises for wrong options
-    sides = make_sides(args, make_llm)
-    num_prompt = sum(len(prompt) for prompt, _ in requests)
-    num_output = sum(n for _, n in requests)
-    print(
-        f"{len(requests)} requests, {num_prompt} prompt and {num_output} output tokens;"
-        f" {args.model or 'shape ' + args.shape}, {args.dtype};"
-        f" torch {torch.__version__}, threads: {args.threads}",
-        flush=True,
-    )
-    rates = {name: [] for name in sides}
-    for _ in range(args.repeat):  # the sides take turns, so that a slow minute slows all of them
-        for name, run_side in sides.items():
-            rates[name].append(num_output / run_side(model, requests, args))
-            print(f"{name}: {rates[name][-1]:.1f} output tokens/s", flush=True)
-    if args.repeat > 1 or len(sides) > 1:
-        print_rates(rates)
-
-
-def save_random_weights(folder: str, args: argparse.Namespace) -> None:
+def save_random_weights(folder: str, args: Namespace) -> None:
     """Save a checkpoint that all sides load."""
     sizes = dict(zip(SIZES, SHAPES[args.shape], strict=True))
     config = AutoConfig.for_model("qwen3", **sizes, max_position_embeddings=4096, tie_word_embeddings=True)
@@ -139,7 +95,26 @@ def save_random_weights(folder: str, args: argparse.Namespace) -> None:
     model.save_pretrained(folder)
 
 
-def draw_requests(vocab_size: int, args: argparse.Namespace) -> Requests:
+def compare(model: str, args: Namespace) -> None:
+    """Run the same requests on all sides, and print their rates.
+
+    Args:
+        model: a folder or a hub id.
+    """
+    requests = draw_requests(AutoConfig.from_pretrained(find_model(model)).vocab_size, args)
+    sides = make_sides(model, requests, args)
+    num_prompt = sum(len(prompt) for prompt, _ in requests)
+    num_output = sum(n for _, n in requests)
+    print(f"{len(requests)} requests, {num_prompt} prompt and {num_output} output tokens", end="; ")
+    print(f"{args.model or args.shape}, {args.dtype}; torch {torch.__version__}, {args.threads} threads")
+    rates = {name: [] for name in sides}
+    for _ in range(args.repeat):  # the sides take turns, so that a slow minute slows all of them
+        for name, run_side in sides.items():
+            rates[name].append(num_output / run_side())
+    print_rates(rates)
+
+
+def draw_requests(vocab_size: int, args: Namespace) -> Requests:
     """Random prompts, each with the number of tokens that it generates."""
     rng = random.Random(args.seed)
     lengths = [rng.randint(args.min_input, args.max_input) for _ in range(args.requests)]
@@ -147,8 +122,22 @@ def draw_requests(vocab_size: int, args: argparse.Namespace) -> Requests:
     return [(prompt, rng.randint(args.min_output, args.max_output)) for prompt in prompts]
 
 
-def run_nanopaged(model: str, requests: Requests, args: argparse.Namespace, make_llm: type[LLM]) -> float:
-    return measure(make_llm(model, dtype=args.dtype, **args.options), requests)
+def make_sides(model: str, requests: Requests, args: Namespace) -> dict[str, Callable[[], float]]:
+    """The name of each side → the function that runs it, and returns seconds."""
+    if args.baseline and args.baseline != "hf":
+        if not Path(args.baseline, "nanopaged").is_dir():
+            raise ValueError(f"{args.baseline} is neither hf nor a checkout of nanopaged")
+        return {
+            "nanopaged": partial(run_checkout, model, requests, folder=ROOT),
+            f"nanopaged in {args.baseline}": partial(run_checkout, model, requests, folder=args.baseline),
+        }
+    make_llm = load_fork(args.fork) if args.fork else LLM
+    sides = {"nanopaged": lambda: measure(make_llm(model, dtype=args.dtype, **args.options), requests)}
+    if args.baseline == "hf":
+        for size in sorted({args.requests // 4 or 1, args.requests // 2 or 1, args.requests}):
+            run_side = partial(run_static, model, requests, dtype=args.dtype, size=size)
+            sides[f"transformers, static batches of {size}"] = run_side
+    return sides
 
 
 def measure(llm: LLM, requests: Requests) -> float:
@@ -157,65 +146,60 @@ def measure(llm: LLM, requests: Requests) -> float:
     warm_up = [[int(prompt[0] == 0), *prompt[1:]] for prompt, _ in requests[:4]]
     llm.generate(warm_up, SamplingParams(max_tokens=3), use_tqdm=False)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests]
-    before = llm.engine.stats()
+    steps_before = llm.engine.num_steps
     start = time.perf_counter()
-    llm.generate([prompt for prompt, _ in requests], params)
+    outputs = llm.generate([prompt for prompt, _ in requests], params)
     seconds = time.perf_counter() - start
-    after = llm.engine.stats()
-    num_steps = after.num_steps - before.num_steps
-    num_tokens = after.num_generated_tokens - before.num_generated_tokens
+    num_steps = llm.engine.num_steps - steps_before
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     if num_tokens != sum(n for _, n in requests):
         raise ValueError(f"outputs were cut: a text has at most {llm.engine.max_model_len} tokens")
     print(f"{num_steps} steps, with {num_tokens / num_steps:.1f} sequences in each on average")
     return seconds
 
 
-def run_checkout(model: str, requests: Requests, args: argparse.Namespace, folder: str, fork: str) -> float:
-    """Run this program in a new process, whose `import nanopaged` finds the package of the folder."""
-    run_bench = f"import runpy; runpy.run_path({str(ROOT / 'bench.py')!r}, run_name='__main__')"
-    model = str(find_model(model).resolve())  # a relative path would be one in the other folder
-    command = [sys.executable, "-c", run_bench, *sys.argv[1:], "--model", model, "--repeat=1", "--baseline="]
-    done = subprocess.run([*command, f"--fork={fork}"], cwd=folder, stdout=subprocess.PIPE, text=True)
-    rate = re.search(r"^nanopaged: ([\d.]+) output tokens/s", done.stdout, re.MULTILINE)
+def run_checkout(model: str, requests: Requests, folder: str | Path) -> float:
+    """Run this program in a new process that imports the package `nanopaged` of the folder."""
+    code = f"import runpy, sys; sys.path[0] = {str(folder)!r}; "
+    code += f"runpy.run_path({str(ROOT / 'bench.py')!r}, run_name='__main__')"
+    command = [sys.executable, "-c", code, *sys.argv[1:], "--model", model, "--repeat=1", "--baseline="]
+    if folder != ROOT:
+        command.append("--fork=")
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    rate = re.search(r"^nanopaged +([\d.]+) output tokens/s", done.stdout, re.MULTILINE)
     if rate is None:
         raise SystemExit(f"nanopaged failed in {folder}")
     return sum(n for _, n in requests) / float(rate[1])
 
 
-def run_static(model: str, requests: Requests, args: argparse.Namespace, size: int) -> float:
+def run_static(model: str, requests: Requests, dtype: str, size: int) -> float:
     """Run transformers on left-padded batches. A batch runs until its longest output is done."""
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, args.dtype)).to(DEVICE)
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(DEVICE)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a new plan for every new length of a context
+    options = {"do_sample": False, "pad_token_id": 0}
     warm_up = torch.ones(4, 64, dtype=torch.int64, device=DEVICE)
-    hf.generate(warm_up, attention_mask=warm_up, max_new_tokens=3, pad_token_id=0)
+    hf.generate(warm_up, attention_mask=warm_up, max_new_tokens=3, **options)
     start = time.perf_counter()
     for i in range(0, len(requests), size):
-        prompts = [torch.tensor(prompt, device=DEVICE) for prompt, _ in requests[i : i + size]]
-        ones = [torch.ones_like(prompt) for prompt in prompts]
-        num_tokens = max(n for _, n in requests[i : i + size])
-        hf.generate(
-            pad_sequence(prompts, batch_first=True, padding_side="left"),
-            attention_mask=pad_sequence(ones, batch_first=True, padding_side="left"),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
+        batch = requests[i : i + size]
+        prompts = [torch.tensor(prompt, device=DEVICE) for prompt, _ in batch]
+        ids = pad_sequence(prompts, batch_first=True, padding_side="left")
+        mask = pad_sequence([torch.ones_like(p) for p in prompts], batch_first=True, padding_side="left")
+        longest = max(n for _, n in batch)
+        hf.generate(ids, attention_mask=mask, min_new_tokens=longest, max_new_tokens=longest, **options)
     return time.perf_counter() - start
 
 
 def print_rates(rates: dict[str, list[float]]) -> None:
     """The median rate of each side, and the ratio to the best peer in each round."""
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    for name, median in medians.items():
-        print(f"{name:40} {median:8.1f} output tokens/s (median of {len(rates[name])})")
-    del medians["nanopaged"]
-    if medians:
-        best = max(medians, key=medians.__getitem__)
-        ratios = [rate / other for rate, other in zip(rates["nanopaged"], rates[best], strict=True)]
+    for name, values in rates.items():
+        print(f"{name:40} {median(values):8.1f} output tokens/s (median of {len(values)})")
+    own, *peers = rates.values()
+    if peers:
+        best = max(peers, key=median)
+        ratios = [rate / other for rate, other in zip(own, best, strict=True)]
         rounds = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        ratio = statistics.median(ratios)
-        print(f"nanopaged is {ratio:.2f} times the best of them ({best}; rounds: {rounds})")
+        print(f"nanopaged is {median(ratios):.2f} times the best of them (rounds: {rounds})")
 
 
 if __name__ == "__main__":

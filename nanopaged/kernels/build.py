@@ -22,8 +22,8 @@ from nanopaged.terminal import one_line, run_program
 logger = logging.getLogger("nanopaged")
 
 FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / f"{name}.cpp" for name in ("paged_attention", "fused", "linear")]
-HEADER = FOLDER / "vectors.h"
+SOURCES = [FOLDER / f"{name}.cpp" for name in ("paged_attention", "prefill", "fused", "linear")]
+HEADERS = [FOLDER / "vectors.h", FOLDER / "panels.h"]
 TIMEOUT = 300  # seconds; on a server the compiler takes 6
 
 
@@ -52,7 +52,7 @@ def library_path() -> Path:
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     features = re.findall(r"(?m)^(?:flags|Features).*", text)[:1]  # those of the first core
     key = f"{flags()} {platform.processor()} {features}"
-    for path in [*SOURCES, HEADER]:
+    for path in [*SOURCES, *HEADERS]:
         key += path.read_text(encoding="utf-8")
     folder = Path(os.environ.get("NANOPAGED_CACHE") or Path.home() / ".cache" / "nanopaged")
     return folder.absolute() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"

@@ -4,6 +4,7 @@ The library knows nothing of PyTorch. It gets addresses and strides, so dtypes a
 """
 
 import ctypes
+import math
 from functools import cache
 
 import numpy as np
@@ -19,6 +20,7 @@ FLOAT = ctypes.c_float
 INT = ctypes.c_int64
 INTS = ctypes.POINTER(INT)
 POINTER = ctypes.c_void_p
+LOG2_E = math.log2(math.e)  # 2^(x · log2(e)) = e^x
 
 
 class Decode(ctypes.Structure):
@@ -62,6 +64,7 @@ def load() -> ctypes.CDLL:
     """The library, built if it has to be. Raises ValueError, as `build.load` does."""
     library = build.load()
     library.paged_decode.argtypes = [ctypes.POINTER(Decode), DTYPE]
+    library.paged_prefill.argtypes = [POINTER] * 5 + [INT] * 9 + [FLOAT, DTYPE]
     library.store_kv.argtypes = [POINTER] * 4 + [INTS] + [INT] * 8 + [DTYPE]
     library.rms_norm.argtypes = [POINTER] * 3 + [INT] * 3 + [FLOAT, DTYPE]
     library.norm_rotate.argtypes = [POINTER] * 5 + [FLOAT] + [INT] * 5 + [DTYPE]
@@ -131,6 +134,45 @@ def paged_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Decode) -> T
     step.out = out.data_ptr()
     load().paged_decode(step, DTYPES[q.dtype])
     return out
+
+
+def paged_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    context_len: int,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """The last queries of a context, each with the keys up to its own position.
+
+    Args:
+        q: [num_queries, num_heads, head_dim]; `out` is of the same shape, and contiguous.
+        k_cache, v_cache: as in `store_kv`.
+        block_table: int64 [num_blocks], of the whole context.
+    """
+    num_queries, num_heads, head_dim = q.shape
+    assert q.dtype == k_cache.dtype == out.dtype
+    assert q.stride()[1:] == (head_dim, 1)
+    load().paged_prefill(
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        out.data_ptr(),
+        block_table.data_ptr(),
+        num_queries,
+        context_len,
+        num_heads,
+        k_cache.shape[1],
+        head_dim,
+        k_cache.shape[2],
+        q.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        scale * LOG2_E,
+        DTYPES[q.dtype],
+    )
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:

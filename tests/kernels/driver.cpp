@@ -8,6 +8,7 @@
 #include "fused.cpp"
 #include "linear.cpp"
 #include "paged_attention.cpp"
+#include "prefill.cpp"
 
 // Numbers from -1 to 1, the same on every machine.
 static float next_number() {
@@ -77,6 +78,14 @@ template <class T> void run_all(int dtype) {
         };
         paged_decode(&decode, dtype);
         print("paged_decode", out);
+        // Three queries at the end of a context of 11 keys.
+        const auto queries = numbers<T>(3 * heads * dim);
+        std::vector<T> outs(3 * heads * dim);
+        paged_prefill(
+            queries.data(), k_cache.data(), v_cache.data(), outs.data(), blocks, 3, 11, heads, kv_heads, dim, block_size,
+            heads * dim, kv_heads * cache_head, cache_head, 0.3f, dtype
+        );
+        print("paged_prefill", outs);
     }
 }
 
