@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 
@@ -281,27 +282,22 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
         probs: [num_rows, vocab_size]; their sum need not be 1.
         u: [num_rows, 1], in [0, 1).
     """
-    vocab_size = probs.shape[-1]
-    length = min(VOCAB_CHUNK, vocab_size)
-    num_whole = vocab_size // length * length  # tokens in whole chunks
-    sums = probs[:, :num_whole].unflatten(1, (-1, length)).sum(-1)
-    rest = probs[:, num_whole:].sum(-1, keepdim=True)  # the shorter chunk at the end, or 0
-    chunks = torch.cat((sums, rest), dim=1).double()
-    chunk_ends = chunks.cumsum(-1)
+    padded = F.pad(probs, (0, -probs.shape[-1] % VOCAB_CHUNK))
+    chunks = padded.unflatten(1, (-1, VOCAB_CHUNK))  # [num_rows, num_chunks, VOCAB_CHUNK]
+    sums = chunks.sum(-1).double()
+    chunk_ends = sums.cumsum(-1)
     target = u * chunk_ends[:, -1:]
     # With NaN, searchsorted returns the number of chunks. The clamp keeps the index valid, and the
     # caller raises the error.
-    chunk = torch.searchsorted(chunk_ends, target, right=True).clamp(max=chunks.shape[-1] - 1)
-    weight = chunks.gather(1, chunk)
+    chunk = torch.searchsorted(chunk_ends, target, right=True).clamp(max=sums.shape[-1] - 1)
+    weight = sums.gather(1, chunk)
     chunk_start = chunk_ends.gather(1, chunk) - weight
     # How far the target lies in the chunk; below 1, so that the last token is not passed.
     share = ((target - chunk_start) / weight).clamp(0.0, 1.0 - 2.0**-53)
-    tokens = chunk * length + torch.arange(length, device=chunk.device)  # [num_rows, length]
-    inside = probs.gather(1, tokens.clamp(max=vocab_size - 1))
-    inside = inside.masked_fill(tokens >= vocab_size, 0.0)
-    token_ends = inside.double().cumsum(-1)
-    drawn = tokens[:, :1] + torch.searchsorted(token_ends, share * token_ends[:, -1:], right=True)
-    return drawn[:, 0].clamp(max=vocab_size - 1)
+    rows = torch.arange(len(probs), device=probs.device)
+    token_ends = chunks[rows, chunk[:, 0]].double().cumsum(-1)  # [num_rows, VOCAB_CHUNK]
+    token = torch.searchsorted(token_ends, share * token_ends[:, -1:], right=True)
+    return (chunk * VOCAB_CHUNK + token)[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 def gather_logprobs(
@@ -337,15 +333,13 @@ def gather_logprobs(
     rows = torch.cat(tables).tolist()
     samples = []
     for row, num in zip(rows, num_logprobs, strict=True):
-        token_id, logprob, *rest = row
-        token = Sample(int(token_id), logprob)
+        token = Sample(token_id=int(row[0]), logprob=row[1])
         if num is not None:
-            rank, *best = rest
-            best_values = best[:num_best]
-            best_ids = best[num_best:]
+            best_values = row[3 : 3 + num]
+            best_ids = row[3 + num_best :]
             token.logprobs = {}
             for i in range(num):
                 token.logprobs[int(best_ids[i])] = Logprob(best_values[i], rank=i + 1)
-            token.logprobs.setdefault(token.token_id, Logprob(token.logprob, rank=int(rank)))
+            token.logprobs.setdefault(token.token_id, Logprob(token.logprob, rank=int(row[2])))
         samples.append(token)
     return samples

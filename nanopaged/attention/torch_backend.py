@@ -172,19 +172,19 @@ def gather_context(cache: Tensor, block_tables: Tensor, num_keys: int) -> Tensor
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, num_seen: int, score_mod: LayerMod | None
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, num_seen: int, score_mod: LayerMod | None
 ) -> Tensor:
     """softmax(q kᵀ) v over the keys up to each query's own position: → as q.
 
     Args:
         q: [..., num_kv_heads, rows, head_dim], scaled already.
         k, v: [..., num_kv_heads, num_keys, head_dim].
-        queries: positions of the rows, broadcast to [..., rows, 1].
+        positions: of the queries, broadcast to [..., rows, 1].
         num_seen: keys that every query sees.
     """
-    keys = torch.arange(k.shape[-2], device=q.device)
+    key_positions = torch.arange(k.shape[-2], device=q.device)
     scores = q @ k.mT
     if score_mod is not None:
-        scores = score_mod(scores, queries, keys)
-    scores[..., num_seen:].masked_fill_(keys[num_seen:] > queries, -math.inf)
+        scores = score_mod(scores, positions, key_positions)
+    scores[..., num_seen:].masked_fill_(key_positions[num_seen:] > positions, -math.inf)
     return torch.softmax(scores, -1) @ v  # in float32 within, for any dtype
