@@ -25,7 +25,7 @@ from importlib.util import spec_from_file_location
 from io import StringIO
 from pathlib import Path
 from traceback import extract_tb
-from types import CodeType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,10 +42,8 @@ with the fields of REQUEST. One with a beam width above 0 is a beam search."""
 # ── the source, with changes ──────────────────────────────────────────────────────────────────────
 
 
-@lru_cache(maxsize=256)
-def compiled(path: str, text: str) -> CodeType:
-    """Each text once: a run with another change compiles one file only."""
-    return compile(text, path, "exec", dont_inherit=True)
+# Each text is compiled once, so a run with another change compiles one file only.
+compiled = lru_cache(maxsize=256)(compile)
 
 
 class Package:
@@ -77,7 +75,7 @@ class Package:
     def exec_module(self, module: ModuleType) -> None:
         """Run a file of the package, or the text that the reader has put in its place."""
         path = Path(str(module.__file__)).relative_to(ROOT).as_posix()  # nanopaged/swap.py, in tracebacks too
-        exec(compiled(path, text_of(path, self.changes)), vars(module))
+        exec(compiled(text_of(path, self.changes), path, "exec", dont_inherit=True), vars(module))
 
     @contextmanager
     def imported(self) -> Iterator[None]:
