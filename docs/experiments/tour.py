@@ -100,7 +100,7 @@ def write_tour(page: Path) -> None:
     from nanopaged.trace import Recorder
 
     def sampled(max_tokens: int, n: int = 1) -> SamplingParams:
-        return SamplingParams(n=n, temperature=0.8, max_tokens=max_tokens, ignore_eos=True, seed=4)
+        return SamplingParams(n=n, temperature=0.8, max_tokens=max_tokens, ignore_eos=True, seed=21)
 
     arrivals = {
         0: [("four samples", "The king is come to speak with you, my lord.\nI", sampled(18, n=4))],
