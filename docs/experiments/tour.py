@@ -49,13 +49,13 @@ class Stop(NamedTuple):
 
 STOPS = [
     Stop(1, "computed", "admit", "A block table", ("Slot", "Block", "Block table"),
-         "A slot holds the K/V of one token, and four slots make a block. The block table lists the blocks "
-         "of this sentence in order, wherever in memory they are."),
+         "A block has four slots, each for one token's K/V. The block table lists this sentence's blocks in "
+         "order: 2, 4, 3, 5. Any free block in memory will do."),
     Stop(1, "updated", "fork", "Why share", ("Fork", "Reference count"),
          "All four samples begin with this prompt, so they share its K/V. A fork copies only the block "
          "table, and each block now has a reference count of four."),
     Stop(2, "copied", "copy", "Why copy on write", ("Copy-on-write",),
-         "Each sample now writes its own token into the same slot of block 3. A1, A2 and A3 copy the block "
+         "Each sample now writes its own token into the same slot of block 5. A1, A2 and A3 copy the block "
          "first (copy-on-write); the last one, A4, keeps the original."),
     Stop(2, "updated", "decode", "The newest token has no K/V", ("Decode",),
          "A forward pass computes the K/V of its input. The token it samples, framed here, becomes the "
@@ -66,9 +66,9 @@ STOPS = [
     Stop(13, "scheduled", "preempt", "Why preempt, and why the last", ("Preemption", "All-or-nothing"),
          "No block is free for the next tokens. A preemption takes all blocks of the request that came "
          "last (all-or-nothing), because a step reads all its K/V. Earlier requests finish."),
-    Stop(17, "scheduled", "preempt", "Swap or recompute", ("Swap", "Recompute"),
-         "A swap moves a preempted request's K/V to host memory. B needs 12 host blocks but only 4 are "
-         "free, so later it recomputes what is no longer cached."),
+    Stop(17, "scheduled", "preempt", "No room to swap", ("Swap", "Recompute"),
+         "The last running request, B, is preempted. A swap needs 12 host blocks, but only 4 are free. So B "
+         "gives its blocks back and later recomputes what was evicted."),
     Stop(19, "scheduled", "evict", "Why evict the least recently used", ("Cached block", "Eviction", "LRU"),
          "A cached block has no user, but a later prompt may find its contents. When no block is free, an "
          "eviction takes the one unused for longest (LRU)."),
@@ -91,14 +91,19 @@ def main() -> None:
 
 
 def write_tour(page: Path) -> None:
-    """Serve the requests of the tour; each comes at its step."""
+    """Serve the requests of the tour; each comes at its step.
+
+    Three requests are served before the recording. They give blocks back in another order than they took
+    them, so the first text of the tour gets blocks from all over the pool.
+    """
     from nanopaged import LLM, BeamSearchParams, SamplingParams
+    from nanopaged.trace import Recorder
 
     def sampled(max_tokens: int, n: int = 1) -> SamplingParams:
-        return SamplingParams(n=n, temperature=0.8, max_tokens=max_tokens, ignore_eos=True, seed=0)
+        return SamplingParams(n=n, temperature=0.8, max_tokens=max_tokens, ignore_eos=True, seed=21)
 
     arrivals = {
-        0: [("four samples", "Four score and seven years ago our", sampled(18, n=4))],
+        0: [("four samples", "The king is come to speak with you, my lord.\nI", sampled(18, n=4))],
         3: [("a long prompt", f"{SPEECH}KING HENRY:\n", sampled(40))],
         8: [("the same beginning", f"{SPEECH}FALSTAFF:\n", sampled(34))],
         12: [
@@ -106,15 +111,20 @@ def write_tour(page: Path) -> None:
         ],
         16: [("a late one", f"{SPEECH}JULIET:\n", sampled(14)), ("the last one", "Once more", sampled(12))],
     }
-    engine = LLM(
+    llm = LLM(
         block_size=4,
         num_blocks=32,
         num_host_blocks=14,
         max_num_batched_tokens=24,
         preemption="swap",
         watermark=0.0,
-        trace=page,
-    ).engine
+    )
+    earlier = ["To be, or not to be", "Once more", "The king is come"]
+    llm.generate(earlier, [sampled(9), sampled(4), sampled(6)])
+    engine = llm.engine
+    engine.reset_prefix_cache()
+    tokenizer = engine.prompts.tokenizer
+    engine.listeners.append(Recorder(page, engine.scheduler, tokenizer, engine.model_name))
     step = 0
     while step <= max(arrivals) or engine.has_unfinished_requests():
         for name, prompt, params in arrivals.get(step, []):

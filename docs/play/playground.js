@@ -108,9 +108,9 @@ function show(given, differences) {
 
 function choose(name) {
   preset = presets.find((each) => each.name === name) || presets[0];
+  $("choice").value = preset.name;
   for (const button of $("presets").querySelectorAll("button")) {
     button.setAttribute("aria-pressed", button.value === preset.name);
-    if (button.value === preset.name) button.scrollIntoView({ block: "nearest", inline: "center" });
   }
   const texts = { ...preset, "further-question": preset.further[0], "further-answer": preset.further[1] };
   for (const part of ["title", "setup", "question", "answer", "further-question", "further-answer"]) {
@@ -405,14 +405,13 @@ async function begin() {
   runs = JSON.parse(texts[1]);
   viewer = texts[2];
   defaults.rank = "";
-  const buttonOf = ({ name, title }) => {
-    const button = make("button", { type: "button", value: name, "aria-pressed": "false" }, title);
-    button.onclick = () => { location.hash = `preset=${name}`; };
-    return button;
-  };
-  $("presets").replaceChildren(...[...new Set(presets.map(({ group }) => group))].map((group) =>
-    make("div", { role: "group", "aria-label": group }, make("b", {}, group),
-      ...presets.filter((each) => each.group === group).map(buttonOf))));
+  for (const group of new Set(presets.map((each) => each.group))) {
+    const [buttons, options] = ["button", "option"].map((tag) => presets.filter((each) => each.group === group)
+      .map(({ name, title }) => make(tag, { type: "button", value: name }, title)));
+    $("presets").append(make("div", { role: "group", "aria-label": group }, make("b", {}, group), ...buttons));
+    $("choice").append(make("optgroup", { label: group }, ...options));
+  }
+  $("presets").onclick = $("choice").onchange = ({ target }) => { if (target.value) location.hash = `preset=${target.value}`; };
   if (!location.hash.includes("embed") && PATHS.some((path) => keep(path))) await openSource();
   $("source").open = num() > 0;
   open();

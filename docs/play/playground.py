@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import lru_cache
 from hashlib import sha256
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from io import StringIO
 from pathlib import Path
 from traceback import extract_tb
-from types import CodeType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,22 +42,8 @@ with the fields of REQUEST. One with a beam width above 0 is a beam search."""
 # ── the source, with changes ──────────────────────────────────────────────────────────────────────
 
 
-@lru_cache(maxsize=256)
-def compiled(path: str, text: str) -> CodeType:
-    """Each text once: a run with another change compiles one file only."""
-    return compile(text, path, "exec", dont_inherit=True)
-
-
-class Source(SourceFileLoader):
-    """Loads a file of the package, or the text that the reader has put in its place."""
-
-    def __init__(self, name: str, path: str, changes: dict[str, str]) -> None:
-        super().__init__(name, path)
-        self.changes = changes
-
-    def get_code(self, fullname: str) -> CodeType:
-        path = Path(self.path).relative_to(ROOT).as_posix()  # nanopaged/scheduler.py, also in tracebacks
-        return compiled(path, text_of(path, self.changes))
+# Each text is compiled once, so a run with another change compiles one file only.
+compiled = lru_cache(maxsize=256)(compile)
 
 
 class Package:
@@ -80,9 +66,16 @@ class Package:
             return None
         place = ROOT.joinpath(*name.split("."))
         inside = [str(place)] if place.is_dir() else None
-        file = str(place / "__init__.py" if inside else place.with_suffix(".py"))
-        loader = Source(name, file, self.changes)
-        return spec_from_file_location(name, file, loader=loader, submodule_search_locations=inside)
+        file = place / "__init__.py" if inside else place.with_suffix(".py")
+        return spec_from_file_location(name, file, loader=self, submodule_search_locations=inside)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """As a loader: an ordinary module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run a file of the package, or the text that the reader has put in its place."""
+        path = Path(str(module.__file__)).relative_to(ROOT).as_posix()  # nanopaged/swap.py, in tracebacks too
+        exec(compiled(text_of(path, self.changes), path, "exec", dont_inherit=True), vars(module))
 
     @contextmanager
     def imported(self) -> Iterator[None]:

@@ -219,6 +219,7 @@ def test_the_worker_fetches_the_files_that_a_run_imports() -> None:
 
 FRAMES = "[...document.querySelectorAll('iframe')]"
 DRAWN = f"{FRAMES}.every((frame) => frame.contentWindow.trace)"
+HOST_CELLS = f"{FRAMES}.map((frame) => frame.contentDocument.querySelectorAll('#host .cell').length)"
 STEPS = f"{FRAMES}.map((frame) => +frame.contentDocument.getElementById('slider').value)"
 TYPE = """((old, changed) => {
   const [choice, text] = ["function", "text"].map((id) => document.getElementById(id));
@@ -317,6 +318,8 @@ def test_a_preset_opens_with_its_pictures(opened: Playground) -> None:
         pictures = [[run.header, *run.lines] for run in runs]
         assert opened.pictures() == pictures, "recorded"
         assert opened.run(STEPS) == [preset["from"]] * len(runs)
+        if name == "swap-or-recompute":
+            assert opened.run(HOST_CELLS) == [4, 0], "host blocks are drawn before they are used"
         opened.press_run()
         assert opened.pictures() == pictures
         opened.click("#ask summary")
