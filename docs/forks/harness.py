@@ -371,14 +371,14 @@ class FailAtLine:
     """A context manager that raises at the `number`-th line executed in its blocks, once.
 
     Args:
-        functions: only lines count that these execute or call; if there are none, all lines.
+        functions: only lines count that these execute or call.
         fork: a class, in whose file lines count, as in the package.
     """
 
     def __init__(
         self,
         number: int,
-        functions: Iterable[Callable] = (),
+        functions: Iterable[Callable],
         fork: type = LLMEngine,
         error: type[BaseException] = RuntimeError,
     ) -> None:
@@ -400,7 +400,7 @@ class FailAtLine:
         if self.raised is not None or not code.co_filename.startswith(self.files) or code.co_name in SPARED:
             return None
         caller: FrameType | None = frame
-        while self.codes and caller is not None and caller.f_code not in self.codes:
+        while caller is not None and caller.f_code not in self.codes:
             caller = caller.f_back
         return self._at_line if caller is not None else None
 
@@ -483,15 +483,13 @@ class Run:
 
     def serve(self) -> None:
         """Serve all requests, and check that all was given back."""
-        pending, aborts = dict(enumerate(self.workload.requests)), dict[int, list[int]]()
-        while pending or aborts or self.engine.has_unfinished_requests():
-            for i in [i for i, asked in pending.items() if asked.arrival <= self.num_steps]:
-                asked = pending.pop(i)
-                self.add(i, asked)
-                if asked.aborted_after is not None:
-                    aborts.setdefault(self.num_steps + asked.aborted_after, []).append(i)
-            for i in aborts.pop(self.num_steps, []):
-                self.abort(i)
+        last = max(asked.arrival + (asked.aborted_after or 0) for asked in self.workload.requests)
+        while self.num_steps <= last or self.engine.has_unfinished_requests():
+            for i, asked in enumerate(self.workload.requests):
+                if asked.arrival == self.num_steps:
+                    self.add(i, asked)
+                if asked.aborted_after == self.num_steps - asked.arrival:
+                    self.abort(i)
             self.step()
             self.num_steps += 1
             assert self.num_steps < 3000, "the engine makes no progress"
@@ -511,18 +509,19 @@ class Run:
             self.attempt(lambda: self.engine.add_request(str(i), self.prompt_of(asked), asked.params))
 
     def abort(self, i: int) -> None:
-        has_ended = str(i) in self.engine.requests and self.engine.requests[str(i)].finished
+        request = self.engine.requests.get(str(i))
+        if request is None:
+            return
+        has_ended, state, output = request.finished, "", None
         while str(i) in self.engine.requests:  # a fault may come before or after it is aborted
-            request = self.engine.requests[str(i)]
             state = "waiting" if request in self.engine.scheduler.waiting else "running"
             state = "swapped" if request.is_swapped else "ended" if request.finished else state
             output = self.attempt(lambda: self.engine.abort_request(str(i)))
-            if str(i) not in self.engine.requests:
-                self.happened["abort"] += 1
-                self.happened[f"abort while {state}"] += 1
-                self.report(i, output)
-                was_aborted = output is not None and any(c.finish_reason == "abort" for c in output.outputs)
-                assert output is None or was_aborted != has_ended  # before any fault
+        self.happened["abort"] += 1
+        self.happened[f"abort while {state}"] += 1
+        self.report(i, output)
+        if output is not None:
+            assert has_ended != any(got.finish_reason == "abort" for got in output.outputs)
 
     def step(self) -> None:
         if self.workload.mixes_preemption:

@@ -30,10 +30,10 @@ def a_step_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 Job = namedtuple("Job", "name priority arrival num_prompt_tokens max_tokens", defaults=(0, 0, 8, 8))
 
 
-def make(oracle: Oracle, kind: type[LLMEngine] = PriorityEngine, **options: Any) -> LLMEngine:
+def make(oracle: Oracle, **options: Any) -> LLMEngine:
     """An engine with blocks of 4 slots."""
-    defaults = {"num_blocks": 100, "num_host_blocks": 200, "watermark": 0.0, "preemption": "recompute"}
-    return kind(kind.make_config(oracle.folder, **{"block_size": 4} | defaults | options))
+    defaults = {"block_size": 4, "num_blocks": 100, "num_host_blocks": 200, "watermark": 0.0}
+    return LLM(oracle.folder, **defaults | {"preemption": "recompute"} | options).engine
 
 
 def run(engine: LLMEngine, jobs: list[Job]) -> tuple[list[set[str]], dict[str, int]]:
