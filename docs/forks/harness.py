@@ -512,7 +512,9 @@ class Run:
         request = self.engine.requests.get(str(i))
         if request is None:
             return
-        has_ended, state, output = request.finished, "", None
+        has_ended = request.finished
+        state = ""
+        output = None
         while str(i) in self.engine.requests:  # a fault may come before or after it is aborted
             state = "waiting" if request in self.engine.scheduler.waiting else "running"
             state = "swapped" if request.is_swapped else "ended" if request.finished else state

@@ -34,10 +34,13 @@ from nanopaged.sequence import Request
 from nanopaged.terminal import run_program
 
 Json = dict[str, Any]
-MAX_BODY_BYTES, MAX_PROMPTS, MAX_MESSAGES = 1 << 20, 1024, 1024  # of a call
+MAX_BODY_BYTES = 1 << 20  # of a call
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 1024
 MAX_ENTRIES = {"stop": 4, "stop_token_ids": 64}  # each of them costs all clients time in each step
 MAX_CHARACTERS = 256  # of a stop string, and of the cache_salt
-# Many clients send fields that this server has not: some change no output, some ask for nothing.
+# Many clients send fields that this server does not have. Some of them change no output; the others are
+# refused unless they ask for nothing.
 HARMLESS = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
 HARMLESS |= {"parallel_tool_calls"}
 NOTHING: list[Any] = [[], {}, "none", "auto", ["text"], {"type": "text"}, {"include_usage": False}]
