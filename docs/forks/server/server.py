@@ -158,7 +158,7 @@ def check_length(name: str, value: Any, most: int) -> None:
 
 
 def make_params(options: Json) -> SamplingParams:
-    """Raises ValueError for a field that is not one of `SamplingParams`, if it asks for something."""
+    """The params of a call. Raises ValueError for unknown fields, and for long lists and texts."""
     known = {each.name for each in fields(SamplingParams)} - {"logprobs", "prompt_logprobs"}
     for name in options.keys() - known:
         value = options.pop(name)
@@ -174,7 +174,7 @@ def make_params(options: Json) -> SamplingParams:
 
 
 def chat_prompt(llm: LLM, options: Json) -> Json:
-    """The prompt of a chat, whose fields are removed. Raises ValueError for tools, and for a template."""
+    """The prompt of a chat, taken out of its options. Raises ValueError for tools, and for a template."""
     messages = options.pop("messages", ())
     check_length("messages", messages, MAX_MESSAGES)
     for message in messages:
@@ -190,7 +190,7 @@ def chat_prompt(llm: LLM, options: Json) -> Json:
 
 
 def text_prompts(options: Json, max_prompts: int) -> list[Json]:
-    """The prompts of a completion, which is removed: texts, or lists of token ids."""
+    """The prompts of a completion, texts or lists of token ids, taken out of its options."""
     prompt = options.pop("prompt", "")
     is_one = not isinstance(prompt, list) or all(isinstance(each, int) for each in prompt)
     prompts = [prompt] if is_one else prompt
