@@ -2,13 +2,9 @@
 
     from overlap import LLM  # instead of `from nanopaged import LLM`
 
-A worker thread computes. The thread of the engine schedules, updates, and returns outputs meanwhile:
-
-    engine   schedule 0 │ schedule 1 │ … │ update 0, schedule 2 │ … │ update 1, schedule 3 │ …
-    worker              │ compute 0      │ compute 1                │ compute 2
-
-Step 1 is scheduled before the tokens of step 0 are known. The scheduler needs only their number, so it sees
-the place holder UNKNOWN. The worker sees a twin of each sequence, and appends the tokens there itself:
+A worker thread computes. Step 1 is scheduled before the tokens of step 0 are known. The scheduler needs only
+their number, so it sees the place holder UNKNOWN. The worker sees a twin of each sequence, and appends the
+tokens there itself:
 
     prompt a b; c and d follow     the engine's sequence    the worker's twin
     step 1 is scheduled            a b UNKNOWN              a b

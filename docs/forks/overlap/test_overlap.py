@@ -14,7 +14,7 @@ import pytest
 from harness import GREEDY, SMALL, Oracle, Run, Workload, random_prompts, serve
 from overlap import LLM, OverlappedEngine, Step
 
-from nanopaged import LLMEngine, RequestOutput, SamplingParams
+import nanopaged
 from nanopaged.sequence import Request, ScheduledBatch, StepResult
 
 
@@ -103,25 +103,10 @@ def test_the_tokens_are_those_of_transformers(qwen3: Oracle) -> None:
     assert harness.num_preempted(llm) > 0
 
 
-def make(oracle: Oracle, kind: type[LLMEngine] = OverlappedEngine, **options: Any) -> Any:
-    config = {"block_size": 4, "num_blocks": 40, "num_host_blocks": 0, "preemption": "recompute"} | options
-    return kind(kind.make_config(oracle.folder, **config))
-
-
-def finish(engine: LLMEngine, prompt: list[int], **options: Any) -> RequestOutput:
-    """One greedy request, alone."""
-    engine.add_request("r", prompt, SamplingParams(temperature=0, **{"ignore_eos": True} | options))
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-        engine.check_invariants()
-    assert len(outputs) == len(outputs[-1].outputs[0].token_ids), "one output for each token"
-    return outputs[-1]
-
-
 def test_the_next_step_is_scheduled_while_one_computes(qwen3: Oracle) -> None:
     """Each step computes until the next one is scheduled, of which a listener hears before a step ends."""
-    engine, scheduled, heard = make(qwen3), Semaphore(0), []
+    llm, scheduled, heard = LLM(qwen3.folder), Semaphore(0), []
+    engine = llm.engine
 
     def execute_late(execute: Callable, batch: ScheduledBatch) -> StepResult:
         for _ in range(1 if batch.sequences[0].num_output_tokens else 2):  # this step, and always the next
@@ -136,7 +121,7 @@ def test_the_next_step_is_scheduled_while_one_computes(qwen3: Oracle) -> None:
     engine.listeners.append(SimpleNamespace(batch_scheduled=heard.append, step_ended=heard.append))
     wrap(engine.runner, "execute", execute_late)
     wrap(engine.scheduler, "schedule", schedule_and_tell)
-    finish(engine, [1, 2], max_tokens=5)
+    serve(llm, [[1, 2]], replace(GREEDY, max_tokens=5))
     batches = list(map(id, heard))
     assert list(map(batches.index, batches)) == [0, 1, 0, 3, 1, 5, 3, 7, 5, 7]
     assert engine.num_steps == engine.stats().num_steps == 5
@@ -150,19 +135,19 @@ def count_and_execute(computed: list[int], execute: Callable, batch: ScheduledBa
 @pytest.mark.parametrize(("ends", "too_many"), [("length", 0), ("token", 1)])
 def test_a_sequence_that_stops_computes_one_token_too_many(qwen3: Oracle, ends: str, too_many: int) -> None:
     """Its end by length is known before. The figures count no token that was dropped; pools are as small."""
-    num_tokens, stats, prompt = [], [], [20, 22, 21, 21, 20]
-    rule: dict[str, Any] = {"max_tokens": 12}
+    num_tokens, stats, prompt, params = [], [], [20, 22, 21, 21, 20], replace(GREEDY, max_tokens=12)
     if ends == "token":
-        rule["stop_token_ids"] = finish(make(qwen3), prompt, **rule).outputs[0].token_ids[6:7]
-    for kind in (LLMEngine, OverlappedEngine):
-        engine, computed = make(qwen3, kind, num_blocks=4, watermark=0.0), list[int]()
-        wrap(engine.runner, "execute", partial(count_and_execute, computed))
-        output = finish(engine, prompt, **rule)
+        (output,) = serve(nanopaged.LLM(qwen3.folder), [prompt], params)
+        params = replace(params, stop_token_ids=output.outputs[0].token_ids[6:7])
+    for kind in (nanopaged.LLM, LLM):
+        llm, computed = kind(qwen3.folder, block_size=4, num_blocks=4, watermark=0.0), list[int]()
+        wrap(llm.engine.runner, "execute", partial(count_and_execute, computed))
+        (output,) = serve(llm, [prompt], params)
         assert output.metrics.num_preemptions == 0, "16 slots are for all tokens but the last one"
-        if kind is OverlappedEngine:
-            settle(engine)
+        if kind is LLM:
+            settle(llm.engine)
         num_tokens.append(sum(computed))
-        stats.append(replace(engine.stats(), num_cached_blocks=0))
+        stats.append(replace(llm.engine.stats(), num_cached_blocks=0))
     assert num_tokens[1] - num_tokens[0] == too_many
     assert stats[1] == stats[0]
 

@@ -13,15 +13,14 @@ The place of a request in the order of service is computed once, when it begins 
                    b: priority 0, arrived at 15 s    0 + 15 / 10 = 1.5    first
                    c: priority 0, arrived at 25 s    0 + 25 / 10 = 2.5    third
 
-All requests age alike, so the order of two requests never changes. b overtakes a only if it arrives less than
-(2 - 0) * 10 = 20 seconds after a. Requests are preempted before anything is scheduled in a step.
+All requests age alike, so the order of two requests never changes.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import nanopaged
-from nanopaged.block_manager import blocks_to_grow
+from nanopaged.block_manager import blocks_needed, blocks_to_grow
 from nanopaged.config import RequestOptions
 from nanopaged.engine import LLMEngine
 from nanopaged.scheduler import Scheduler
@@ -115,7 +114,7 @@ class PriorityScheduler(Scheduler):
             for victim in victims:
                 self.running.remove(victim)
                 self._preempt(victim, batch)
-            del self.waiting[self.waiting.index(request)]
+            self.waiting.remove(request)
             admitted = self._admit(request, budget, batch)
             assert admitted, "requests were preempted for one that does not fit"
 
@@ -128,20 +127,18 @@ class PriorityScheduler(Scheduler):
             10 blocks: 4 and 3 belong to requests that stay, one of which needs a new block now, and the
             watermark is 1: up to 10 - 7 - 1 - 1 = 1 block is left for `request`
         """
-        manager, size = self.block_manager, self.block_size
         others = [other for other in self.running if other not in victims]
         if sum(other.num_seqs for other in others) + request.num_seqs > self.max_num_seqs:
             return False
-        tables = {other: [seq.block_table for seq in other.live] for other in others}
-        in_use = {block_id for each in tables.values() for table in each for block_id in table}
-        growth = sum(blocks_to_grow(other.live, each, size) for other, each in tables.items())
-        num_reserved = growth + (self.num_watermark_blocks if others else 0)
-        # As `BlockManager.allocate` counts: a block for each distinct key, and the last one of each sequence.
-        keys = {key for seq in request.live for key in manager.keys_of(seq, (seq.num_tokens - 1) // size)}
-        look_up = not request.wants_prompt_logprobs
-        hits = {block_id for seq in request.live if look_up for block_id in manager.find_prefix(seq)}
-        num_needed = len(keys) - len(hits & in_use) + len(request.live)
-        return num_needed <= manager.num_blocks - len(in_use) - num_reserved
+        in_use = set[int]()
+        num_reserved = self.num_watermark_blocks if others else 0
+        for other in others:
+            tables = [seq.block_table for seq in other.live]
+            in_use.update(*tables)
+            num_reserved += blocks_to_grow(other.live, tables, self.block_size)
+        # As if it shared no block: it may need fewer.
+        num_needed = sum(blocks_needed(seq.num_tokens, self.block_size) for seq in request.live)
+        return num_needed + num_reserved <= self.block_manager.num_blocks - len(in_use)
 
 
 class PriorityEngine(LLMEngine):

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter, namedtuple
-from dataclasses import fields, replace
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,10 +30,10 @@ def a_step_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 Job = namedtuple("Job", "name priority arrival num_prompt_tokens max_tokens", defaults=(0, 0, 8, 8))
 
 
-def make(oracle: Oracle, kind: type[LLMEngine] = PriorityEngine, **options: Any) -> LLMEngine:
+def make(oracle: Oracle, **options: Any) -> LLMEngine:
     """An engine with blocks of 4 slots."""
-    defaults = {"num_blocks": 100, "num_host_blocks": 200, "watermark": 0.0, "preemption": "recompute"}
-    return kind(kind.make_config(oracle.folder, **{"block_size": 4} | defaults | options))
+    defaults = {"block_size": 4, "num_blocks": 100, "num_host_blocks": 200, "watermark": 0.0}
+    return LLM(oracle.folder, **defaults | {"preemption": "recompute"} | options).engine
 
 
 def run(engine: LLMEngine, jobs: list[Job]) -> tuple[list[set[str]], dict[str, int]]:
@@ -115,19 +115,6 @@ def test_victims(qwen3: Oracle, options: Any, jobs: list[Job], urgent: Any, step
     assert times == dict.fromkeys(victims, 1)
 
 
-@pytest.mark.parametrize(("scored", "names"), [(None, {"0", "x"}), (0, {"0", "last"})])
-def test_blocks_that_others_have_are_not_needed_twice(
-    qwen3: Oracle, scored: int | None, names: set[str]
-) -> None:
-    """8 blocks, "0" has 4 and needs a fifth. "x" begins alike: it needs 1, or 5 if its prompt is scored."""
-    ours, params = make(qwen3, num_blocks=8), SamplingParams(max_tokens=4, ignore_eos=True)
-    ours.add_request("0", tokens(1, 16), params)
-    ours.add_request("last", tokens(2, 8), replace(params, priority=2))
-    ours.step()
-    ours.add_request("x", [*tokens(1, 16), 5], replace(params, priority=1, prompt_logprobs=scored))
-    assert {output.request_id for output in ours.step()} == names
-
-
 class PriorityRun(Run):
     """With random priorities. What each request says alone is computed by the unchanged engine."""
 
@@ -137,8 +124,7 @@ class PriorityRun(Run):
         rng = random.Random(workload.seed)
         for asked in workload.requests:
             kind = BeamSearchParams if hasattr(asked.params, "beam_width") else SamplingParams
-            options = {field.name: getattr(asked.params, field.name) for field in fields(asked.params)}
-            asked.params = kind(**options, priority=rng.randint(0, 3))
+            asked.params = kind(**asdict(asked.params), priority=rng.randint(0, 3))
         super().__init__(folder, workload)
         self.engine.scheduler.ageing = rng.choice([None, 0.5, 3.0, 20.0])
         self.execute, self.engine.runner.execute = self.engine.runner.execute, self.check_batch

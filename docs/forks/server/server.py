@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,34 +34,29 @@ from nanopaged.sequence import Request
 from nanopaged.terminal import run_program
 
 Json = dict[str, Any]
-MAX_BODY_BYTES, MAX_PROMPTS = 1 << 20, 1024  # of a call
-# Of the lists and texts whose length costs all clients time in each step, or in each prompt.
-MAX_ENTRIES = {"stop": 4, "stop_token_ids": 64, "messages": 1024}
+MAX_BODY_BYTES = 1 << 20  # of a call
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 1024
+MAX_ENTRIES = {"stop": 4, "stop_token_ids": 64}  # each of them costs all clients time in each step
 MAX_CHARACTERS = 256  # of a stop string, and of the cache_salt
+# Many clients send fields that this server does not have. Some of them change no output; the others are
+# refused unless they ask for nothing.
 HARMLESS = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
-UNUSED: dict[str, list[Any]] = {  # what this server has not → the values that do not ask for it
-    "tools": [[]],
-    "tool_choice": ["none", "auto"],
-    "parallel_tool_calls": [True, False],
-    "functions": [[]],
-    "function_call": ["none", "auto"],
-    "response_format": [{"type": "text"}],
-    "modalities": [["text"]],
-    "logit_bias": [{}],
-    "echo": [False],
-}
+HARMLESS |= {"parallel_tool_calls"}
+NOTHING: list[Any] = [[], {}, "none", "auto", ["text"], {"type": "text"}, {"include_usage": False}]
+USAGE = {"include_usage": True}
 TEXT_KEYS = {"text_completion": "text", "chat.completion": "message", "chat.completion.chunk": "delta"}
 
 
+@dataclass
 class Unread:
     """What a call has not read yet: of each request the latest output, which has all tokens so far.
 
     A client may read slowly, or not at all. All outputs of a long text, kept for it, would fill the memory.
     """
 
-    def __init__(self) -> None:
-        self.outputs: dict[str, RequestOutput | HTTPException] = {}
-        self.arrived = asyncio.Event()
+    outputs: dict[str, RequestOutput | HTTPException] = field(default_factory=dict)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, request_id: str, output: RequestOutput | HTTPException) -> None:
         self.outputs[request_id] = output
@@ -154,75 +150,68 @@ async def read_json(call: Call, max_bytes: int) -> Any:
     return json.loads(body)
 
 
-def check_sizes(options: Json) -> None:
-    """Raise ValueError for a list or a text that is too long."""
-    for name, most in MAX_ENTRIES.items():
-        value = options.get(name)
-        if isinstance(value, list | dict) and len(value) > most:  # `SamplingParams` takes keys for a list
-            raise ValueError(f"{name} has {len(value)} entries, but the limit is {most}: send fewer")
-    stop = options.get("stop")
-    texts = [("cache_salt", options.get("cache_salt"))]
-    for text in stop if isinstance(stop, list | dict) else [stop]:
-        texts.append(("a stop string", text))
-    for name, text in texts:
-        if isinstance(text, str) and len(text) > MAX_CHARACTERS:
-            raise ValueError(
-                f"{name} has {len(text)} characters, but the limit is {MAX_CHARACTERS}: shorten it"
-            )
+def check_length(name: str, value: Any, most: int) -> None:
+    """Raise ValueError if a text or a list is longer."""
+    if isinstance(value, str | list | tuple) and len(value) > most:
+        unit = "characters" if isinstance(value, str) else "entries"
+        raise ValueError(f"{name} has {len(value)} {unit}, but the limit is {most}: shorten it")
 
 
-def drop_unused(options: Json) -> None:
-    """Remove fields that many clients always send. Raises ValueError if they ask for what is not there."""
-    for name in options.keys() & UNUSED.keys():
+def make_params(options: Json) -> SamplingParams:
+    """The params of a call. Raises ValueError for unknown fields, and for long lists and texts."""
+    known = {each.name for each in fields(SamplingParams)} - {"logprobs", "prompt_logprobs"}
+    for name in options.keys() - known:
         value = options.pop(name)
-        if value not in UNUSED[name]:
-            allowed = " or ".join(json.dumps(each) for each in UNUSED[name])
-            raise ValueError(
-                f"{name} is {json.dumps(value)[:80]}, but this server takes only {allowed}: leave it out"
-            )
+        if value is not False and value not in NOTHING:
+            given = json.dumps(value)[:80]
+            raise ValueError(f"{name} is {given}, but this server does not have it: leave it out")
+    params = SamplingParams(**options)
+    for name, most in MAX_ENTRIES.items():
+        check_length(name, getattr(params, name), most)
+    for text in params.stop:
+        check_length("a stop string", text, MAX_CHARACTERS)
+    return params
 
 
-def check_tool_calls(messages: list[Any]) -> None:
-    """Raise ValueError for a call of a tool, and for its result. Their texts in JSON are not a template's."""
+def chat_prompt(llm: LLM, options: Json) -> Json:
+    """The prompt of a chat, taken out of its options. Raises ValueError for tools, and for a template."""
+    messages = options.pop("messages", ())
+    check_length("messages", messages, MAX_MESSAGES)
     for message in messages:
-        if not isinstance(message, dict):
-            continue  # which `LLM.chat_prompt` refuses
-        calls = message.pop("tool_calls", None) or message.pop("function_call", None)
-        role = message.get("role")
-        if calls:
-            raise ValueError(f"a message calls {json.dumps(calls)[:80]}, but this server has no tools")
-        if role in ("tool", "function"):
-            raise ValueError(f"a message has the role {role!r}, but this server has no tools: use 'user'")
+        if isinstance(message, dict):  # else `LLM.chat_prompt` refuses it
+            calls = message.pop("tool_calls", None) or message.pop("function_call", None)
+            if calls or message.get("role") in ("tool", "function"):
+                given = json.dumps(calls or message)[:80]
+                raise ValueError(f"a message has {given}, but this server has no tools: leave it out")
+    template_options = options.pop("chat_template_kwargs", {})
+    if "chat_template" in template_options:
+        raise ValueError("chat_template is refused: a template is a program, which may run for long")
+    return llm.chat_prompt(messages, template_options)
+
+
+def text_prompts(options: Json, max_prompts: int) -> list[Json]:
+    """The prompts of a completion, texts or lists of token ids, taken out of its options."""
+    prompt = options.pop("prompt", "")
+    is_one = not isinstance(prompt, list) or all(isinstance(each, int) for each in prompt)
+    prompts = [prompt] if is_one else prompt
+    check_length("the list of prompts", prompts, max_prompts)
+    return [{"prompt" if isinstance(each, str) else "prompt_token_ids": each} for each in prompts]
 
 
 def make_requests(llm: LLM, call_id: str, is_chat: bool, body: Json, max_prompts: int) -> list[Request]:
     """A request for each prompt, whose id ends in the index of its first choice: 0, n, 2n, …"""
     options = {name: value for name, value in body.items() if value is not None and name not in HARMLESS}
-    if any(options.pop(name, False) is not False for name in ("logprobs", "top_logprobs", "prompt_logprobs")):
-        raise ValueError("this server returns no log-probabilities")
-    check_sizes(options)
-    drop_unused(options)
-    salt = {"cache_salt": options.pop("cache_salt")} if "cache_salt" in options else {}
-    if is_chat:
-        if isinstance(options.get("messages"), list):
-            check_tool_calls(options["messages"])
-        if "chat_template" in (template_options := options.pop("chat_template_kwargs", {})):
-            raise ValueError("chat_template is refused: a template is a program, which may run for long")
-        prompts = [llm.chat_prompt(options.pop("messages", ()), template_options)]
-    else:
-        prompt = options.pop("prompt", "")
-        is_one = not isinstance(prompt, list) or all(isinstance(each, int) for each in prompt)
-        prompts = [prompt] if is_one else prompt
-        if len(prompts) > max_prompts:
-            raise ValueError(
-                f"the call has {len(prompts)} prompts, but the limit is {max_prompts}: make several calls, "
-                "or raise --max-prompts of the server"
-            )
-        prompts = [{"prompt" if isinstance(each, str) else "prompt_token_ids": each} for each in prompts]
+    salt = options.pop("cache_salt", None)
+    check_length("cache_salt", salt, MAX_CHARACTERS)
+    prompts = [chat_prompt(llm, options)] if is_chat else text_prompts(options, max_prompts)
     max_tokens = options.pop("max_tokens", None if is_chat else 16)  # None: as many as the model allows
-    params = SamplingParams(max_tokens=options.pop("max_completion_tokens", max_tokens), **options)
-    make = llm.engine.prompts.make_request
-    return [make(f"{call_id}-{i * params.n}", prompt | salt, params) for i, prompt in enumerate(prompts)]
+    options["max_tokens"] = options.pop("max_completion_tokens", max_tokens)
+    params = make_params(options)
+    requests = []
+    for i, prompt in enumerate(prompts):
+        prompt["cache_salt"] = salt
+        requests.append(llm.engine.prompts.make_request(f"{call_id}-{i * params.n}", prompt, params))
+    return requests
 
 
 def new_choices(output: RequestOutput, key: str, sent: dict[int, tuple]) -> Iterator[Json]:
@@ -316,11 +305,10 @@ def make_app(
                 raise TypeError("the body must be a JSON object, in which stream is true or false")
             if (name := body.pop("model", model)) != model:
                 raise HTTPException(404, f"there is no model {name!r}: this server has {model!r}")
-            stream, stream_options = body.pop("stream", None), body.pop("stream_options", None) or {}
-            if stream_options not in ({}, {"include_usage": True}, {"include_usage": False}):
-                raise ValueError(
-                    f"stream_options is {stream_options!r}, but may have include_usage, true or false, only"
-                )
+            stream = body.pop("stream", None)
+            with_usage = body.get("stream_options") == USAGE
+            if with_usage:
+                del body["stream_options"]
             make = partial(make_requests, engine.llm, call_id, is_chat, body, max_prompts)
             requests = await asyncio.get_running_loop().run_in_executor(engine.prompt_pool, make)
         except (TypeError, ValueError, RecursionError, TemplateError, ClientDisconnect) as error:
@@ -329,8 +317,7 @@ def make_app(
         head = {"id": call_id, "object": kind, "created": int(time.time()), "model": model}
         outputs = engine.serve(requests, call.receive)
         if stream:
-            chunks = events(outputs, head, stream_options.get("include_usage", False))
-            return StreamingResponse(chunks, media_type="text/event-stream")
+            return StreamingResponse(events(outputs, head, with_usage), media_type="text/event-stream")
         last = {output.request_id: output async for output in outputs}
         choices = [choice for output in last.values() for choice in new_choices(output, TEXT_KEYS[kind], {})]
         choices.sort(key=lambda choice: choice["index"])

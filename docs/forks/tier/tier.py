@@ -14,7 +14,7 @@ moves of the step, because its block may be one that the step swaps out first.
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -62,14 +62,10 @@ class Tier:
 
     def load(self, keys: list[bytes]) -> list[torch.Tensor]:
         """The K/V of the first of these blocks, up to one that is missing."""
-        found = []
-        for key in keys:
-            if key not in self.kv:
-                break
-            found.append(self.kv[key])
-        for key in reversed(keys[: len(found)]):  # the end of a prefix is to be forgotten first
+        found = list(takewhile(self.kv.__contains__, keys))
+        for key in reversed(found):  # the end of a prefix is to be forgotten first
             self.kv.move_to_end(key)
-        return found
+        return [self.kv[key] for key in found]
 
     def store(self, block: Block) -> None:
         """Store a cached block, unless its key is known. The least recently used make room."""
@@ -117,11 +113,9 @@ class TierBlockManager(BlockManager):
 
 
 class TierRunner(ModelRunner):
-    """A model runner whose pool has a tier."""
+    """A model runner whose pool has a tier, once the engine has set it."""
 
-    def __init__(self, config: Any, folder: Path, **others: Any) -> None:
-        super().__init__(config=config, folder=folder, **others)
-        self.tier = Tier(self.kv_cache.data, config.tier_bytes)
+    tier: Any = None
 
     def forward(self, inputs: Any) -> torch.Tensor:
         """As `ModelRunner.forward`; blocks are loaded between the moves and the model."""
@@ -134,7 +128,7 @@ class TierRunner(ModelRunner):
 
 
 class TierEngine(nanopaged.LLMEngine):
-    """An engine with a tier. Its runner has the tier."""
+    """An engine with a tier."""
 
     make_config = TierConfig
     make_block_manager = TierBlockManager
@@ -142,7 +136,8 @@ class TierEngine(nanopaged.LLMEngine):
 
     def __init__(self, config: TierConfig, runner: Any = None) -> None:
         super().__init__(config, runner)
-        self.block_manager.tier = vars(self.runner)["tier"]
+        tiered: Any = self.runner
+        tiered.tier = self.block_manager.tier = Tier(tiered.kv_cache.data, config.tier_bytes)
 
 
 class LLM(nanopaged.LLM):
