@@ -159,39 +159,34 @@ class BlockManager:
         """
         size = self.block_size
         keys_of_seqs = []
-        hits_of_seqs = []
         distinct_keys = set()
-        hits_in_use = set()
+        block_of = {}  # key → block: those found in the cache, then the new ones as well
         for seq in sequences:
             # The last block of a sequence is its own, even if it is full, because the last token is
             # always computed.
             keys = self.keys_of(seq, (seq.num_tokens - 1) // size)
-            hits = self.find_prefix(seq) if look_up else []
             keys_of_seqs.append(keys)
-            hits_of_seqs.append(hits)
             distinct_keys.update(keys)
-            hits_in_use.update(block_id for block_id in hits if self.blocks[block_id].ref_count)
+            if look_up:
+                prefix = self.find_prefix(seq)
+                block_of.update(zip(keys, prefix, strict=False))  # the prefix may end earlier
         # A block for each key, and a last block for each sequence. Hits in use take no free block.
-        num_blocks = len(distinct_keys) + len(sequences)
-        num_needed = num_blocks - len(hits_in_use)
+        hits_in_use = [hit for hit in block_of.values() if self.blocks[hit].ref_count > 0]
+        num_needed = len(distinct_keys) + len(sequences) - len(hits_in_use)
         if num_needed > self.num_free_blocks - num_reserved:
             return False
-        for seq, hits in zip(sequences, hits_of_seqs, strict=True):
-            seq.block_table = hits
-            for block_id in hits:  # share all hits first, because `take` may evict cached blocks
-                self.share(block_id)
-        taken: dict[bytes, int] = {}
+        for block_id in block_of.values():  # share all hits first, because `take` may evict them
+            self.share(block_id)
         for seq, keys in zip(sequences, keys_of_seqs, strict=True):
-            num_found = len(seq.block_table)
-            for key in keys[num_found:]:
-                if key in taken:
-                    self.share(taken[key])
-                    num_found += 1
-                else:
-                    taken[key] = self.take()
-                seq.block_table.append(taken[key])
+            seq.num_computed_tokens = size * len([key for key in keys if key in block_of])
+            for key in keys:
+                if key not in block_of:
+                    block_of[key] = self.take()
+                self.share(block_of[key])
+                seq.block_table.append(block_of[key])
             seq.block_table.append(self.take())
-            seq.num_computed_tokens = num_found * size
+        for block_id in block_of.values():
+            self.release(block_id)  # each table has a reference of its own
         return True
 
     def append_slots(self, sequences: list[Sequence]) -> list[Move] | None:

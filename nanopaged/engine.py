@@ -60,8 +60,10 @@ class LLMEngine:
     A fork (docs/book/12-forks.md) is a subclass with other classes in the first five attributes.
 
     Raises:
+        TypeError: the config is of another class.
         FileNotFoundError: the model or a file of it is missing.
         ValueError: the model is not supported or broken, or does not fit.
+        RuntimeError: another rank cannot start.
     """
 
     make_config = EngineConfig

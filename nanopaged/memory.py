@@ -202,8 +202,10 @@ def largest_step(
     small cache with a single layer.
     """
     device = model.embed_tokens.weight.device
-    num_seqs = min(config.max_num_seqs, max_num_batched_tokens, -(-GATHER_KEYS // max_model_len))
-    num_seqs = max(num_seqs, -(-max_num_batched_tokens // max_model_len))
+    num_for_keys = -(-GATHER_KEYS // max_model_len)
+    num_for_tokens = -(-max_num_batched_tokens // max_model_len)
+    num_seqs = min(config.max_num_seqs, max_num_batched_tokens, num_for_keys)
+    num_seqs = max(num_seqs, num_for_tokens)
     ends = np.arange(num_seqs + 1) * max_num_batched_tokens // num_seqs
     query_lens = np.diff(ends)  # a budget of 10 tokens for 3 sequences: 3 3 4
     positions = np.concatenate([np.arange(max_model_len - n, max_model_len) for n in query_lens])

@@ -5,6 +5,7 @@ The runner has the model and the KV cache. It reads sequences and block tables, 
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -139,19 +140,11 @@ class ModelRunner:
         """
         inputs, tiles = prepare(batch, self.block_size)
         logits = None
-        try:
-            if self.ranks is not None:
-                self.ranks.send(inputs)
+        with nullcontext() if self.ranks is None else self.ranks.step(inputs):
             hidden = self.forward(inputs)
             if inputs.sample_rows:
                 logits = self.model.logits(take_rows(hidden, inputs.sample_rows))
             prompt_logprobs = self.score_prompts(tiles, hidden)
-            if self.ranks is not None:
-                self.ranks.check()
-        except BaseException as error:
-            if self.ranks is not None:
-                self.ranks.end(error)
-            raise
         no_samples = [[] for _ in batch.sequences]
         samples = self.sample(batch, logits) if logits is not None else no_samples
         return StepResult(samples, prompt_logprobs)

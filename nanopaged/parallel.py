@@ -24,6 +24,8 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -85,6 +87,17 @@ class Ranks:
             self.group = dist.ProcessGroupNCCL(store, self.rank, self.size, timeout)
 
     # ── what a step needs ─────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def step(self, inputs: object) -> Iterator[None]:
+        """Around a step of rank 0: the workers compute it, too. If it fails, the engine ends."""
+        try:
+            self.send(inputs)
+            yield
+            self.check()
+        except BaseException as error:
+            self.end(error)
+            raise
 
     def send(self, message: object) -> None:
         """Send an object to the workers, where `receive` returns it."""

@@ -76,11 +76,15 @@ class SamplingMetadata:
         self.temperature, self.top_k, self.top_p, self.min_p, self.uniform, self.is_greedy = columns
 
     def _list_banned(self, draws: list[Draw], device: torch.device) -> None:
-        """Nothing is banned in row 0, tokens 3 and 5 in row 1: (1, 3), (1, 5)."""
-        banned = []
+        """Nothing is banned in row 0, tokens 3 and 5 in row 1: rows 1 1, token ids 3 5."""
+        rows = []
+        token_ids = []
         for row, draw in enumerate(draws):
-            banned += [(row, token_id) for token_id in draw.banned_token_ids]
-        self.banned = to_device(np.array(banned).T, device) if banned else None  # [2, num_banned]
+            rows += [row] * len(draw.banned_token_ids)
+            token_ids += draw.banned_token_ids
+        self.banned = None
+        if rows:
+            self.banned = to_device(np.array((rows, token_ids)), device)  # [2, num_banned]
 
     def _list_penalties(self, draws: list[Draw], device: torch.device) -> None:
         """The logits to penalise, and how; see `penalize`."""
@@ -240,22 +244,19 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         logits.masked_fill_(logits < threshold, -math.inf)
     if has_top_p.any():
         if has_top_k[has_top_p].all():  # `best` is sorted, and has all tokens left but ties
-            rising = logits.gather(1, best.indices).flip(-1)
+            falling = logits.gather(1, best.indices)
         elif logits.device.type == "cpu":  # ten times as fast as torch, which sorts indices as well
-            rising = torch.from_numpy(np.sort(logits.numpy(), axis=-1))
+            falling = torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
         else:
-            rising = logits.sort(-1).values
-        # A token is dropped if it and all less likely ones sum up to at most 1 - top_p. The most
-        # likely one is always kept. top_p = 0.8: rising 0.1 0.4 0.5, sums 0.1 0.5 1.0, one is
-        # dropped, threshold 0.4. In float32, a sum of 100,000 probabilities is off by more than
-        # some of them are, so the sums are in float64.
-        weights = (rising - rising[:, -1:]).exp()  # the probabilities, but for a factor
-        # All ties with the k-th token are in `logits`, but not all are in `best`.
-        num_missing = (logits >= rising[:, :1]).sum(-1, keepdim=True) - rising.shape[-1]
-        sums = weights.cumsum(-1, dtype=torch.float64) + num_missing * weights[:, :1]
-        bound = (1.0 - metadata.top_p) * sums[:, -1:]
-        num_dropped = torch.searchsorted(sums, bound, right=True)
-        threshold = rising.gather(1, num_dropped.clamp(max=rising.shape[-1] - 1))
+            falling = logits.sort(-1, descending=True).values
+        # A token is kept if all more likely ones sum up to less than top_p. top_p = 0.8: falling
+        # 0.5 0.4 0.1, sums before them 0.0 0.5 0.9, two are kept. In float32, a sum of 100,000
+        # probabilities is off by more than some of them are, so the sums are in float64.
+        weights = (falling - falling[:, :1]).exp().double()  # the probabilities, but for a factor
+        # The sum over `logits`, because `best` may lack some ties with the k-th token.
+        total = (logits - falling[:, :1]).exp().sum(-1, keepdim=True, dtype=torch.float64)
+        num_kept = (weights.cumsum(-1) - weights < metadata.top_p * total).sum(-1, keepdim=True)
+        threshold = falling.gather(1, (num_kept - 1).clamp(min=0))
         threshold.masked_fill_(metadata.top_p >= 1.0, -math.inf)
         logits.masked_fill_(logits < threshold, -math.inf)
     probs = logits.softmax(-1)
@@ -316,13 +317,10 @@ def gather_logprobs(
     num_best = max([num or 0 for num in num_logprobs])
     tile = SOFTMAX_ROWS[logits.device.type]
     tables = []
-    for scores, ids, allowed_scores in zip(
-        logits.split(tile), token_ids[:, None].split(tile), allowed.split(tile), strict=True
-    ):
+    ids_of_rows = token_ids[:, None]  # [num_rows, 1]
+    for scores, ids in zip(logits.split(tile), ids_of_rows.split(tile), strict=True):
         logprobs = scores.float().log_softmax(-1)
         chosen = logprobs.gather(1, ids)
-        if allowed is not logits:
-            chosen.masked_fill_(allowed_scores.gather(1, ids) == -math.inf, -math.inf)
         columns = [ids, chosen.double()]
         if any(num is not None for num in num_logprobs):
             ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
@@ -330,7 +328,11 @@ def gather_logprobs(
             columns += [ranks, best.values, best.indices]
         tables.append(torch.cat(columns, dim=1))
     # One tensor, so that the host waits once. float64 holds ids and log-probabilities exactly.
-    rows = torch.cat(tables).tolist()
+    table = torch.cat(tables)
+    scores = allowed.gather(1, ids_of_rows)[:, 0]
+    is_banned = (scores == -math.inf) & (table[:, 1] > -math.inf)  # NaN stays, it is not above
+    table[:, 1].masked_fill_(is_banned, -math.inf)
+    rows = table.tolist()
     samples = []
     for row, num in zip(rows, num_logprobs, strict=True):
         token = Sample(token_id=int(row[0]), logprob=row[1])

@@ -10,7 +10,7 @@ requests is preempted (PagedAttention, §4.5).
 """
 
 import time
-from bisect import bisect_left, insort_left, insort_right
+from bisect import insort_left, insort_right
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
@@ -66,11 +66,8 @@ class Scheduler:
 
     def abort(self, request: Request) -> None:
         """Remove a request from its queue, and free its blocks."""
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            first = bisect_left(self.waiting, request.rank, key=BY_RANK)  # the first of this rank
-            del self.waiting[self.waiting.index(request, first)]
+        queue = self.running if request in self.running else self.waiting
+        queue.remove(request)
         self.swapper.release(request)
         for seq in request.live:
             self.block_manager.free(seq)
@@ -214,8 +211,8 @@ class Scheduler:
                 seq.candidates = samples
                 if any(beam.candidates is None for beam in request.live):
                     continue  # it waits for its siblings
+                num_new_tokens = len(request.live)
                 advance_beams(request, self.block_manager)
-                num_new_tokens = len(request.sequences)
             elif request.awaits_fork:  # the prompt is computed
                 fork_samples(request, samples, self.block_manager)
             else:

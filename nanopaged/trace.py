@@ -160,8 +160,9 @@ class Recorder:
         tokens = set()
         for changes in (line.get("scheduled", {}), line["updated"]):
             for lists in changes.values():
-                for _, added in lists[1:2]:  # the tokens of a sequence
-                    tokens.update(added)
+                if len(lists) > 1:  # the changes of a sequence
+                    _, added_tokens = lists[1]
+                    tokens.update(added_tokens)
         if self.tokenizer is not None:
             new = sorted(tokens - self.known_texts)
             line["texts"] = {token_id: self.tokenizer.decode([token_id]) for token_id in new}

@@ -125,11 +125,8 @@ def find_runs(tables: list[list[int]], context_lens: list[int], block_size: int)
     cut = []
     max_blocks = max(1, RUN_KEYS // block_size)
     for run in runs:
-        while run.end_block - run.first_block > max_blocks:
-            cut.append(Run(run.seqs, run.first_block, run.first_block + max_blocks))
-            run.first_block += max_blocks
-        if run.first_block < run.end_block:
-            cut.append(run)
+        for first in range(run.first_block, run.end_block, max_blocks):
+            cut.append(Run(run.seqs, first, min(first + max_blocks, run.end_block)))
     return cut
 
 

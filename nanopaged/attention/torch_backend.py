@@ -113,32 +113,31 @@ class TorchAttention:
         A tile of queries is computed together. Each query sees the keys up to its own position:
         with 3 cached keys, query 0 sees keys 0 to 3.
         """
-        out = self.by_kv_head(q.new_empty(q.shape))
         q = self.by_kv_head(q.to(self.dtype) * self.scale)
-        row = 0  # the first row of the tile
-        for table, query_len, context_len in self.prefills:
+        outs = []
+        queries = q.split([query_len for _, query_len, _ in self.prefills])
+        for q_seq, (table, query_len, context_len) in zip(queries, self.prefills, strict=True):
             keys, values = self.gather(layer, table, context_len)
             # Keys after a query have weight 0, but 0 · NaN = NaN. If a value is NaN, one query is
             # computed at a time, because then its tile has no key after it. On a GPU the host
             # would have to wait for the answer.
             has_nan = values.is_cpu and not values.isfinite().all()
-            tile_len = 1 if has_nan else QUERY_TILE
-            for first in range(context_len - query_len, context_len, tile_len):
-                end = min(first + tile_len, context_len)
-                rows = slice(row, row + end - first)
-                tile = q[rows].transpose(0, 1)  # [num_kv_heads, num_queries, group, head_dim]
+            end = context_len - query_len
+            # tile [num_queries, num_kv_heads, group, head_dim]
+            for tile in q_seq.split(1 if has_nan else QUERY_TILE):
+                first = end  # the position of the tile's first query
+                end += len(tile)
                 positions = torch.arange(first, end, device=self.device)
-                attended = attend(
-                    tile.flatten(1, 2),
+                out = attend(
+                    tile.transpose(0, 1).flatten(1, 2),
                     keys[:, :end],
                     values[:, :end],
                     positions.repeat_interleave(tile.shape[2])[:, None],
                     num_seen=first,
                     score_mod=self.score_mods[layer],
                 )
-                out[rows] = attended.view(tile.shape).transpose(0, 1)
-                row = rows.stop
-        return out.flatten(1, 2)
+                outs.append(out.unflatten(1, (len(tile), -1)).transpose(0, 1))
+        return torch.cat(outs).flatten(1, 2).to(k.dtype)
 
     def by_kv_head(self, q: Tensor) -> Tensor:
         """Group the query heads that share a KV head.

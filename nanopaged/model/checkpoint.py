@@ -163,7 +163,8 @@ def _share(name: str, slot: Tensor, shape: list[int], rank: int, size: int) -> t
     """
     parts = []
     for total, length in zip(shape, slot.shape, strict=True):
-        first = rank * total // size // length * length  # 0 if the slot takes all
+        first = rank * total // size
+        first -= first % length  # ranks with the same KV head take the same rows
         if name.startswith(("lm_head", "model.embed_tokens")) and total > length:
             first = rank * length  # the last share may be smaller
         parts.append(slice(first, first + length))

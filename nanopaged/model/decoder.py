@@ -23,8 +23,8 @@ from nanopaged.parallel import Ranks
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """x / √(mean(x²) + ε) · w over the last dimension of x, computed in float32 (arXiv 1910.07467).
 
-    On a CPU, `F.rms_norm` allocates eight temporary tensors. This function allocates one, and
-    changes it in place.
+    On a CPU, `F.rms_norm` makes several temporary tensors. This function makes one, and changes it
+    in place.
     """
     if x.is_cuda:  # one kernel
         return F.rms_norm(x, x.shape[-1:], weight, eps)
