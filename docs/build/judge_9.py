@@ -22,7 +22,8 @@ from nanopaged.model.decoder import Linear, Model, allocate
 from nanopaged.model.model_config import read_model_config
 from nanopaged.parallel import Ranks
 
-SECONDS = parallel.STEP_TIMEOUT = 15.0  # that a rank waits for the others
+parallel.STEP_TIMEOUT = 15.0  # seconds that rank 0 waits for the others
+SECONDS = 20.0  # for all ranks
 CPU = torch.device("cpu")
 TINY = read_model_config(TINY_MODEL)
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "head_dim": 2, "num_layers": 1}
