@@ -16,8 +16,9 @@ from torch import Tensor
 from nanopaged.attention.reference_backend import reference_paged_attention
 from nanopaged.attention.torch_backend import attend, gather_context
 
-Case = tuple[str, tuple[Any, ...]]  # the rule, and the arguments of the function
+Case = tuple[str, str, tuple[Any, ...]]  # the function, the rule, and the arguments
 
+FUNCTIONS = {f.__name__: f for f in (gather_context, attend, reference_paged_attention)}
 FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
 MODS = {  # rule → score_mod
     "": None,
@@ -60,20 +61,17 @@ def inputs() -> Iterator[tuple[str, Tensor, Tensor, Tensor, Any]]:
 
 
 def gather_cases() -> Iterator[Case]:
+    name = "gather_context"
     sizes = ((1, 2, 1, 2), (2, 1, 5, 70), (2, 4, 5, 3), (3, 16, 20, 45))
     for heads, block_size, head_dim, num_blocks in sizes:
         cache = torch.empty(num_blocks + 4, 3, heads, block_size, head_dim)[:, 1]  # one layer of three
         cache.copy_(torch.arange(cache.numel()).view(cache.shape))
         table = torch.tensor(random.Random(5).sample(range(num_blocks + 4), num_blocks))
-        for num_keys in (
-            1,
-            block_size,
-            block_size + 1,
-            (num_blocks - 1) * block_size,
-            num_blocks * block_size,
-        ):
-            yield "A context is gathered from a cache that holds 0 1 2 …", (cache, table, num_keys)
-            yield "Tables of several sequences give several contexts", (cache, table.repeat(2, 1), num_keys)
+        whole = num_blocks * block_size
+        for num_keys in (1, block_size, block_size + 1, whole - block_size, whole):
+            yield name, "A context is gathered from a cache that holds 0 1 2 …", (cache, table, num_keys)
+            tables = table.repeat(2, 1)
+            yield name, "Tables of several sequences give several contexts", (cache, tables, num_keys)
 
 
 def attend_cases() -> Iterator[Case]:
@@ -82,45 +80,37 @@ def attend_cases() -> Iterator[Case]:
         for first in (0, last // 2):
             positions = torch.arange(first, last + 1).flip(0)
             queries = positions.repeat_interleave(q.shape[1])[:, None]
-            yield rule, (q.repeat(1, len(positions), 1), k, v, queries, first + 1, score_mod)
+            yield "attend", rule, (q.repeat(1, len(positions), 1), k, v, queries, first + 1, score_mod)
         two = (torch.stack([x, x.flip(1)]) for x in (q, k, v))
-        yield f"{rule}, two sequences", (*two, torch.tensor([last, last // 2]).view(2, 1, 1, 1), 0, score_mod)
+        queries = torch.tensor([last, last // 2]).view(2, 1, 1, 1)
+        yield "attend", f"{rule}, two sequences", (*two, queries, 0, score_mod)
 
 
 def scatter(x: Tensor, block_size: int, table: list[int]) -> Tensor:
     """A cache, one layer of two, with x in the blocks of the table. All other slots hold NaN."""
     heads, num_keys, head_dim = x.shape
     cache = torch.full((max(table) + 2, 2, heads, block_size, head_dim), math.nan, dtype=x.dtype)[:, 1]
-    for position in range(num_keys):
-        cache[table[position // block_size], :, position % block_size] = x[:, position]
+    positions = torch.arange(num_keys)
+    cache[torch.tensor(table)[positions // block_size], :, positions % block_size] = x.transpose(0, 1)
     return cache
 
 
 def reference_cases() -> Iterator[Case]:
+    name = "reference_paged_attention"
     for (rule, q, k, v, score_mod), block_size in product(inputs(), (1, 2, 16)):
         for num_keys in (k.shape[1] // 2 + 1, k.shape[1]):
             num_blocks = num_keys // block_size + 2  # there is a block for tokens to come
             table = random.Random(6).sample(range(num_blocks + 3), num_blocks)
             caches = (scatter(x[:, :num_keys], block_size, table) for x in (k, v))
-            yield rule, (2 * q.flatten(0, 1), *caches, table, num_keys, 0.5, score_mod)
+            yield name, rule, (2 * q.flatten(0, 1), *caches, table, num_keys, 0.5, score_mod)
     cache = torch.randn(4, 1, 2, 1)
     rule = "Read block by block: a score_mod adds to a score how many keys of its block are before it"
-    yield rule, (torch.ones(1, 1), cache, cache, [3, 0, 2], 5, 1.0, lambda s, q, k: s + k - k.min())
+    yield name, rule, (torch.ones(1, 1), cache, cache, [3, 0, 2], 5, 1.0, lambda s, q, k: s + k - k.min())
 
 
-@pytest.mark.function("gather_context")
-@pytest.mark.parametrize(("rule", "arguments"), list(gather_cases()))
-def test_gather_context(rule: str, arguments: tuple[Any, ...]) -> None:
-    check(rule, gather_context, *arguments)
+CASES = [*gather_cases(), *attend_cases(), *reference_cases()]
 
 
-@pytest.mark.function("attend")
-@pytest.mark.parametrize(("rule", "arguments"), list(attend_cases()))
-def test_attend(rule: str, arguments: tuple[Any, ...]) -> None:
-    check(rule, attend, *arguments)
-
-
-@pytest.mark.function("reference_paged_attention")
-@pytest.mark.parametrize(("rule", "arguments"), list(reference_cases()))
-def test_reference_paged_attention(rule: str, arguments: tuple[Any, ...]) -> None:
-    check(rule, reference_paged_attention, *arguments)
+@pytest.mark.parametrize(("function", "rule", "arguments"), CASES)
+def test_a_case(function: str, rule: str, arguments: tuple[Any, ...]) -> None:
+    check(rule, FUNCTIONS[function], *arguments)

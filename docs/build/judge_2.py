@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from beside import compare
-from pools import compare_pools
+from pools import table
 from random_workloads import mixed
 
-CASES = [
-    ("take", "Each block is given once, and has one reference", "3 blocks of 4",
-     "take x; take y; take z"),
+test_a_case = table([
+    ("take", "Each block is given once, and has one reference", "3 blocks of 4", "take x; take y; take z"),
     ("take", "`free_ids` is a stack: the block that was released last is taken first", "3 blocks of 4",
      "take x; take y; release x; take z; release y; release z; take u; take v"),
-    ("share", "A block has another reference", "2 blocks of 4",
-     "take x; share x; share x"),
+    ("share", "A block has another reference", "2 blocks of 4", "take x; share x; share x"),
     ("share", "A cached block is in use again and keeps its key; the others stay cached", "4 blocks of 4",
      "take x; take y; take z; key x y z; release y; release x; release z; share x; release x; share y"),
     ("release", "A block becomes free with its last reference", "2 blocks of 4",
@@ -32,8 +29,7 @@ CASES = [
      "take x; take y; key x y; release y; release x; allocate A 1..16"),
     ("append_slots", "The newest token has a slot or needs a new block; no copies", "4 blocks of 4",
      "allocate A 1..7; append A 8; append A 9"),
-    ("append_slots", "A free slot needs no free block", "2 blocks of 4",
-     "allocate A 1..7; append A 8"),
+    ("append_slots", "A free slot needs no free block", "2 blocks of 4", "allocate A 1..7; append A 8"),
     ("append_slots", "Without a free block it gives None, and nothing changes", "2 blocks of 4",
      "allocate A 1..8; append A 9"),
     ("append_slots", "Tokens may need several blocks: all, or none", "4 blocks of 4",
@@ -46,14 +42,8 @@ CASES = [
      "allocate A 1..4; share A[0]; trim A 0"),
     ("trim", "The last block goes first, so that it is evicted first", "3 blocks of 4",
      "allocate A 1..12; key A[0] A[1] A[2]; trim A 0"),
-    ("trim", "The table may be long", "200 blocks of 4",
-     "allocate A 1..790; trim A 10"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("function", "rule", "sizes", "commands"), CASES)
-def test_a_case(function: str, rule: str, sizes: str, commands: str) -> None:
-    compare_pools(rule, sizes, commands)
+    ("trim", "The table may be long", "200 blocks of 4", "allocate A 1..790; trim A 10"),
+])  # fmt: skip
 
 
 def test_random_workloads() -> None:

@@ -5,76 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from beside import asked, compare, engines_own, make_request, small_workload
-from random_workloads import Asked, mixed
+from beside import asked, compare, small_workload, test_random_workloads  # noqa: F401
+from pools import table
+from random_workloads import Asked
 
-from nanopaged import SamplingParams
-from nanopaged.block_manager import BlockManager
-from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import ScheduledBatch, Sequence
-
-
-class NotingBlocks(BlockManager):
-    """Its `publish` only notes which logical blocks would get keys."""
-
-    published: list[int]
-
-    def publish(self, seq: Sequence) -> None:
-        end = seq.num_computed_tokens + seq.num_scheduled_tokens
-        self.published += range(seq.num_computed_tokens // self.block_size, end // self.block_size)
-
-
-def schedule_tokens(siblings: list[tuple[int, int]], budget: int, chunked: bool) -> dict[str, Any]:
-    """Call `_schedule_tokens` for a request with these sequences: (tokens, computed tokens)."""
-    blocks = NotingBlocks(99, 4)
-    blocks.published = []
-    scheduler = Scheduler(blocks, max_num_seqs=99, max_num_batched_tokens=99, enable_chunked_prefill=chunked)
-    request = make_request("0", [0], SamplingParams())
-    request.live = [Sequence(request, [0] * num, num_computed_tokens=computed) for num, computed in siblings]
-    batch = ScheduledBatch()
-    rest = scheduler._schedule_tokens(request, budget, batch)
-    scheduled = [seq.num_scheduled_tokens if seq in batch.sequences else 0 for seq in request.live]
-    return {
-        "the tokens of the sequences in the batch are": scheduled,
-        "the rest of the budget is": rest,
-        "num_decodes is": batch.num_decodes,
-        "which sequences of the batch have one token is": [
-            s.num_scheduled_tokens == 1 for s in batch.sequences
-        ],
-        "the logical blocks that `publish` gives keys, if num_scheduled_tokens is set, are": sorted(
-            blocks.published
-        ),
-    }
-
-
-@pytest.mark.function("_schedule_tokens")
-@pytest.mark.parametrize(
-    ("rule", "siblings", "budget", "chunked"),
-    [
-        ("A sequence gets the tokens that it lacks", [(10, 6)], 20, True),
-        ("A sequence gets what the budget has", [(20, 0)], 8, True),
-        ("One token is a decode", [(21, 20)], 8, True),
-        ("A chunk of one token counts as a decode", [(13, 6)], 1, True),
-        ("Without chunks a prompt waits until the budget is enough", [(10, 0)], 9, False),
-        ("Without chunks a prompt fits in a budget of its size", [(10, 0)], 10, False),
-        ("Two blocks of 4 become full", [(13, 6)], 100, True),
-        ("A block becomes full with its last slot", [(4, 3)], 9, True),
-        ("No block becomes full", [(7, 4)], 9, True),
-        ("After a sequence that is cut short its siblings get nothing", [(10, 6), (12, 6), (7, 6)], 8, True),
-        ("They wait as well without chunks", [(10, 6), (12, 6), (7, 6)], 8, False),
-        ("With enough budget all get theirs, and decodes come first", [(10, 6), (12, 6), (7, 6)], 100, True),
-        ("A beam that waits for its sibling is not in the batch", [(10, 10), (10, 9)], 8, True),
-    ],
-)
-def test_schedule_tokens(rule: str, siblings: list[tuple[int, int]], budget: int, chunked: bool) -> None:
-    with engines_own():
-        expected = schedule_tokens(siblings, budget, chunked)
-    found = schedule_tokens(siblings, budget, chunked)
-    mode = "chunks" if chunked else "no chunks"
-    case = f"{rule}. Sequences with (tokens, computed) {siblings}, budget {budget}, {mode}:"
-    for fact, value in expected.items():
-        assert found[fact] == value, f"{case} {fact} {found[fact]}, and not {value}."
-
+FAMILY = "allocate A 1..10 | B 11..22 | C 23..29; compute A 6; compute B 6; compute C 6"
+TOKENS = [
+    ("A sequence gets the tokens that it lacks", "allocate A 1..10; compute A 6; schedule A 20"),
+    ("A sequence gets what the budget has", "allocate A 1..20; schedule A 8"),
+    ("One token is a decode", "allocate A 1..21; compute A 20; schedule A 8"),
+    ("A chunk of one token counts as a decode", "allocate A 1..13; compute A 6; schedule A 1"),
+    ("Without chunks a prompt waits until there is budget", "allocate A 1..10; schedule A 9 chunks=0"),
+    ("Without chunks a prompt fits in a budget of its size", "allocate A 1..10; schedule A 10 chunks=0"),
+    ("Two blocks of 4 become full", "allocate A 1..13; compute A 6; schedule A 100"),
+    ("A block becomes full with its last slot", "allocate A 1..4; compute A 3; schedule A 9"),
+    ("No block becomes full", "allocate A 1..7; compute A 4; schedule A 9"),
+    ("After a sequence that is cut short its siblings get nothing", f"{FAMILY}; schedule A 8"),
+    ("They wait as well without chunks", f"{FAMILY}; schedule A 8 chunks=0"),
+    ("With enough budget all get theirs, and decodes come first", f"{FAMILY}; schedule A 100"),
+    ("A beam that waits for its sibling is not in the batch",
+     "allocate A 1..10 | B 11..20; compute A; compute B 9; schedule A 8"),
+]  # fmt: skip
+test_tokens = table([("_schedule_tokens", rule, "20 blocks of 4", commands) for rule, commands in TOKENS])
 
 CASES = [
     ("Without requests the batch is empty", {}, [asked(1, arrival=1)]),
@@ -107,13 +59,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.function("schedule")
 @pytest.mark.parametrize(("rule", "options", "requests"), CASES)
 def test_schedule(rule: str, options: dict[str, Any], requests: list[Asked]) -> None:
     compare(small_workload(requests, **options), rule)
-
-
-def test_random_workloads() -> None:
-    """Requests of every kind are served as the engine serves them."""
-    num_preemptions = sum(compare(mixed(seed), f"Random workload {seed}") for seed in range(100))
-    assert num_preemptions > 50, f"{num_preemptions} preemptions are too few to judge them."

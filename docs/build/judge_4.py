@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
-
-import pytest
-from beside import compare, engines_own, make_request
-from pools import compare_pools
-from random_workloads import forked, mixed
-
-from nanopaged import SamplingParams, block_manager
-from nanopaged.block_manager import BlockManager
+from beside import test_random_workloads  # noqa: F401
+from pools import table
 
 FIRST = "allocate A 1..5; compute A"
 THREE = "allocate A 1; compute A; free A; allocate B 2; compute B; free B; allocate C 3; compute C; free C"
 FAMILY = "allocate X 1 2 3 4 5 | Y 1 2 3 4 6 | Z 1 2 7 8 9"
-CASES = [
+test_a_case = table([
+    ("keys_of", "A key is the SHA-256 hash of the key before, and the block's own tokens", "9 blocks of 2",
+     "keys 1..5"),
+    ("keys_of", "A token has 8 bytes", "9 blocks of 2", "keys 1 258 -1 1099511627776"),
+    ("keys_of", "With a salt the first key begins with its hash, and the others do not", "9 blocks of 2",
+     "keys 1..4 salt=1"),
+    ("keys_of", "Each key follows from the one before it, also the hundredth, and is hashed once",
+     "9 blocks of 2", "keys 1..200"),
     ("find_prefix", "A prefix ends at the first block that is missing", "9 blocks of 2",
      f"{FIRST}; find 1..5; find 1 2 9 4 5; find 3 4 5; find 1"),
     ("find_prefix", "The block of the last token is not looked up", "9 blocks of 2",
@@ -36,8 +36,7 @@ CASES = [
      f"{THREE}; allocate D 1 9; free D; find 1 0; find 2 0; find 3 0; take x; take y"),
     ("allocate", "A prefix in use is shared, and counts as computed", "5 blocks of 2",
      f"{FIRST}; allocate B 1 2 3 4 6 7"),
-    ("allocate", "A cached block is in use again", "4 blocks of 2",
-     f"{FIRST}; free A; allocate B 1 2 9"),
+    ("allocate", "A cached block is in use again", "4 blocks of 2", f"{FIRST}; free A; allocate B 1 2 9"),
     ("allocate", "A block that is found in use takes no free block", "3 blocks of 2",
      "allocate A 1 2 3; compute A; allocate B 1 2 4"),
     ("allocate", "A cached block that is found is free no longer", "3 blocks of 1",
@@ -60,55 +59,4 @@ CASES = [
      f"allocate A 1 2 3; compute A; free A; allocate B 9; {FAMILY}"),
     ("allocate", "No sibling evicts what another one has found", "5 blocks of 1",
      "allocate A 1 2 3; compute A; free A; allocate B 1 8 | C 1 2 3 9"),
-]  # fmt: skip
-
-
-@pytest.mark.function("keys_of")
-@pytest.mark.parametrize(
-    ("rule", "tokens", "salt"),
-    [
-        ("A key is the SHA-256 hash of the key before, and the block's own tokens", [1, 2, 3, 4, 5], b""),
-        ("A token has 8 bytes", [1, 258, -1, 1 << 40], b""),
-        ("With a salt the first key begins with its hash, and the others do not", [1, 2, 3, 4], b"x"),
-        ("Each key follows from the one before it, also the hundredth", list(range(200)), b""),
-    ],
-)
-def test_keys(rule: str, tokens: list[int], salt: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are kept in `seq.block_keys`."""
-    hashed: list[bytes] = []
-
-    def counted(data: bytes) -> object:
-        hashed.append(data)
-        return sha256(data)
-
-    monkeypatch.setattr(block_manager, "sha256", counted)
-    manager = BlockManager(8, 2)
-    num_blocks = len(tokens) // 2
-    with engines_own():
-        expected = manager.keys_of(make_request("r", tokens, SamplingParams(), salt).live[0], num_blocks)
-    seq = make_request("r", tokens, SamplingParams(), salt).live[0]
-    case = f"{rule}. `keys_of` {tokens[:6]}, salt {salt}, blocks of 2:"
-    for num in (1, num_blocks):
-        found = list(manager.keys_of(seq, num))
-        assert len(found) == num, f"{case} {len(found)} keys are returned, and not {num}."
-        for i, key in enumerate(found):
-            assert key == expected[i], f"{case} key {i} is {key.hex()}, and not {expected[i].hex()}."
-    hashed.clear()
-    again = list(manager.keys_of(seq, num_blocks))
-    assert again == expected, f"{case} the second time it gives other keys."
-    assert list(manager.keys_of(seq, 1)) == expected[:1], (
-        f"{case} the beginning of the keys it has is not right."
-    )
-    assert not hashed, f"{case} each key is computed once, but sha256 is called again for {len(hashed)} keys."
-
-
-@pytest.mark.parametrize(("function", "rule", "sizes", "commands"), CASES)
-def test_a_case(function: str, rule: str, sizes: str, commands: str) -> None:
-    compare_pools(rule, sizes, commands)
-
-
-def test_random_workloads() -> None:
-    """Requests whose prompts begin alike are served as the engine serves them."""
-    for seed in range(40):
-        compare(mixed(seed), f"Random workload {seed}")
-        compare(forked(seed), f"Random workload {seed} with forked requests")
+])  # fmt: skip

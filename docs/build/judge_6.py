@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from beside import asked, compare, engines_own, small_workload
-from pools import compare_pools
-from random_workloads import Asked, forked, mixed
+from beside import asked, check_facts, compare, engines_own, small_workload, test_random_workloads  # noqa: F401
+from pools import table
+from random_workloads import Asked
 
 from nanopaged import BeamSearchParams
 from nanopaged.kv_cache import KVCache, KVShape
@@ -18,7 +18,7 @@ POOL = "8 blocks of 4, uncached, 8 on the host"
 SMALL = "3 blocks of 4, uncached, 4 on the host"
 BEAMS = Asked([0] * 6, BeamSearchParams(beam_width=2, max_tokens=8, ignore_eos=True), arrival=0)
 FAMILY = "allocate A 1..11 | B 1..8 20 21 22 | C 1..9; compute A 10; compute B 2; compute C 1"
-CASES = [
+test_a_case = table([
     ("swap_out", "The blocks with computed tokens move, and all blocks are given back", POOL,
      "allocate A 1..10; compute A 6; swap_out A"),
     ("swap_out", "8 computed tokens are in 2 blocks, and the ninth is in a third one", POOL,
@@ -47,10 +47,9 @@ CASES = [
      "allocate A 1..8; compute A 7; swap_out A; swap_in A num_reserved=3; swap_in A num_reserved=2"),
     ("release", "Each host block is free once, and a second call does nothing", POOL,
      f"{FAMILY}; swap_out A; release_host A; release_host A"),
-]  # fmt: skip
+])  # fmt: skip
 
 
-@pytest.mark.function("move_blocks")
 @pytest.mark.parametrize(
     ("rule", "swap_out", "swap_in", "copies"),
     [
@@ -63,46 +62,34 @@ CASES = [
         ("Out, in, copies", [(3, 1), (0, 2)], [(0, 3)], [(3, 0)]),
     ],
 )
-def test_moves(rule: str, swap_out: list, swap_in: list, copies: list) -> None:
+def test_move_blocks(rule: str, swap_out: list, swap_in: list, copies: list) -> None:
     """Device blocks hold the numbers 0 to 3, host blocks 100 to 102."""
-    shape = KVShape(num_layers=2, num_kv_heads=1, head_dim=2, dtype=torch.float32)
-    cache = KVCache(shape, 4, 4, torch.device("cpu"), num_host_blocks=3)
-    values, _ = cache.layer(1)  # attention holds such views from the beginning
-    contents: list[list[list[float]]] = []
-    case = f"{rule}: swap_out {swap_out}, swap_in {swap_in}, copies {copies}."
-    for is_readers in (False, True):
-        for i in range(4):
-            cache.data[i] = i
-        for i in range(3):
-            cache.host[i] = 100 + i
+
+    def contents() -> dict[str, Any]:
+        """What attention sees through its views."""
+        shape = KVShape(num_layers=2, num_kv_heads=1, head_dim=2, dtype=torch.float32)
+        cache = KVCache(shape, 4, 4, torch.device("cpu"), num_host_blocks=3)
         data, host = cache.data, cache.host
+        for i in range(4):
+            data[i] = i
+        for i in range(3):
+            host[i] = 100 + i
         moves = Moves(list(swap_out), list(swap_in), list(copies))
-        if is_readers:
-            cache.move_blocks(moves)
-        else:
-            with engines_own():
-                cache.move_blocks(moves)
-        contents.append([[float(block.mean()) for block in blocks] for blocks in (cache.data, cache.host)])
-    assert moves == Moves(swap_out, swap_in, copies), (
-        f"{case} The lists belong to the batch, and are now {moves}."
-    )
-    assert contents[1] == contents[0], (
-        f"{case} Blocks with 0 1 2 3 and host blocks with 100 101 102 now have {contents[1]}, and not "
-        f"{contents[0]}."
-    )
-    is_in_place = cache.data is data and cache.host is host and torch.equal(values, cache.data[:, 1, 0])
-    assert is_in_place, (
-        f"{case} `data` or `host` is another tensor: write into the memory that attention views."
-    )
-    assert float(cache.data.std(dim=(1, 2, 3, 4, 5)).max()) == 0, f"{case} Only a part of a block was moved."
+        cache.move_blocks(moves)
+        return {
+            "the numbers in the blocks of `data` are": [block.unique().tolist() for block in data],
+            "the numbers in the blocks of `host` are": [block.unique().tolist() for block in host],
+            "`data` and `host` are still the tensors that attention views:": (
+                cache.data is data and cache.host is host
+            ),
+            "the lists of moves, which belong to the batch, are": moves,
+        }
+
+    with engines_own():
+        expected = contents()
+    check_facts(f"{rule}. swap_out {swap_out}, swap_in {swap_in}, copies {copies}:", contents(), expected)
 
 
-@pytest.mark.parametrize(("function", "rule", "sizes", "commands"), CASES)
-def test_a_case(function: str, rule: str, sizes: str, commands: str) -> None:
-    compare_pools(rule, sizes, commands)
-
-
-@pytest.mark.function("_preempt")
 @pytest.mark.parametrize(
     ("rule", "options", "requests"),
     [
@@ -117,12 +104,5 @@ def test_a_case(function: str, rule: str, sizes: str, commands: str) -> None:
         ("A beam search is recomputed", {}, [asked(8, 9), BEAMS]),
     ],
 )  # fmt: skip
-def test_preempt(rule: str, options: dict[str, Any], requests: list[Asked]) -> None:
+def test__preempt(rule: str, options: dict[str, Any], requests: list[Asked]) -> None:
     compare(small_workload(requests, **{"num_blocks": 6, "preemption": "swap"} | options), rule)
-
-
-def test_random_workloads() -> None:
-    """Requests that are preempted are served as the engine serves them."""
-    for seed in range(30):
-        compare(mixed(seed), f"Random workload {seed}")
-        compare(forked(seed), f"Random workload {seed} with forked requests")

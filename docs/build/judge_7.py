@@ -16,9 +16,8 @@ from nanopaged import SamplingParams
 from nanopaged.sampler import Draw, SamplingMetadata, draw_tokens, filtered_probs, sample
 from nanopaged.sequence import Sample
 
-Row = dict[
-    str, Any
-]  # fields of SamplingParams; u; banned tokens; counts of generated ones; whether it has NaN
+# Fields of SamplingParams; u; banned tokens; counts of generated ones; whether it has NaN
+Row = dict[str, Any]
 NO_PARAMS = ("u", "banned", "counts", "nan")
 LAST_U = 1 - 2**-24  # the largest number that `uniform` gives
 FIVE = [0.1, 0.4, 0.05, 0.3, 0.15]  # the probabilities of tokens 0 to 4
@@ -45,10 +44,8 @@ FILTERS: tuple[tuple[str, list[float], list[Row]], ...] = (
     ("Each row has its own settings", FIVE, [{}, {"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.3}, MANY]),
     ("Each row has its own settings", FIVE, [{"top_k": 3, "top_p": 0.8}, {}]),
 )  # fmt: skip
-RANDOM = (
-    ("temperature", (0.3, 1.0, 3.0)), ("top_k", (0, 0, 1, 3, 29)),
-    ("top_p", (1.0, 1.0, 0.2, 0.7, 0.97)), ("min_p", (0, 0, 0.05)),
-)  # fmt: skip
+RANDOM = {"temperature": (0.3, 1.0, 3.0), "top_k": (0, 0, 1, 3, 29)}
+RANDOM |= {"top_p": (1.0, 1.0, 0.2, 0.7, 0.97), "min_p": (0, 0, 0.05)}
 GREATER = "A draw is the first token whose cumulative sum is greater than u"
 DRAWS: tuple[tuple[str, list[float], list[float]], ...] = (
     (GREATER, [0.1, 0.2, 0.3, 0.0, 0.4], [0.0, 0.09, 0.11, 0.29, 0.5, 0.61, LAST_U]),
@@ -93,7 +90,7 @@ def filter_cases() -> Iterator[tuple[str, Tensor, list[Row]]]:
     rng = random.Random(7)
     for number in range(60):
         torch.manual_seed(number)
-        rows = [{name: rng.choice(values) for name, values in RANDOM} for _ in range(1 + number % 4)]
+        rows = [{name: rng.choice(values) for name, values in RANDOM.items()} for _ in range(1 + number % 4)]
         yield "Random logits", 2 * torch.randn(len(rows), (1, 2, 5, 30, 300)[number % 5]), rows
     falling = torch.arange(40000.0).flip(0) / 1e4
     yield "top_k may be large", falling.repeat(3, 1), [{"top_k": k} for k in (100, 3000, 35000)]
@@ -105,19 +102,12 @@ def kept(probs: Tensor) -> list[str]:
     return [f"the tokens {row}" if len(row) <= 8 else f"{len(row)} tokens" for row in ids]
 
 
-@pytest.mark.function("filtered_probs")
 @pytest.mark.parametrize(("rule", "logits", "rows"), list(filter_cases()))
 def test_filtered_probs(rule: str, logits: Tensor, rows: list[Row]) -> None:
     """The sum of the probabilities need not be 1."""
     case = f"{rule} (probabilities {shown(logits[0].softmax(-1)[:8])}, rows {rows})"
-    check(case, filtered_probs, logits, metadata_of(rows), view=kept)
-    check(
-        case,
-        filtered_probs,
-        logits,
-        metadata_of(rows),
-        view=lambda probs: probs / probs.sum(-1, keepdim=True),
-    )
+    for view in (kept, lambda probs: probs / probs.sum(-1, keepdim=True)):
+        check(case, filtered_probs, logits, metadata_of(rows), view=view)
 
 
 def draw_cases() -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -132,7 +122,6 @@ def draw_cases() -> Iterator[tuple[str, Tensor, Tensor]]:
         yield f"{vocab_size} tokens, some of probability 0", probs, u
 
 
-@pytest.mark.function("draw_tokens")
 @pytest.mark.parametrize(("rule", "probs", "u"), list(draw_cases()))
 def test_draw_tokens(rule: str, probs: Tensor, u: Tensor) -> None:
     check(f"{rule} (each row has {shown(probs[0, :8])} …)", draw_tokens, probs, u)
@@ -143,14 +132,12 @@ def in_words(samples: list[Sample]) -> list[str]:
     words = []
     for token in samples:
         is_any = not math.isfinite(token.logprob) and token.token_id in range(len(FIVE))
+        name = "any" if is_any else token.token_id
         best = {token_id: round(logprob, 4) for token_id, logprob in (token.logprobs or {}).items()}
-        words.append(
-            f"token {'any' if is_any else token.token_id}, log-probability {token.logprob:.4f}, {best}"
-        )
+        words.append(f"token {name}, log-probability {token.logprob:.4f}, {best}")
     return words
 
 
-@pytest.mark.function("sample")
 @pytest.mark.parametrize(("rule", "rows"), SAMPLES)
 def test_sample(rule: str, rows: list[Row]) -> None:
     logits = torch.tensor([FIVE] * len(rows)).log() + 5

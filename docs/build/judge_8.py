@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -33,22 +33,21 @@ def launch(case: str, kernel: Any, grid: tuple[int, int], *arguments: Any, **con
     starts = np.array([storage.data_ptr() for storage in storages], dtype=np.uint64)
     ends = np.array([storage.data_ptr() + storage.nbytes() for storage in storages], dtype=np.uint64)
 
-    def guarded(access: Callable[..., Any], mask_place: int) -> Callable[..., Any]:
-        def check(*handles: Any) -> Any:
-            addresses, mask = np.broadcast_arrays(handles[0].data, handles[mask_place].data)
-            used = addresses[mask][:, None]
-            assert ((starts <= used) & (used < ends)).any(axis=1).all(), (
-                f"{case}: `{kernel.__name__}` uses an address outside of its tensors. Look at the strides, "
-                "the mask of each load and store, the entries of the block table, and the bits: block ids "
-                "are int32, and an address needs `.to(tl.int64)`."
-            )
-            return access(*handles)
-
-        return check
-
     with pytest.MonkeyPatch.context() as patch:
         for name, mask_place in (("create_masked_load", 1), ("create_masked_store", 2)):
-            patch.setattr(interpreter_builder, name, guarded(getattr(interpreter_builder, name), mask_place))
+            access = getattr(interpreter_builder, name)
+
+            def guarded(*handles: Any, access: Any = access, mask_place: int = mask_place) -> Any:
+                addresses, mask = np.broadcast_arrays(handles[0].data, handles[mask_place].data)
+                used = addresses[mask][:, None]
+                assert ((starts <= used) & (used < ends)).any(axis=1).all(), (
+                    f"{case}: `{kernel.__name__}` uses an address outside of its tensors. Look at the "
+                    "strides, the mask of each load and store, the entries of the block table, and the "
+                    "bits: block ids are int32, and an address needs `.to(tl.int64)`."
+                )
+                return access(*handles)
+
+            patch.setattr(interpreter_builder, name, guarded)
         try:
             kernel[grid](*arguments, **constants)
         except Exception as error:
@@ -59,20 +58,13 @@ def launch(case: str, kernel: Any, grid: tuple[int, int], *arguments: Any, **con
 
 @dataclass
 class Case:
-    """Contexts to attend to.
+    """Contexts to attend to."""
 
-    Fields:
-        q: [sequences, heads, head_dim].
-        contexts: keys and values of each sequence, [keys, KV heads, head_dim].
-        splits: (sequence, first key, end).
-        gap: elements between two blocks of the cache.
-    """
-
-    q: Tensor
-    contexts: list[tuple[Tensor, ...]]
-    splits: list[tuple[int, int, int]]
+    q: Tensor  # [sequences, heads, head_dim]
+    contexts: list[tuple[Tensor, ...]]  # keys and values of each sequence, [keys, KV heads, head_dim]
+    splits: list[tuple[int, int, int]]  # (sequence, first key, end)
     block_size: int
-    gap: int = 3
+    gap: int = 3  # elements between two blocks of the cache
 
 
 ZEROS = [0] * 40
@@ -88,7 +80,7 @@ BY_HAND = (  # rule, scores, ends of the splits, block size; one head, values 10
     ("A split may begin anywhere, also in a block", ZEROS, [7, 30, 31, 40], 32),
     ("A split may have many tiles", [0] * 1100, [1100], 16),
 )
-SIZES = (
+SIZES = (  # KV heads, query heads of each, head_dim, block size, dtype
     (1, 1, 4, 4, FLOAT),
     (2, 3, 5, 3, FLOAT),
     (3, 1, 20, 1, FLOAT),
@@ -111,9 +103,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     for heads, group, head_dim, block_size, dtype in SIZES:
         torch.manual_seed(head_dim)
         q = (3 * torch.randn(4, heads * group, head_dim)).to(dtype)
-        contexts = [
-            torch.randn(2, num_keys, heads, head_dim).to(dtype).unbind() for num_keys in (17, 0, 1, 40)
-        ]
+        contexts = [torch.randn(2, num, heads, head_dim).to(dtype).unbind() for num in (17, 0, 1, 40)]
         yield f"{heads} KV heads, {group} query heads of each", Case(q, contexts, SPLITS, block_size)
         broken = deepcopy(contexts)
         broken[3][0][30] = NAN
@@ -126,28 +116,26 @@ def store(case: Case) -> tuple[Tensor, ...]:
     Blocks lie in any order, with gaps between heads and blocks. Free slots hold NaN.
     """
     num_seqs, _, head_dim = case.q.shape
+    size = case.block_size
     num_heads = case.contexts[0][0].shape[1]
-    num_blocks = sum(-(-len(k) // case.block_size) for k, _ in case.contexts)
-    head_stride = (case.block_size + 1) * head_dim
+    num_blocks = sum(-(-len(k) // size) for k, _ in case.contexts)
+    head_stride = (size + 1) * head_dim
     strides = (2 * num_heads * head_stride + case.gap, head_stride, head_dim, 1)
-    shape = (num_blocks, num_heads, case.block_size, head_dim)
+    shape = (num_blocks, num_heads, size, head_dim)
     memory = torch.empty((num_blocks - 1) * strides[0] + 2 * num_heads * head_stride, dtype=case.q.dtype)
     caches = [memory.as_strided(shape, strides, first).fill_(NAN) for first in (0, num_heads * head_stride)]
-    no_block = 1 << 30  # stands behind a context
-    tables = torch.full((num_seqs + 2, num_blocks + 2), no_block, dtype=torch.int32)
+    tables = torch.full((num_seqs + 2, num_blocks + 2), 1 << 30, dtype=torch.int32)  # no block's id
     rows = random.Random(8).sample(range(num_seqs + 2), num_seqs)
     free_ids = random.Random(9).sample(range(num_blocks), num_blocks)
     for row, context in zip(rows, case.contexts, strict=True):
-        for position in range(len(context[0])):
-            column, offset = divmod(position, case.block_size)
-            if offset == 0:
-                tables[row, column] = free_ids.pop()
-            for cache, x in zip(caches, context, strict=True):
-                cache[tables[row, column], :, offset] = x[position]
+        positions = torch.arange(len(context[0]))
+        for column in range(-(-len(positions) // size)):
+            tables[row, column] = free_ids.pop()
+        for cache, x in zip(caches, context, strict=True):
+            cache[tables[row, positions // size], :, positions % size] = x
     return *caches, tables, torch.tensor(rows)
 
 
-@pytest.mark.function("decode_kernel")
 @pytest.mark.parametrize(("rule", "case"), list(cases()))
 def test_decode_kernel(rule: str, case: Case) -> None:
     """The outputs and LSE of all splits."""
@@ -204,16 +192,11 @@ REDUCES = (  # rule, outputs, LSE, firsts; one head
 def reduce_cases() -> Iterator[tuple[str, Tensor, Tensor, list[int]]]:
     for rule, outputs, lses, firsts in REDUCES:
         partial, lse = (torch.tensor([*numbers]).float() for numbers in (outputs, lses))
-        yield (
-            f"{rule}, outputs {shown(partial[:8])}, LSE {shown(lse[:8])}",
-            partial.view(-1, 1, 1),
-            lse[:, None],
-            firsts,
-        )
+        case = f"{rule}, outputs {shown(partial[:8])}, LSE {shown(lse[:8])}"
+        yield case, partial.view(-1, 1, 1), lse[:, None], firsts
     yield "3 heads and 5 numbers in each output", torch.randn(8, 3, 5), 5 * torch.randn(8, 3), [0, 6, 6, 8]
 
 
-@pytest.mark.function("reduce_kernel")
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 @pytest.mark.parametrize(("rule", "partial", "lse", "firsts"), list(reduce_cases()))
 def test_reduce_kernel(

@@ -22,12 +22,12 @@ from nanopaged.model.decoder import Linear, Model, allocate
 from nanopaged.model.model_config import read_model_config
 from nanopaged.parallel import Ranks
 
-SECONDS = parallel.STEP_TIMEOUT = 15.0  # that a rank waits for the others
+parallel.STEP_TIMEOUT = 15.0  # seconds that rank 0 waits for the others
+SECONDS = 20.0  # for all ranks
 CPU = torch.device("cpu")
 TINY = read_model_config(TINY_MODEL)
-SMALL = replace(
-    TINY, hidden_size=8, intermediate_size=16, head_dim=2, num_layers=1, qkv_bias=True, o_bias=True
-)
+SIZES = {"hidden_size": 8, "intermediate_size": 16, "head_dim": 2, "num_layers": 1}
+SMALL = replace(TINY, **SIZES, qkv_bias=True, o_bias=True)
 
 
 class OneRank(Ranks):
@@ -44,15 +44,13 @@ def one_rank(size: int, rank: int = 0) -> Ranks | None:
     return OneRank(rank, size, rank, None) if size else None
 
 
-@pytest.mark.function("share")
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("sizes", [(8, 2, 24), (8, 8, 6), (12, 6, 12), (6, 2, 24), (12, 4, 6), (12, 12, 24)])
 def test_share(sizes: tuple[int, int, int], size: int) -> None:
     """Ranks divide heads and columns, and round up the vocabulary. What cannot be divided is a ValueError."""
     num_heads, num_kv_heads, width = sizes
-    config = replace(
-        SMALL, num_heads=num_heads, num_kv_heads=num_kv_heads, intermediate_size=width, vocab_size=97
-    )
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    config = replace(SMALL, **heads, intermediate_size=width, vocab_size=97)
 
     def share(size: int) -> Any:
         try:
@@ -64,10 +62,9 @@ def test_share(sizes: tuple[int, int, int], size: int) -> None:
     check(rule, share, size)
 
 
-@pytest.mark.function("_share")
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("vocab_size", [16, 97, 5])
-def test_the_part_of_a_weight(vocab_size: int, size: int) -> None:
+def test__share(vocab_size: int, size: int) -> None:
     """Where a slot has fewer rows or columns than the weight, a rank takes its own. KV heads are shared."""
     config = replace(SMALL, vocab_size=vocab_size, tie_word_embeddings=False)
     whole = _weight_slots(Model(config))
@@ -82,67 +79,55 @@ def test_the_part_of_a_weight(vocab_size: int, size: int) -> None:
 def on_ranks(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
     """What `work` returns on each rank. The ranks are threads, connected as processes would be."""
     store = dist.HashStore()
+    all_ranks = [Ranks(rank, size, rank, store) for rank in range(size)]  # connected until all are done
     results: list[Any] = [RuntimeError("it waits for another rank in vain")] * size
 
-    def run(rank: int) -> None:
-        ranks = Ranks(rank, size, rank, store)
+    def run(ranks: Ranks) -> None:
         try:
             ranks.meet(CPU)
             ranks.meet = lambda device: None
-            results[rank] = work(ranks)
+            results[ranks.rank] = work(ranks)
         except Exception as error:
-            results[rank] = error
+            results[ranks.rank] = error
 
-    threads = [Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    threads = [Thread(target=run, args=(ranks,), daemon=True) for ranks in all_ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(SECONDS)
     errors = [result for result in results if isinstance(result, Exception)]
-    if errors:
-        raise min(
-            errors, key=lambda error: isinstance(error, RuntimeError)
-        )  # "another rank is gone" comes last
+    if errors:  # a RuntimeError may say only that another rank is gone
+        raise min(errors, key=lambda error: isinstance(error, RuntimeError))
     return results
 
 
-@pytest.mark.function("all_reduce")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_reduce(dtype: torch.dtype) -> None:
-    """On each rank x becomes the sum of the x of all ranks, and is returned."""
-    x = torch.tensor([[1, 2], [3, 4]], dtype=dtype)
-    xs = [x * factor for factor in (1, 10, 100)]
-    results = on_ranks(3, lambda ranks: ranks.all_reduce(xs[ranks.rank]))
-    for rank, (returned, changed) in enumerate(zip(results, xs, strict=True)):
-        wrong = difference(returned, 111 * x) or difference(changed, 111 * x)
-        assert not wrong, (
-            f"x is 1 2 3 4 times 1, 10, 100 on three ranks. `all_reduce` changes it and returns it; on rank "
-            f"{rank} {wrong}."
-        )
+WHOLE = torch.arange(1.0, 7.0).view(2, 3)
+GATHERED = "Rank 0 has the columns of all ranks, another rank its own"
 
 
-@pytest.mark.function("gather")
-@pytest.mark.parametrize(("rule", "x"), [
-    ("Rank 0 has the columns of all ranks, another rank its own", torch.arange(1.0, 5.0).view(2, 2)),
-    ("The x may be a transposed one", torch.arange(1.0, 7.0).view(2, 3).T),
+@pytest.mark.parametrize(("function", "rule", "x"), [
+    ("all_reduce", "On each rank x becomes the sum of the x of all ranks, and is returned", WHOLE),
+    ("all_reduce", "The sum has the dtype of x", WHOLE.bfloat16()),
+    ("gather", GATHERED, WHOLE),
+    ("gather", f"{GATHERED}, also if x is a transposed one; a contiguous one is sent", WHOLE.T),
 ])  # fmt: skip
-def test_gather(rule: str, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange(function: str, rule: str, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     send = dist.gather
 
     def checked(x: Tensor, *arguments: Any, **options: Any) -> None:
-        assert x.is_contiguous(), (
-            f"{rule}, but `gather` must send a contiguous tensor: not every group takes others."
-        )
+        assert x.is_contiguous(), f"{rule}: not every group takes another x."
         send(x, *arguments, **options)
 
     monkeypatch.setattr(dist, "gather", checked)
-    xs = [x, 10 * x, 100 * x]
-    right = [torch.cat(xs, dim=1), 10 * x, 100 * x]
-    for rank, found in enumerate(on_ranks(3, lambda ranks: ranks.gather(xs[ranks.rank]))):
-        wrong = difference(found, right[rank]) or difference(xs[rank], x * 10**rank)
-        assert not wrong, (
-            f"{rule}: {shown(x)} times 1, 10, 100 on three ranks; of `gather` on rank {rank} {wrong}."
-        )
+    xs = [x.clone(), 10 * x, 100 * x]
+    if function == "all_reduce":
+        right = after = [111 * x] * 3
+    else:
+        after = [x, 10 * x, 100 * x]
+        right = [torch.cat(after, dim=1), *after[1:]]
+    for rank, found in enumerate(on_ranks(3, lambda ranks: getattr(ranks, function)(xs[ranks.rank]))):
+        wrong = difference(found, right[rank]) or difference(xs[rank], after[rank])
+        assert not wrong, f"{rule}: {shown(x)} times 1, 10, 100 on three ranks; on rank {rank} {wrong}."
 
 
 def fill(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> Any:
@@ -153,7 +138,6 @@ def fill(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> Any:
     return module
 
 
-@pytest.mark.function("forward")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", [0, 3])
@@ -166,9 +150,8 @@ def test_forward(size: int, bias: bool, packed: bool) -> None:
     check(f"A linear layer, bias {bias}, packed {packed}, ranks {size}", linear.forward, torch.randn(4, 3))
 
 
-@pytest.mark.function("_embed_share")
 @pytest.mark.parametrize(("vocab_size", "size"), [(8, 2), (11, 2), (10, 4), (4, 4)])
-def test_embed_share(vocab_size: int, size: int) -> None:
+def test__embed_share(vocab_size: int, size: int) -> None:
     """A rank has some rows of the embedding. Other tokens are zeros, and the ranks add up."""
     ids = 3 * torch.arange(9) % vocab_size
     for rank in range(size):
@@ -177,7 +160,6 @@ def test_embed_share(vocab_size: int, size: int) -> None:
         check(f"Rank {rank} of {size}, {vocab_size} tokens in all", model._embed_share, ids, ranks)
 
 
-@pytest.mark.function("logits")
 @pytest.mark.parametrize(("rule", "size", "dtype"), [
     ("Without ranks the logits are hidden · lm_headᵀ", 0, torch.float32),
     ("Logits have the dtype of the model", 0, torch.bfloat16),
@@ -208,6 +190,4 @@ def test_a_model_on_ranks() -> None:
     for size in (2, 4):
         for rank, (hidden, logits) in enumerate(on_ranks(size, run_model)):
             wrong = difference(hidden, right_hidden) or (rank == 0 and difference(logits, right_logits))
-            assert not wrong, (
-                f"The tiny model on {size} ranks: of hidden states or logits of rank {rank}, {wrong}."
-            )
+            assert not wrong, f"The tiny model on {size} ranks: of the result of rank {rank}, {wrong}."

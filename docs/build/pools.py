@@ -6,42 +6,51 @@ A row of a judge's table has commands, which are the methods of `Pool`. They sta
     compute A 3                   the next 3 tokens of A are scheduled, published, computed; otherwise all
     append A 7 | B 8              A and B have one more token each; `append_slots` for their request
     take x; share x; share A[0]   a taken block has a name; the first block of A
+    schedule A 8 chunks=0         the request of A gets tokens, with a budget of 8
+    keys 1 2 3 salt=1             the keys of a new sequence with these tokens
+    grow 9 7 2 | 7 3              `blocks_to_grow` of two sequences of 9 tokens with these tables
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
-from beside import engines_own, make_request, renumbered
+import pytest
+from beside import check_facts, engines_own, make_request, renumbered
 
-from nanopaged import SamplingParams, beam_search
+from nanopaged import SamplingParams, beam_search, block_manager
 from nanopaged.block_manager import BlockManager
-from nanopaged.sequence import Move, Request, Sample, Sequence
+from nanopaged.scheduler import Scheduler
+from nanopaged.sequence import Move, Request, Sample, ScheduledBatch, Sequence
 from nanopaged.snapshot import short_key
 from nanopaged.swap import Swapper
 
 
-def compare_pools(rule: str, sizes: str, commands: str) -> None:
-    """Run the commands on both sides. After each of them the results and the pools must agree.
+def table(cases: list[tuple[str, str, str, str]]) -> Callable[..., None]:
+    """A test: both sides run the commands. After each of them the results and the pools must agree.
 
     Args:
-        sizes: such as "6 blocks of 2" or "6 blocks of 2, uncached, 4 on the host".
+        cases: the function that is judged, the rule, the sizes (such as "6 blocks of 2" or "6 blocks of 2,
+            uncached, 4 on the host"), and the commands.
     """
-    engines = Pool(sizes)
-    readers = Pool(sizes)
-    done: list[str] = []
-    for command in commands.split("; "):
-        done.append(command)
-        where = f"{rule}. {sizes}: {'; '.join(done)}."
-        with engines_own():
-            expected = engines.do(command)
-            facts = engines.facts()
-        found = readers.do(command)
-        assert found == expected, f"{where} The last one returns {found}, and not {expected}."
-        readers_facts = readers.facts()
-        for fact, value in facts.items():
-            assert readers_facts[fact] == value, f"{where} Now {fact} {readers_facts[fact]}, and not {value}."
+
+    @pytest.mark.parametrize(("function", "rule", "sizes", "commands"), cases)
+    def test(function: str, rule: str, sizes: str, commands: str) -> None:
+        engines = Pool(sizes)
+        readers = Pool(sizes)
+        done: list[str] = []
+        for command in commands.split("; "):
+            done.append(command)
+            where = f"{rule}. {sizes}: {'; '.join(done)}."
+            with engines_own():
+                expected = {"The last one returns": engines.do(command)}
+            check_facts(where, {"The last one returns": readers.do(command)}, expected)
+            check_facts(f"{where} Now", readers.facts(), engines.facts())
+
+    return test
 
 
 def numbers_of(words: Iterable[str]) -> list[int]:
@@ -87,11 +96,15 @@ class Pool:
         manager = self.manager
         sequences = self.sequences.values()
         requests = dict.fromkeys(seq.request for seq in sequences)
+        live = [[seq.index for seq in request.live] for request in requests]
+        siblings = [[seq.index for seq in request.sequences] for request in requests]
         tables = [seq.block_table for seq in sequences] + [list(self.blocks.values())]
         counts = [[manager.blocks[block_id].ref_count for block_id in table] for table in tables]
         unused = [block.block_id for block in manager.blocks if block.ref_count == 0]
         published = {block.block_id: block.key for block in manager.blocks if block.key is not None}
         indexed = {block.block_id: key for key, block in manager.index.items()}
+        cached = [name_of(manager.blocks[block_id].key) for block_id in manager.cached]
+        is_complete = sorted([*manager.free_ids, *manager.cached]) == unused
         is_same = self.free_ids is manager.free_ids and self.cached is manager.cached
         return {
             "the tables, with blocks numbered as they appear, are": renumbered(tables),
@@ -100,21 +113,14 @@ class Pool:
             "num_computed_tokens are": [seq.num_computed_tokens for seq in sequences],
             "num_free_blocks is": manager.num_free_blocks,
             "the number of free host blocks is": len(self.swapper.free_ids),
-            "the keys in `cached`, longest unused first, are": [
-                name_of(manager.blocks[i].key) for i in manager.cached
-            ],
+            "the keys in `cached`, longest unused first, are": cached,
             "the keys in `index` are": sorted(name_of(key) for key in manager.index),
             "`index` leads to all blocks with a key, and to no other:": indexed == published,
-            "each unused block is in `free_ids` or `cached`:": sorted([*manager.free_ids, *manager.cached])
-            == unused,
+            "each unused block is in `free_ids` or `cached`:": is_complete,
             "`free_ids` and `cached` are still the same objects:": is_same,
             "the tokens are": [seq.token_ids for seq in sequences],
-            "the sequences in `request.live` are": [
-                [seq.index for seq in request.live] for request in requests
-            ],
-            "the sequences of the request are": [
-                [seq.index for seq in request.sequences] for request in requests
-            ],
+            "the sequences in `request.live` are": live,
+            "the sequences of the request are": siblings,
         }
 
     # ── commands: one block ───────────────────────────────────────────────────────────────────────
@@ -184,9 +190,8 @@ class Pool:
     def trim(self, name: str, num_tokens: str | None = None) -> None:
         self.manager.trim(self.sequences[name], None if num_tokens is None else int(num_tokens))
 
-    def free(self, *names: str) -> None:
-        for name in names:
-            self.manager.free(self.sequences[name])
+    def free(self, name: str) -> None:
+        self.manager.free(self.sequences[name])
 
     def fork(self, name: str, child: str) -> None:
         parent = self.sequences[name]
@@ -195,47 +200,79 @@ class Pool:
         parent.request.sequences.append(self.sequences[child])
         parent.request.live.append(self.sequences[child])
 
-    def fork_samples(self, name: str, *tokens: str) -> list[list[float]]:
-        """The samples are called A0, A1, … Returns their log-probabilities."""
+    def fork_samples(self, name: str, *tokens: str) -> dict[str, Any]:
+        """The samples are called A0, A1, …"""
         request = self.sequences[name].request
         samples = [Sample(token_id, -1.0 - token_id) for token_id in numbers_of(tokens)]
-        given = list(samples)
         beam_search.fork_samples(request, samples, self.manager)
-        assert samples == given, "`fork_samples` has changed the list of samples that it was given."
-        assert request.live is not request.sequences, (
-            "`request.live` and `request.sequences` are the same list."
-        )
         for index, seq in enumerate(request.sequences):
             self.sequences[f"{name}{index}"] = seq
-        return [seq.token_logprobs for seq in request.sequences]
+        return {
+            "log-probabilities": [seq.token_logprobs for seq in request.sequences],
+            "the list of samples": [sample.token_id for sample in samples],
+            "`live` and `sequences` are one list": request.live is request.sequences,
+        }
+
+    # ── commands: of one function ─────────────────────────────────────────────────────────────────
+
+    def keys(self, *tokens: str, salt: int = 0) -> dict[str, Any]:
+        """The first key, then all of them, then again, when nothing is to be hashed."""
+        seq = self.request({"A": numbers_of(tokens)}, salt).live[0]
+        num_blocks = seq.num_tokens // self.manager.block_size
+        first = list(self.manager.keys_of(seq, 1))
+        keys = list(self.manager.keys_of(seq, num_blocks))
+        with patch.object(block_manager, "sha256", wraps=block_manager.sha256) as hashing:
+            again = [list(self.manager.keys_of(seq, num)) for num in (1, num_blocks)]
+        facts = {f"key {i}": key.hex() for i, key in enumerate(keys)}
+        is_same = first == keys[:1] and again == [first, keys]
+        return facts | {"the same again": is_same, "hashed again": hashing.call_count}
+
+    def schedule(self, name: str, budget: str, chunks: int = 1) -> dict[str, Any]:
+        """What the request gets of the budget, and which blocks are published."""
+        scheduler = Scheduler(self.manager, 99, 99, enable_chunked_prefill=chunks == 1)
+        batch = ScheduledBatch()
+        rest = scheduler._schedule_tokens(self.sequences[name].request, int(budget), batch)
+        tokens = {seq.index: seq.num_scheduled_tokens for seq in batch.sequences}
+        is_decode = [seq.num_scheduled_tokens == 1 for seq in batch.sequences]
+        return {
+            "the tokens of the batch's sequences": dict(sorted(tokens.items())),
+            "the rest of the budget": rest,
+            "num_decodes": batch.num_decodes,
+            "which of the batch have one token": is_decode,
+        }
+
+    def grow(self, num_tokens: str, *words: str) -> tuple[int, list[list[int]]]:
+        """Returns the tables as well, which do not change. The sequences have no blocks of their own."""
+        tables = [numbers_of(table.split()) for table in " ".join(words).split("|")]
+        request = self.request({"A": [1]})
+        sequences = [Sequence(request, [0] * int(num_tokens)) for _ in tables]
+        return block_manager.blocks_to_grow(sequences, tables, self.manager.block_size), tables
 
     # ── commands: host memory ─────────────────────────────────────────────────────────────────────
 
-    def swap_out(self, name: str) -> list[list[int]] | None:
-        request = self.sequences[name].request
-        tables = [list(seq.block_table) for seq in request.live]
-        moves = self.swapper.swap_out(request)
-        return numbered_moves(moves, tables, [seq.host_table for seq in request.live])
+    def swap_out(self, name: str) -> list[tuple[int, int]] | None:
+        return self.moves(name, self.swapper.swap_out, "block_table", "host_table")
 
-    def swap_in(self, name: str, num_reserved: int = 0) -> list[list[int]] | None:
+    def swap_in(self, name: str, num_reserved: int = 0) -> list[tuple[int, int]] | None:
+        swap = partial(self.swapper.swap_in, num_reserved=num_reserved)
+        return self.moves(name, swap, "host_table", "block_table")
+
+    def moves(
+        self, name: str, swap: Callable[[Request], list[Move] | None], source: str, destination: str
+    ) -> list[tuple[int, int]] | None:
+        """The moves in any order: sources numbered as in the tables before, destinations as after."""
         request = self.sequences[name].request
-        host_tables = [list(seq.host_table) for seq in request.live]
-        moves = self.swapper.swap_in(request, num_reserved)
-        return numbered_moves(moves, host_tables, [seq.block_table for seq in request.live])
+        before = [list(getattr(seq, source)) for seq in request.live]
+        moves = swap(request)
+        if moves is None:
+            return None
+        after = [getattr(seq, destination) for seq in request.live]
+        sources = renumbered([*before, [block_id for block_id, _ in moves]])[-1]
+        destinations = renumbered([*after, [block_id for _, block_id in moves]])[-1]
+        return sorted(zip(sources, destinations, strict=True))
 
     def release_host(self, name: str) -> None:
         self.swapper.release(self.sequences[name].request)
-
-
-def numbered_moves(
-    moves: list[Move] | None, before: list[list[int]], after: list[list[int]]
-) -> list[list[int]] | None:
-    """The moves in any order, with sources numbered as in the tables before, and destinations as after."""
-    if moves is None:
-        return None
-    sources = renumbered([*before, [source for source, _ in moves]])[-1]
-    destinations = renumbered([*after, [destination for _, destination in moves]])[-1]
-    return sorted(map(list, zip(sources, destinations, strict=True)))
 
 
 def name_of(key: bytes | None) -> str:

@@ -26,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ Wrong = tuple[str, str]  # (function or "", a sentence)
 def main() -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("command", nargs="?", default="list", choices=["list", "peek", *COMMANDS])
+    parser.add_argument("command", nargs="?", default="list", choices=["list", "check", "peek", *COMMANDS])
     parser.add_argument("stage", nargs="?", help="1 to 9; for `peek` the name of a function")
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--all", action="store_true", help="for `check`: all that is wrong")
@@ -62,15 +61,14 @@ def main() -> None:
             raise ValueError(f"which folder? python docs/build/rebuild.py {args.command} {args.stage} FOLDER")
         if args.command != "start" and not (folder / "nanopaged").is_dir():
             raise ValueError(f"there is no {folder / 'nanopaged'}: start {args.stage} {folder}")
-        options = {"show_all": args.all} if args.command == "check" else {}
-        sys.exit(COMMANDS[args.command](int(args.stage), folder, **options))
+        if args.command == "check":
+            sys.exit(check(int(args.stage), folder, args.all))
+        COMMANDS[args.command](int(args.stage), folder)
     except ValueError as error:
         parser.error(str(error))
 
 
 # ── the source, by name ───────────────────────────────────────────────────────────────────────────
-
-parse = cache(ast.parse)
 
 
 def find_function(source: str, name: str) -> ast.FunctionDef:
@@ -80,7 +78,7 @@ def find_function(source: str, name: str) -> ast.FunctionDef:
         ValueError: there is no such function, or the source is not Python.
     """
     try:
-        node: Any = parse(source)
+        node: Any = ast.parse(source)
     except SyntaxError as error:
         raise ValueError(
             f"the file of {name} has a SyntaxError in line {error.lineno}: {error.msg}"
@@ -113,13 +111,12 @@ def read(folder: Path, file: str) -> str:
     return (folder / file).read_text(encoding="utf-8")
 
 
-def write_bodies(folder: Path, file: str, bodies: dict[str, str]) -> None:
-    """Replace the bodies of functions in a file of the folder; they are indented as in the source."""
+def write_body(folder: Path, file: str, name: str, body: str) -> None:
+    """Replace the body of a function in a file of the folder; it is indented as in the source."""
     source = read(folder, file)
     lines = source.splitlines(keepends=True)
-    places = {body_lines(find_function(source, name)): body for name, body in bodies.items()}
-    for (first, end), body in sorted(places.items(), reverse=True):  # the last first: line numbers stay
-        lines[first:end] = [body]
+    first, end = body_lines(find_function(source, name))
+    lines[first:end] = [body]
     (folder / file).write_text("".join(lines), encoding="utf-8")
 
 
@@ -153,14 +150,17 @@ def note(folder: Path, number: int, **facts: Any) -> None:
 def list_stages(folder: Path | None) -> None:
     notes = notes_of(folder) if folder is not None and folder.is_dir() else {}
     print(f"in {folder}" if folder else "nothing is begun: python docs/build/rebuild.py start 1 FOLDER")
-    for number, stage in STAGES.items():
+    for number in STAGES:
         state = notes.get(str(number), {}).get("state", "not begun")
-        print(f"{number}  {state:10} {stage.title}  (docs/book/{stage.chapter}, docs/build/{number}.md)")
-        names = ", ".join(name for _, name in stage.functions)
-        print(textwrap.fill(names, 110, initial_indent=" " * 14, subsequent_indent=" " * 14))
+        print(f"{state:10} {title_of(number)}  (docs/build/{number}.md)")
 
 
-def start(number: int, folder: Path) -> int:
+def title_of(number: int) -> str:
+    """The first heading of a stage's page, without the mark."""
+    return read(HERE, f"{number}.md").splitlines()[0].removeprefix("# ")
+
+
+def start(number: int, folder: Path) -> None:
     """Copy the package, and blank the functions of the stage that the reader has not written yet."""
     stage = STAGES[number]
     if folder.resolve() == ROOT or ROOT / "nanopaged" in (folder.resolve(), *folder.resolve().parents):
@@ -170,7 +170,7 @@ def start(number: int, folder: Path) -> int:
         shutil.copytree(ROOT / "nanopaged", folder / "nanopaged", ignore=ignore)
     notes = notes_of(folder)
     begun = {name for begun_stage in notes for _, name in STAGES[int(begun_stage)].functions}
-    print(f"stage {number}: {stage.title}. Its page is docs/build/{number}.md. Write:")
+    print(f"{title_of(number)}. Its page is docs/build/{number}.md. Write:")
     for file, name in stage.functions:
         source = read(folder, file)
         node = find_function(source, name)
@@ -180,13 +180,12 @@ def start(number: int, folder: Path) -> int:
         else:
             indent = " " * (node.col_offset + 4)
             blank = f'{indent}raise NotImplementedError("stage {number}: {name}")\n'
-            write_bodies(folder, file, {name: blank})
+            write_body(folder, file, name, blank)
             print(f"  {folder / file}:{node.lineno}: {name}")
     LAST.write_text(str(folder.resolve()), encoding="utf-8")
     if str(number) not in notes:
         note(folder, number, state="begun")
     print(f"then: python docs/build/rebuild.py check {number} {folder}")
-    return 0
 
 
 def check(number: int, folder: Path, show_all: bool) -> int:
@@ -199,12 +198,7 @@ def check(number: int, folder: Path, show_all: bool) -> int:
         print(f"not written yet: {', '.join(blank)}")
     if len(blank) == len(functions):
         return 1
-    with tempfile.TemporaryDirectory() as name:
-        copy = Path(name)
-        complete_copy(folder, copy, {number})
-        wrong = [
-            (function, with_own_lines(text, copy, folder)) for function, text in judge(number, copy, blank)
-        ]
+    wrong = judge(number, folder, blank)
     print_wrong(wrong, show_all)
     if not wrong and blank:
         print("What you have written is right, as far as it can be judged alone.")
@@ -227,7 +221,7 @@ def print_wrong(wrong: list[Wrong], show_all: bool) -> None:
             print(f"- {text}")
 
 
-def hint(number: int, folder: Path) -> int:
+def hint(number: int, folder: Path) -> None:
     """Print the hints so far and the next one."""
     section = read(HERE, "hints.md").split(f"## Stage {number}\n")[1].split("## ")[0]
     hints = re.split(r"\n(?=\d\. )", section.strip())
@@ -236,16 +230,14 @@ def hint(number: int, folder: Path) -> int:
     print("\n".join(hints[:given]))
     if given == len(hints):
         print("There are no more. `peek NAME` shows the source's own body.")
-    return 0
 
 
-def diff(number: int, folder: Path) -> int:
+def diff(number: int, folder: Path) -> None:
     """Print how the reader's functions differ from the source's."""
     for file, name in STAGES[number].functions:
         bodies = [body_of(read(root, file), name).splitlines() for root in (ROOT, folder)]
         lines = difflib.unified_diff(*bodies, f"the engine's {name}", f"yours in {folder}", lineterm="")
         print("\n".join(lines) or f"{name}: the same")
-    return 0
 
 
 def peek(name: str) -> None:
@@ -253,9 +245,9 @@ def peek(name: str) -> None:
     functions = [function for stage in STAGES.values() for function in stage.functions]
     for file, full_name in functions:
         if name in (full_name, full_name.split(".")[-1]):
-            node = find_function(read(ROOT, file), full_name)
-            lines = read(ROOT, file).splitlines()[node.lineno - 1 : node.end_lineno]
-            print(f"# {file}\n" + textwrap.dedent("\n".join(lines)))
+            source = read(ROOT, file)
+            function = ast.get_source_segment(source, find_function(source, full_name), padded=True)
+            print(f"# {file}\n{textwrap.dedent(function or '')}")
             return
     names = dict.fromkeys(full_name for _, full_name in functions)
     raise ValueError(f"which function? One of {', '.join(names)}, got {name!r}")
@@ -264,50 +256,12 @@ def peek(name: str) -> None:
 # ── judging ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def complete_copy(folder: Path, copy: Path, numbers: set[int]) -> None:
-    """Copy the reader's package. Blanks, and functions of other stages than these, get the source's bodies.
+def judge(number: int, folder: Path, blank: list[str]) -> list[Wrong]:
+    """What is wrong: by the stage's own tests and, if these pass, by the suite's.
 
-    So a stage is judged by its own functions: another one may be unfinished, or wrong.
+    A judge runs with the reader's package, in which functions of other stages and those that are not written
+    yet have the source's bodies (see beside.py). So a stage is judged by its own functions.
     """
-    shutil.copytree(folder / "nanopaged", copy / "nanopaged", ignore=shutil.ignore_patterns("__pycache__"))
-    kept = {function for number in numbers for function in STAGES[number].functions}
-    bodies: dict[str, dict[str, str]] = {}
-    for stage in STAGES.values():
-        for file, name in stage.functions:
-            if (file, name) not in kept or is_blank(read(folder, file), name):
-                bodies.setdefault(file, {})[name] = body_of(read(ROOT, file), name)
-    for file, bodies_of_file in bodies.items():
-        write_bodies(copy, file, bodies_of_file)
-
-
-def judge(number: int, copy: Path, blank: list[str]) -> list[Wrong]:
-    """What is wrong: by the stage's own tests and, if these pass, by the suite's."""
-    names = ",".join(name.split(".")[-1] for name in blank)
-    run = f"import one_sentence; one_sentence.judge({number}, {str(copy / 'report.json')!r}, {names!r})"
-    done = run_python(["-c", run], copy)
-    return verdict(copy, done.returncode, done.stdout + done.stderr)
-
-
-def verdict(copy: Path, status: int, printed: str) -> list[Wrong]:
-    """What a run of the judge has found wrong; nothing if all tests have passed."""
-    if status == 0:
-        return []
-    report = copy / "report.json"
-    said = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {"at": "", "sentences": []}
-    wrong = [(function, text) for function, text in said["sentences"]]
-    if status < 0 and said["at"]:
-        how = f"{signal.Signals(-status).name}: mostly an address outside of a tensor, or no memory left"
-        wrong.append(("", f"The process crashes ({how}) where the tests look at this: {said['at']}."))
-    elif said["at"]:  # the process ended in the middle of a test
-        wrong.append(
-            ("", f"The tests wait in vain, perhaps for a loop, where they look at this: {said['at']}.")
-        )
-    lines = printed.strip().splitlines() or [f"status {status}"]
-    return wrong or [("", f"The tests cannot run: {lines[-1].removeprefix('E').strip()}")]
-
-
-def run_python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python with the package of the folder, and the helpers of the tests."""
     paths = [folder.resolve(), HERE, ROOT / "tests", ROOT / "docs" / "forks"]
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
@@ -315,28 +269,27 @@ def run_python(arguments: list[str], folder: Path) -> subprocess.CompletedProces
         "PYTHONUTF8": "1",
         "TRITON_INTERPRET": "1",
     }
-    # In the folder, because Python looks for `nanopaged` first where it was started.
-    return subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.json"
+        program = f"import one_sentence; one_sentence.judge({number}, {str(report)!r}, {blank})"
+        command = [sys.executable, "-c", program]
+        # In the folder, because Python looks for `nanopaged` first where it was started.
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        said = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+    if done.returncode == 0:
+        return []
+    wrong = [(function, text) for function, text in said.get("sentences", [])]
+    if said.get("at"):  # the process has ended in the middle of a test
+        how = "waits in vain, perhaps for a loop,"
+        if done.returncode < 0:
+            name = signal.Signals(-done.returncode).name
+            how = f"crashes ({name}: mostly an address outside of a tensor, or no memory left)"
+        wrong.append(("", f"The process {how} where the tests look at this: {said['at']}."))
+    lines = (done.stdout + done.stderr).strip().splitlines() or [f"status {done.returncode}"]
+    return wrong or [("", f"The tests cannot run: {lines[-1].removeprefix('E').strip()}")]
 
 
-def with_own_lines(sentence: str, copy: Path, folder: Path) -> str:
-    """A place such as (scheduler.py:98) in the copy becomes that line of the reader's file."""
-
-    def own(found: re.Match[str]) -> str:
-        line = int(found[2]) - 1
-        for file in (copy / "nanopaged").rglob(found[1]):
-            path = str(file.relative_to(copy))
-            copied = read(copy, path).splitlines()
-            written = read(folder, path).splitlines()
-            for same in difflib.SequenceMatcher(None, copied, written, autojunk=False).get_matching_blocks():
-                if same.a <= line < same.a + same.size:
-                    return f"({found[1]}:{line - same.a + same.b + 1})"
-        return found[0]
-
-    return re.sub(r"\((\w+\.py):(\d+)\)", own, sentence)
-
-
-COMMANDS = {"start": start, "check": check, "hint": hint, "diff": diff}
+COMMANDS = {"start": start, "hint": hint, "diff": diff}
 
 if __name__ == "__main__":
     run_program(main)

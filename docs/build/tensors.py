@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -21,21 +22,13 @@ def check(
     *arguments: Any,
     view: Callable[[Any], Any] = lambda result: result,
 ) -> None:
-    """The reader's function must return what the source's does, and leave its arguments alone.
-
-    Args:
-        view: what counts of a result.
-    """
+    """The reader's function must return what the source's does, seen by `view`, and change no argument."""
     before = deepcopy(arguments)
     with engines_own():
         right = function(*before)
     found = function(*arguments)
     names = list(inspect.signature(function).parameters)[: len(arguments)]
-    inputs = [
-        f"{name} {described(argument)}"
-        for name, argument in zip(names, before, strict=True)
-        if described(argument)
-    ]
+    inputs = [f"{name} {described(x)}" for name, x in zip(names, before, strict=True) if described(x)]
     case = f"{rule}: `{getattr(function, '__name__', '')}` of {', '.join(inputs)}"
     assert found is not None or right is None, f"{case}: it returns nothing."
     for name, old, new in zip(names, before, arguments, strict=True):
@@ -61,13 +54,13 @@ def is_same(old: Any, new: Any) -> bool:
 
 def described(argument: Any) -> str:
     """An argument in a sentence; "" if it has no numbers."""
-    if isinstance(argument, Tensor) and (argument.numel() > 8 or argument.isnan().any()):
-        return f"{list(argument.shape)} ({str(argument.dtype).removeprefix('torch.')})"
     if isinstance(argument, Tensor):
-        return shown(argument)
-    if isinstance(argument, list) and len(argument) > 8:
-        return f"{str(argument[:8])[:-1]}, …]"
-    return str(argument) if isinstance(argument, int | float | str | list) else ""
+        is_small = argument.numel() <= 8 and not argument.isnan().any()
+        kind = f"{list(argument.shape)} ({str(argument.dtype).removeprefix('torch.')})"
+        return shown(argument) if is_small else kind
+    if isinstance(argument, list):
+        return reprlib.repr(argument)
+    return str(argument) if isinstance(argument, int | float | str) else ""
 
 
 def shown(x: Tensor) -> str:
