@@ -52,9 +52,6 @@ class GrammarParams(SamplingParams):
             raise ValueError("give json_schema or regex, not both")
 
 
-# ── grammars ──────────────────────────────────────────────────────────────────────────────────────
-
-
 @lru_cache(maxsize=8)
 def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> Any:
     """The bytes of each token, as llguidance's `LLTokenizer`."""
@@ -89,9 +86,6 @@ def compile_grammar(name: str, text: str, vocabulary: Any) -> Any:
     if error:
         raise ValueError(f"{name} {text[:200]!r} cannot be used: {error}")
     return matcher
-
-
-# ── sequences ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(eq=False)
@@ -141,9 +135,6 @@ class GrammarSequence(Sequence):
             assert self.detokenizer is not None
             output.text = self.detokenizer.visible(output.token_ids, finished=True)
         return output
-
-
-# ── the engine ────────────────────────────────────────────────────────────────────────────────────
 
 
 class GrammarPrompts(PromptProcessor):

@@ -72,10 +72,8 @@ def check_text(params: Any, got: CompletionOutput) -> None:
     """A complete text is one of the grammar, another one a beginning. The validators know no tokens."""
     ended = got.finish_reason == "stop" and got.stop_reason is None
     if params.regex is not None:
-        assert regex.fullmatch(params.regex, got.text.rstrip("\ufffd"), partial=not ended), (
-            params.regex,
-            got,
-        )
+        text = got.text.rstrip("\ufffd")
+        assert regex.fullmatch(params.regex, text, partial=not ended), (params.regex, got)
     elif params.json_schema is not None and ended:
         jsonschema.validate(json.loads(got.text), json.loads(params.json_schema))
     elif params.json_schema is not None:
