@@ -99,15 +99,11 @@ class QuestAttention(TorchAttention):
             start = end - query_len
             prompt_len = self.prompt_lens[i]
             for position in range(start if i < self.num_decodes else max(start, prompt_len), end):
-                table = metadata.block_tables[i][: position // self.cache.block_size + 1]
-                self.queries.append(
-                    Query(
-                        row=first_row + position - start,
-                        table=to_device(np.array(table), self.device),
-                        position=position,
-                        num_pages=self.num_pages_read if position >= prompt_len else len(table),
-                    )
-                )
+                row = first_row + position - start
+                blocks = metadata.block_tables[i][: position // self.cache.block_size + 1]
+                num_pages = self.num_pages_read if position >= prompt_len else len(blocks)
+                table = to_device(np.array(blocks), self.device)
+                self.queries.append(Query(row=row, table=table, position=position, num_pages=num_pages))
             first_row += query_len
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -134,10 +130,8 @@ class QuestAttention(TorchAttention):
 
     def choose(self, layer: int, q: Tensor, query: Query) -> Tensor:
         """The pages to read, int64 [num_kv_heads, pages]: the last page, then those with the best bounds."""
-        low, high = (
-            self.bounds(layer)[query.table].float().permute(1, 2, 0, 3)
-        )  # [num_kv_heads, pages, head_dim]
         q = q.float()
+        low, high = self.bounds(layer)[query.table].float().permute(1, 2, 0, 3)  # each [heads, pages, dim]
         bounds = (q.clamp(min=0) @ high.mT + q.clamp(max=0) @ low.mT).amax(1)  # [num_kv_heads, pages]
         bounds[:, -1] = math.inf
         return bounds.sort(descending=True, stable=True).indices[:, : query.num_pages]

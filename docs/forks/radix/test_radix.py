@@ -36,16 +36,12 @@ class RadixRun(Run):
 
     def count_and_execute(self, batch: ScheduledBatch) -> StepResult:
         """Count what may go wrong beside copies of parts."""
-        sources, targets = ({pair[i] for pair in self.parts} for i in (0, 1))
-        out = {block for block, _ in batch.moves.swap_out}
+        sources = {source for source, _ in self.parts}
         self.happened["part"] += len(self.parts)
         self.happened["one source of several"] += len(self.parts) - len(sources)
         self.happened["beside copy on write"] += 0 < len(self.parts) < len(batch.moves.copies)
-        self.happened["source was swapped out"] += len(sources & out)
-        self.happened["target was swapped out"] += len(targets & out)
+        self.happened["source was swapped out"] += len(sources & {block for block, _ in batch.moves.swap_out})
         self.happened["beside swap in"] += bool(self.parts and batch.moves.swap_in)
-        families = [request for request in batch.admitted if len(request.live) > 1]
-        self.happened["for a family"] += len(families) * bool(self.parts)
         return self.execute(batch)
 
     def check(self) -> None:
@@ -75,8 +71,8 @@ def similar(seed: int) -> Workload:
     return workload.with_pool(rng.randint(2, 8), **options)
 
 
-EVENTS = ["part", "one source of several", "beside copy on write", "source was swapped out", "recompute"]
-EVENTS += ["target was swapped out", "beside swap in", "for a family", "swap"]
+EVENTS = ["recompute", "part", "one source of several"]
+EVENTS += ["beside copy on write", "source was swapped out", "beside swap in"]
 
 
 @pytest.mark.parametrize(("draw", "num", "events"), [(similar, 20, EVENTS), (harness.draw_workload, 20, [])])
