@@ -123,6 +123,21 @@ def test_all_equal_tokens_are_found(min_partial: int) -> None:
         assert manager.num_free_blocks == 400
 
 
+def test_parts_are_shared_within_a_salt_only() -> None:
+    manager, found = RadixBlockManager(1, num_blocks=20, block_size=4), list[int]()
+    for i, salt in enumerate((b"", b"x", b"x", b"")):
+        asker = Asker()
+        asker.cache_salt = salt
+        seq = Sequence(asker, [1, 2, 10 + i, 4, 5])
+        assert manager.allocate([seq])
+        found.append(seq.num_computed_tokens)
+        seq.num_scheduled_tokens = 5 - seq.num_computed_tokens
+        manager.publish(seq)
+        manager.end_schedule()
+        manager.free(seq)
+    assert found == [0, 0, 2, 2]
+
+
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_the_tokens_are_those_of_transformers(qwen3: Oracle, preemption: str) -> None:
     """In chunks, in a small pool; and less is computed than by the plain engine."""
