@@ -12,9 +12,6 @@ import harness
 import pytest
 from families import LLM, FamiliesEngine
 from harness import GREEDY, Oracle, Run, random_runs, serve
-from safetensors.torch import load_file, save_file
-
-import nanopaged
 
 PROMPTS = harness.random_prompts(6, seed=6, longest=20)
 SCORED = replace(GREEDY, logprobs=2, prompt_logprobs=0)
@@ -40,10 +37,10 @@ def oracle_of(name: str) -> Oracle:
     return Oracle(harness.make_model(family, **config), Path(mkdtemp()))
 
 
-def check(name: str, engine: type[nanopaged.LLM] = LLM, folder: Path | None = None, **options: Any) -> None:
-    """All prompts at once are served as transformers does, with the prompts' scores."""
+def check(name: str, **options: Any) -> None:
+    """All prompts together are served as transformers does, with the prompts' scores."""
     oracle = oracle_of(name)
-    oracle.check(serve(engine(folder or oracle.folder, **SIZES | options), PROMPTS, PARAMS))
+    oracle.check(serve(LLM(oracle.folder, **SIZES | options), PROMPTS, PARAMS))
 
 
 def spoil(name: str, folder: Path, **changes: Any) -> Path:
@@ -78,18 +75,6 @@ def test_random_workloads() -> None:
 def test_two_ranks(name: str) -> None:
     """Real processes; each has half of the columns of every expert, and of every dense MLP."""
     check(name, tensor_parallel_size=2)
-
-
-def test_weights_that_are_refused(tmp_path: Path) -> None:
-    """One that is missing. The plain engine refuses all experts, and reads Mistral."""
-    weights = load_file(spoil("moe", tmp_path) / "model.safetensors")
-    with pytest.raises(ValueError, match="unexpected: model.layers.0.mlp.experts.0.down_proj"):
-        nanopaged.LLM(tmp_path, **SIZES)
-    del weights["model.layers.1.mlp.experts.3.up_proj.weight"]
-    save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="missing: model.layers.1.mlp.experts.3.up_proj.weight; unex"):
-        LLM(tmp_path, **SIZES)
-    check("mistral", engine=nanopaged.LLM)
 
 
 REFUSED = [

@@ -7,28 +7,23 @@ Before a token is drawn, a mask leaves out those with which the text could no lo
 
     regex yes|no, output so far "y"        may follow:  e es        may not:  a ye no end-of-sequence
 
-A matcher's state is a function of the output's tokens. So a preempted request keeps it, and a request that
-starts over makes it again. Each of n outputs has its own: they begin where nothing is consumed.
+The library's matcher reads a text and makes the mask. It reads the whole output anew for each token. So no
+state is lost when a request is preempted or starts over, and none is shared by n outputs.
 """
 
 import json
-import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 import nanopaged
 from nanopaged.config import Params, SamplingParams
 from nanopaged.engine import LLMEngine
-from nanopaged.kv_cache import take_rows, to_device
-from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import CompletionOutput
 from nanopaged.prompts import Prompt, PromptProcessor
-from nanopaged.sampler import SamplingMetadata, draws_of, sample, sample_next_tokens
-from nanopaged.sequence import NonFiniteLogits, NoTokenAllowed, Request, Sample, ScheduledBatch, Sequence
+from nanopaged.sequence import Request, Sequence
 
 NO_SPACES = {"whitespace_flexible": False}  # a small model may repeat them without end
 FUEL = 50_000  # expressions that a grammar may need at its start; the library would take seconds for more
@@ -55,9 +50,6 @@ class GrammarParams(SamplingParams):
         self.check_types("json_schema", "regex", types=str | None, description="a str")
         if self.json_schema is not None and self.regex is not None:
             raise ValueError("give json_schema or regex, not both")
-
-
-# ── grammars ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @lru_cache(maxsize=8)
@@ -96,17 +88,12 @@ def compile_grammar(name: str, text: str, vocabulary: Any) -> Any:
     return matcher
 
 
-# ── sequences ─────────────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(eq=False)
 class GrammarSequence(Sequence):
     """A sequence whose output is a text of a grammar."""
 
     start: Any = None  # the matcher before the first token
     never: tuple[int, ...] = ()  # end-of-sequence tokens that the request ignores
-    matcher: Any = None  # after `num_read` tokens of the output
-    num_read: int = 0
 
     @classmethod
     def of(cls, seq: Sequence, start: Any, never: tuple[int, ...]) -> Sequence:
@@ -118,19 +105,19 @@ class GrammarSequence(Sequence):
         return GrammarSequence.of(super().copy_tokens(index), start=self.start, never=self.never)
 
     def follow(self) -> Any:
-        """The matcher after all tokens of the output."""
-        if self.matcher is None:
-            self.matcher, self.num_read = self.start.deep_copy(), 0
-        self.matcher.consume_tokens(self.token_ids[self.request.num_prompt_tokens + self.num_read :])
-        self.num_read = self.num_output_tokens
-        return self.matcher
+        """A matcher that has read the output."""
+        matcher = self.start.deep_copy()
+        matcher.consume_tokens(self.token_ids[self.request.num_prompt_tokens :])
+        return matcher
 
-    def barred(self) -> np.ndarray:
-        """bool [vocab_size]: the tokens that must not come next; all of them if the library gave up."""
+    @property
+    def banned_token_ids(self) -> frozenset[int]:
+        """As `Sequence`; and the tokens outside the mask, which are all tokens if the library gave up."""
         matcher = self.follow()
-        barred = np.frombuffer(matcher.compute_logit_bias(), np.uint8) == 0
-        barred[[*self.never, *self.banned_token_ids]] = True
-        return barred | bool(matcher.is_error())
+        mask = np.frombuffer(matcher.compute_logit_bias(), np.uint8)
+        if matcher.is_error():
+            mask = np.zeros_like(mask)
+        return super().banned_token_ids.union(self.never, np.flatnonzero(mask == 0).tolist())
 
     def check_stop(self) -> bool:
         """As `Sequence.check_stop`; a complete text that nothing can follow ends without another token."""
@@ -141,10 +128,6 @@ class GrammarSequence(Sequence):
                 self.finish_reason = "stop"
         return self.finish_reason is not None
 
-    def start_over(self) -> None:
-        self.matcher = None  # it may have consumed a token that is not counted
-        super().start_over()
-
     def output(self) -> CompletionOutput:
         """As `Sequence.output`. The last token of a text that ended by itself belongs to the text."""
         output = super().output()
@@ -152,9 +135,6 @@ class GrammarSequence(Sequence):
             assert self.detokenizer is not None
             output.text = self.detokenizer.visible(output.token_ids, finished=True)
         return output
-
-
-# ── the engine ────────────────────────────────────────────────────────────────────────────────────
 
 
 class GrammarPrompts(PromptProcessor):
@@ -173,48 +153,8 @@ class GrammarPrompts(PromptProcessor):
         return request
 
 
-class GrammarRunner(ModelRunner):
-    """A `ModelRunner` that draws under masks."""
-
-    @staticmethod
-    def sample(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
-        """As `sample_next_tokens`, with a mask for each sequence that has a grammar."""
-        ready = [seq for seq in batch.sequences if seq.needs_sample]
-        kinds = [isinstance(seq, GrammarSequence) for seq in ready]
-        samples: dict[Sequence, list[Sample]] = {}
-        for has_grammar, draw in ((False, sample_next_tokens), (True, draw_masked)):
-            rows = [row for row, kind in enumerate(kinds) if kind == has_grammar]
-            seqs = [ready[row] for row in rows]
-            if seqs:
-                drawn = draw(ScheduledBatch(sequences=seqs), take_rows(logits, rows))
-                samples |= zip(seqs, drawn, strict=True)
-        return [samples.get(seq, []) for seq in batch.sequences]
-
-
-def draw_masked(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
-    """The samples of sequences with a grammar, a row of logits for each. The library reads the text first.
-
-    A mask comes after penalties and before temperature. Log-probabilities are the model's own.
-    """
-    draws, rows, barred = [], [], []
-    for row, seq in enumerate(batch.sequences):
-        draws_of_seq = draws_of(seq, vocab_size=logits.shape[-1])
-        draws += draws_of_seq
-        rows += [row] * len(draws_of_seq)
-        barred += [seq.barred()] * len(draws_of_seq)
-    metadata = SamplingMetadata(draws, logits.device)
-    metadata.banned = to_device(np.stack(barred), logits.device)[None]  # a mask is an index, too
-    samples: list[list[Sample]] = [[] for _ in batch.sequences]
-    for row, token in zip(rows, sample(take_rows(logits, rows), metadata), strict=True):
-        if not math.isfinite(token.logprob):
-            error = NoTokenAllowed if token.logprob == -math.inf else NonFiniteLogits
-            raise error(batch.sequences[row].request.request_id, batch.sequences[row].num_tokens)
-        samples[row].append(token)
-    return samples
-
-
 class GrammarEngine(LLMEngine):
-    make_prompts, make_runner = GrammarPrompts, GrammarRunner
+    make_prompts = GrammarPrompts
 
 
 class LLM(nanopaged.LLM):

@@ -9,9 +9,6 @@ own, its largest number / 127, in the two bytes of a bfloat16:
 
 The numbers are divided by the scale as it is stored, rounded to bfloat16, so each changes by at most half a
 scale. A scale for a whole block would have to change, and all numbers with it, when a larger token joins.
-
-The scale lies in the slot: copies on write, swaps and the prefix cache move it with its numbers. Attention
-always reads what was stored, also of the tokens that the step itself computes.
 """
 
 from dataclasses import dataclass
@@ -105,11 +102,6 @@ class Int8Runner(ModelRunner):
     """A `ModelRunner` over an `Int8Cache`."""
 
     make_shape, make_cache = Int8Shape, Int8Cache
-
-    def __init__(self, config: EngineConfig, **options: Any) -> None:
-        if not isinstance(config, Int8Config):
-            raise ValueError(f"int8 K/V need an Int8Config, got {config!r}")
-        super().__init__(config, **options)
 
 
 class Int8Engine(LLMEngine):

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import nanopaged
-from nanopaged import EngineConfig, SamplingParams, memory
+from nanopaged import SamplingParams, memory
 from nanopaged.kv_cache import KVShape
 from nanopaged.sequence import ScheduledBatch, StepResult
 
@@ -126,7 +126,7 @@ class Int8Run(Run):
 
 
 def draw_greedy(seed: int) -> Workload:
-    """A workload of greedy texts, of which a choice that rounding decides can be told."""
+    """A workload of greedy texts, because rounding to another int8 would more often change a random draw."""
     workload = draw_workload(seed)
     for asked in workload.requests:
         rules = {"max_tokens": asked.params.max_tokens, "n": asked.params.width}
@@ -151,9 +151,8 @@ def test_the_same_memory_has_more_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Int8Shape(**llama).block_bytes(16) * 256 == KVShape(**llama).block_bytes(16) * 130
 
 
-def test_what_is_refused(qwen3: Oracle) -> None:
+def test_what_is_refused() -> None:
     message = "attention_backend is '{}', but must be one of auto, torch, reference"
     backends = ("cpp", "triton", "flash")
     check_refused(LLM, [({"attention_backend": name}, message.format(name)) for name in backends])
-    check_refused(Int8Engine, [({"config": EngineConfig(qwen3.folder)}, "need an Int8Config")])
     assert Int8Config(attention_backend="auto").attention_backend == "torch"

@@ -14,8 +14,6 @@ has the whole numbers. `Int8Linear` reads Q as float32, a few rows at a time: th
 The embedding is rounded in the same way. If the output projection is tied to it, both are one table.
 """
 
-import ctypes
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -45,18 +43,9 @@ def quantize(weight: Tensor, ranks: Ranks | None = None) -> tuple[Tensor, Tensor
     if ranks is not None:
         ranks.group.allreduce([largest], dist.ReduceOp.MAX).wait()
     largest.clamp_(min=SMALLEST)
-    pieces = zip(*(tiles(x, weight.shape[1]) for x in (weight, largest)), strict=True)
     # Multiplied first, which is exact for 16-bit checkpoints: half of the largest number is a tie, 63.5.
-    rounded = [(rows.float() * 127 / its[:, None]).round_().to(torch.int8) for rows, its in pieces]
-    return torch.cat(rounded), largest / 127
-
-
-def tiles(rows: Tensor, num_columns: int) -> tuple[Tensor, ...]:
-    """Views of a few rows each: as many as have TILE numbers, if a row has `num_columns` (or one row).
-
-    TILE = 10    a matrix [8, 3] → [3, 3], [3, 3], [2, 3]
-    """
-    return rows.split(max(1, TILE // num_columns))
+    rounded = weight.float().mul(127).div_(largest[:, None]).round_()
+    return rounded.to(torch.int8), largest / 127
 
 
 class Int8Linear(Linear):
@@ -74,7 +63,8 @@ class Int8Linear(Linear):
         """
         assert self.weight is not None
         floats = x.float()
-        out = torch.cat([F.linear(floats, rows.float()) for rows in tiles(self.weight, x.shape[1])], dim=-1)
+        tiles = self.weight.split(max(1, TILE // x.shape[1]))
+        out = torch.cat([F.linear(floats, rows.float()) for rows in tiles], dim=-1)
         out.mul_(self.scales)
         if self.bias is not None:
             out.add_(self.bias)
@@ -106,10 +96,6 @@ def quantize_model(model: Model) -> None:
         pair = (table.weight, table.scales) if is_tied else quantize(linear.weight, linear.ranks)
         setattr(model.get_submodule(parent), own_name, Int8Linear(linear, *pair))
     model.embed_tokens = table
-    # The C library keeps freed memory for itself unless it is asked, and the pool is measured from the rest.
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        del linear
-        libc.malloc_trim(0)
 
 
 class Int8Runner(ModelRunner):

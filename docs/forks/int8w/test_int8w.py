@@ -92,11 +92,8 @@ def test_random_workloads(qwen3: Oracle, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_no_number_changes_by_more_than_half_a_scale(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_number_changes_by_more_than_half_a_scale(dtype: torch.dtype) -> None:
     """Rows with scales of many sizes, a row of zeros, one of the smallest numbers, and one outlier."""
-    monkeypatch.setattr(int8w, "TILE", 100)
     torch.manual_seed(0)
     weight = torch.randn(50, 33) * torch.logspace(-3, 3, 50)[:, None]
     weight[7], weight[8], weight[9, 5] = 0, torch.finfo(dtype).smallest_normal, -4000

@@ -7,10 +7,8 @@ some orders: a library chooses a kernel by the number of rows, chunks cut a prom
 computed in two ways. Here every product has one shape for all that is computed together:
 
     linear layers    16 rows at a time, the last ones filled up with rows of zeros
-    attention        16 tiles at a time, each of 4 queries of a sequence and 64 keys
+    attention        64 queries at a time, each with 64 keys of its own sequence
     the sampler      each sequence alone, since the largest top-k of a batch decides between equal tokens
-
-The bits are those of one machine, one version of PyTorch, one number of threads and one block size.
 """
 
 from collections.abc import Callable
@@ -18,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,9 +31,9 @@ from nanopaged.model_runner import ModelRunner
 from nanopaged.sampler import sample_next_tokens
 from nanopaged.sequence import Sample, ScheduledBatch
 
-ROWS = 16  # of a linear layer, or tiles of attention, computed at once
-QUERIES = 4  # in a tile: 16 tiles have a multiple of 64 queries, so no vector of the CPU is cut
-KEYS = 64  # that a tile reads at once
+ROWS = 16  # of a linear layer, computed at once
+QUERIES = 64  # of attention, computed at once: so many that no vector of the CPU is cut
+KEYS = 64  # that a query reads at once
 
 
 def in_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -44,78 +41,69 @@ def in_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
     20 rows are two tiles, the second with 12 rows of zeros. A row has the same bits at any place in a tile.
     """
-    padded = torch.cat((x, x.new_zeros(-len(x) % ROWS, x.shape[1])))
-    return torch.cat([function(tile) for tile in padded.split(ROWS)])[: len(x)]
+    return torch.cat([function(tile) for tile in tiles(x, ROWS)])[: len(x)]
 
 
-@dataclass
-class Part:
-    """A product: ROWS tiles, and KEYS of the keys that each may see."""
-
-    tiles: slice
-    tables: Tensor  # [ROWS, blocks]
-    unseen: Tensor  # bool [ROWS, 1, QUERIES, 1, keys]: those after a query's own token
+def tiles(x: Tensor, num_rows: int) -> tuple[Tensor, ...]:
+    """Tiles of `num_rows` rows each, the last one filled up with rows of zeros."""
+    return torch.cat((x, x.new_zeros(-len(x) % num_rows, *x.shape[1:]))).split(num_rows)
 
 
 class InvariantAttention(TorchAttention):
     """Every token is a query that reads its keys from the first on, KEYS at a time, with an online softmax.
 
-    Consecutive tokens of a sequence make a tile, the last ones filled up with the query 0. Keys are cut at
-    absolute positions. Keys after a query's own token have weight 0: adding them changes no bit.
-
-    README.md draws the tiles of tokens 62 to 66: their rows are 0 1 2 3 and 4 5 5 5, where 5 is the query 0.
+    Keys after the query's own token have weight 0: adding them changes no bit.
     """
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        """Lay out the tiles, those with the most keys first, and the products."""
+        """Lay out the queries' block tables, [QUERIES, blocks] for each tile, and positions."""
         self.begin_store(metadata)
-        size, first, tiles = self.cache.block_size, 0, list[tuple[int, int, int, list[int]]]()
+        size = self.cache.block_size
+        self.blocks_at_once = max(1, KEYS // size)
+        tables: list[list[int]] = []
+        positions: list[int] = []
         lens = zip(metadata.query_lens.tolist(), metadata.context_lens.tolist(), strict=True)
         for table, (query_len, end) in zip(metadata.block_tables, lens, strict=True):
-            for lo in range(end - query_len, end, QUERIES):  # positions
-                hi = min(lo + QUERIES, end)
-                tiles.append((hi, lo, first + lo - (end - query_len), table[: -(-hi // size)]))
-            first += query_len
-        tiles.sort(key=lambda tile: -tile[0])
-        tiles += [(1, 0, first, tiles[-1][3][:1])] * (-len(tiles) % ROWS)  # the query 0 alone
-        his, los, rows = (np.array(column)[:, None] for column in list(zip(*tiles, strict=True))[:3])
-        place = np.arange(QUERIES)
-        self.rows = torch.from_numpy(np.where(los + place < his, rows + place, first))  # [tiles, QUERIES]
-        positions = np.minimum(los + place, his - 1)
-        width = max(1, KEYS // size)  # blocks that are read at once
-        self.parts: list[Part] = []
-        for start in range(0, len(tiles), ROWS):
-            its = slice(start, start + ROWS)
-            for block in range(0, -(-int(his[start, 0]) // size), width):
-                tables = [table[block : block + width] for *_, table in tiles[its]]
-                filled = [table + tiles[start][3][:1] * (width - len(table)) for table in tables]
-                keys = np.arange(block * size, (block + width) * size)
-                unseen = torch.from_numpy(keys > positions[its, :, None])[:, None, :, None]
-                self.parts.append(Part(its, torch.tensor(filled), unseen))
+            for position in range(end - query_len, end):
+                tables.append(table[: position // size + 1])
+                positions.append(position)
+        num_missing = -len(positions) % QUERIES
+        tables += tables[:1] * num_missing
+        positions += [0] * num_missing
+        self.tiles: list[tuple[Tensor, Tensor]] = []
+        for first in range(0, len(positions), QUERIES):
+            rows = slice(first, first + QUERIES)
+            longest = max(map(len, tables[rows]))
+            longest += -longest % self.blocks_at_once
+            padded = [table + table[:1] * (longest - len(table)) for table in tables[rows]]
+            self.tiles.append((torch.tensor(padded), torch.tensor(positions[rows])))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One layer: store all new K/V, then product by product, in float32."""
+        """One layer: store all new K/V, then tile by tile, in float32."""
         self.store(layer, k, v)
-        heads = self.cache.shape.num_kv_heads
-        with_zero = torch.cat((q, torch.zeros_like(q[:1]))).float() * self.scale
-        # [tiles, num_kv_heads, QUERIES · group, head_dim]
-        tiles = with_zero[self.rows].unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)
-        most = tiles.new_full((*tiles.shape[:3], 1), torch.finfo(torch.float32).min)
-        total, out = torch.zeros_like(most), torch.zeros_like(tiles)
-        for part in self.parts:
-            its, num_keys = part.tiles, part.unseen.shape[-1]
-            keys, values = (gather_context(x, part.tables, num_keys).float() for x in self.layers[layer])
-            scores = (tiles[its] @ keys.mT).unflatten(2, (QUERIES, -1))
-            scores = scores.masked_fill_(part.unseen, float("-inf")).flatten(2, 3)
-            new_most = torch.maximum(most[its], scores.amax(-1, keepdim=True))
-            weights, rescale = torch.exp(scores - new_most), torch.exp(most[its] - new_most)
-            total[its] = total[its] * rescale + weights.sum(-1, keepdim=True)
-            out[its] = out[its] * rescale + weights @ values
-            most[its] = new_most
-        by_query = (out / total).unflatten(2, (QUERIES, -1)).transpose(1, 2).flatten(2, 3).to(q.dtype)
-        result = torch.empty_like(torch.cat((q, q[:1])))
-        result[self.rows] = by_query
-        return result[:-1]
+        queries = tiles(self.by_kv_head(q.float() * self.scale), QUERIES)
+        out = []
+        for tile, (tables, positions) in zip(queries, self.tiles, strict=True):
+            out.append(self.attend(layer, tile, tables, positions))
+        return torch.cat(out)[: len(q)].flatten(1, 2).to(q.dtype)
+
+    def attend(self, layer: int, q: Tensor, tables: Tensor, positions: Tensor) -> Tensor:
+        """One tile: q [QUERIES, num_kv_heads, group, head_dim] → the same shape."""
+        most = q.new_full((*q.shape[:-1], 1), torch.finfo(torch.float32).min)
+        total = torch.zeros_like(most)
+        out = torch.zeros_like(q)
+        num_keys = self.blocks_at_once * self.cache.block_size
+        for i, blocks in enumerate(tables.split(self.blocks_at_once, dim=1)):
+            keys, values = (gather_context(x, blocks, num_keys).float() for x in self.layers[layer])
+            unseen = torch.arange(i * num_keys, (i + 1) * num_keys) > positions[:, None, None, None]
+            scores = (q @ keys.mT).masked_fill_(unseen, float("-inf"))
+            new_most = torch.maximum(most, scores.amax(-1, keepdim=True))
+            weights = torch.exp(scores - new_most)
+            rescale = torch.exp(most - new_most)
+            total = total * rescale + weights.sum(-1, keepdim=True)
+            out = out * rescale + weights @ values
+            most = new_most
+        return out / total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +122,8 @@ class InvariantConfig(EngineConfig):
 class InvariantRunner(ModelRunner):
     """A `ModelRunner` whose operations do not depend on the batch. Raises ValueError for 3 threads."""
 
-    def __init__(self, config: EngineConfig, **options: Any) -> None:
-        if not isinstance(config, InvariantConfig):
-            raise ValueError(f"the same bits need an InvariantConfig, got {config!r}")
-        super().__init__(config, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         num_threads = torch.get_num_threads()
         if self.device.type != "cpu" or num_threads > 2:  # a third thread may begin inside a row
             raise ValueError(

@@ -3,8 +3,8 @@
     llm = LLM("Qwen/Qwen3-0.6B", lora_modules={"poet": "adapters/poet", "clerk": "adapters/clerk"})
     llm.generate([{"prompt": "Dear", "adapter": "poet"}, {"prompt": "Dear", "adapter": "clerk"}, "Dear"])
 
-The folders are in PEFT's format. An adapter adds scale · B (A x) to W x (README.md). W x is computed for the
-whole batch at once, and B (A x) for each adapter and its own rows:
+An adapter adds scale · B (A x) to W x. W x is computed for the whole batch, and B (A x) for each adapter and
+its own rows:
 
     tokens    a b c d e f        a: a decode without adapter; b: one of "clerk"; c d e f: a prompt of "poet"
     rows      {"clerk": [1], "poet": [2, 3, 4, 5]}
@@ -24,10 +24,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import nanopaged
-from nanopaged.attention import make_attention
 from nanopaged.config import Params, check_int
 from nanopaged.engine import LLMEngine
-from nanopaged.kv_cache import KVCache
 from nanopaged.model.checkpoint import _weight_slots, load_model
 from nanopaged.model.decoder import Model
 from nanopaged.model.model_config import read_json
@@ -63,7 +61,6 @@ class LoraConfig(nanopaged.EngineConfig):
         for name, folder in (self.lora_modules or {}).items():
             if not isinstance(name, str) or not isinstance(folder, str | Path):
                 raise TypeError(f"lora_modules has {name!r}: {folder!r}, but must map str to str or Path")
-            name.encode()  # raises ValueError for half of a surrogate pair, which no salt can hold
             folders[name] = Path(folder).expanduser()
         self.keep("lora_modules", folders)
         size = self.tensor_parallel_size
@@ -141,14 +138,8 @@ class LoraRunner(ModelRunner):
                 raise ValueError(f"adapter {adapter!r} in {folder} cannot be used: {error}") from error
         for matrix, by_adapter in matrices.items():
             model.get_submodule(matrix).register_forward_hook(partial(self.add, by_adapter))
-        # A GPU measures its memory with each adapter on all rows of the largest step.
-        self.rows = dict.fromkeys(folders, torch.arange(self.max_num_batched_tokens, device=self.device))
+        self.rows: dict[str, Tensor] = {}
         return model
-
-    def make_attention(self, backend: str, cache: KVCache, scale: float) -> Any:
-        """As before. It is called after the memory is measured, and before CUDA graphs are recorded."""
-        self.rows = {}
-        return make_attention(backend, cache, scale)
 
     def add(self, by_adapter: dict[str, list[Part]], _: nn.Module, x: tuple[Tensor], y: Tensor) -> None:
         """Add scale · B (A x) to y [num_tokens, out_features] in place; x[0] is [num_tokens, in_features]."""

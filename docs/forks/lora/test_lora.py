@@ -141,7 +141,5 @@ def test_other_mistakes(forms: Forms) -> None:
         (two, "tensor_parallel_size is 2, but lora_modules needs 1: lower it"),
     ]
     check_refused(LoraConfig, wrong)
-    wrong = [
-        ({"prompts": ask([1], "")}, r"is named '': there are \['all', 'qv', 'rs'\]; name one"),
-    ]
-    check_refused(forms.llm().generate, wrong)
+    says = r"is named '': there are \['all', 'qv', 'rs'\]; name one"
+    check_refused(forms.llm().generate, [({"prompts": ask([1], "")}, says)])

@@ -19,15 +19,13 @@ from torch import Tensor
 
 import nanopaged
 from nanopaged import EngineConfig
-from nanopaged.attention.metadata import AttentionMetadata, gather_groups
+from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.torch_backend import TorchAttention
 from nanopaged.block_manager import BlockManager
 from nanopaged.engine import LLMEngine
 from nanopaged.kv_cache import KVCache, KVShape, to_device
 from nanopaged.model_runner import ModelRunner
 from nanopaged.sequence import ScheduledBatch, Sequence, StepResult
-
-ALL_PAGES = 1 << 30  # more than any context has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,6 @@ class QuestConfig(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_ints("num_pages_read", minimum=1)
-        self.check_numbers("num_pages_read", low=1, high=ALL_PAGES)
         self.check_choice("attention_backend", ("auto", "torch"))
         # The memory is measured with this backend, too, because prefills are those of TorchAttention.
         self.keep("attention_backend", "torch")
@@ -49,13 +46,13 @@ class QuestConfig(EngineConfig):
 
 
 @dataclass
-class Rows:
-    """Tokens that choose their pages, as int64 tensors."""
+class Query:
+    """A token that chooses its pages."""
 
-    tokens: Tensor  # [num_rows], in the flat batch
-    tables: Tensor  # [num_rows, most pages], filled up with any block of the sequence
-    context_lens: Tensor  # [num_rows], keys up to the token's own
-    num_pages: Tensor  # [num_rows], that each reads
+    row: int  # in the flat batch
+    table: Tensor  # int64, the blocks up to its own
+    position: int
+    num_pages: int  # to read
 
 
 class QuestAttention(TorchAttention):
@@ -92,68 +89,52 @@ class QuestAttention(TorchAttention):
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Find the tokens that choose pages: all decodes, and the generated tokens in prefills."""
-        self.num_decodes, size = metadata.num_decodes, self.cache.block_size
+        self.num_decodes = metadata.num_decodes
         self.begin_store(metadata)
         self.begin_prefills(metadata)
-        rows, first = [], 0
+        self.queries: list[Query] = []
+        first_row = 0
         lens = zip(metadata.query_lens.tolist(), metadata.context_lens.tolist(), strict=True)
         for i, (query_len, end) in enumerate(lens):
-            start, prompt_len = end - query_len, self.prompt_lens[i]
+            start = end - query_len
+            prompt_len = self.prompt_lens[i]
             for position in range(start if i < self.num_decodes else max(start, prompt_len), end):
-                table = metadata.block_tables[i][: position // size + 1]
-                num_pages = self.num_pages_read if position >= prompt_len else len(table)
-                rows.append((first + position - start, table, position + 1, min(num_pages, len(table))))
-            first += query_len
-        # What is gathered for a row: the keys of its pages, and the bounds of each page of its context.
-        num_keys = np.array([num_pages * size + len(table) for _, table, _, num_pages in rows])
-        self.rows = [self.pack(rows[group]) for group in (gather_groups(num_keys) if rows else [])]
-
-    def pack(self, rows: list[tuple[int, list[int], int, int]]) -> Rows:
-        """Rows on the device, of (token, table, context length, pages to read)."""
-        tokens, tables, *lens = zip(*rows, strict=True)
-        tables = [table + table[:1] * (max(map(len, tables)) - len(table)) for table in tables]
-        return Rows(*(to_device(np.array(x), self.device) for x in (tokens, tables, *lens)))
+                row = first_row + position - start
+                blocks = metadata.block_tables[i][: position // self.cache.block_size + 1]
+                num_pages = self.num_pages_read if position >= prompt_len else len(blocks)
+                table = to_device(np.array(blocks), self.device)
+                self.queries.append(Query(row=row, table=table, position=position, num_pages=num_pages))
+            first_row += query_len
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One layer: store, prefill as always, then compute the tokens that choose their pages."""
         self.store(layer, k, v)
-        out, n = torch.empty_like(q), self.num_decodes
+        out = torch.empty_like(q)
+        n = self.num_decodes
         if n < len(q):
             out[n:] = self.prefill(layer, q[n:], k[n:], v[n:])
-        for rows in self.rows:
-            queries = q[rows.tokens].unflatten(1, (self.cache.shape.num_kv_heads, -1))
-            out[rows.tokens] = self.read(layer, queries, self.choose(layer, queries, rows), rows)
+        for query in self.queries:
+            out[query.row] = self.read(layer, self.by_kv_head(q[query.row, None])[0], query)
         return out
 
-    def upper_bounds(self, layer: int, q: Tensor, tables: Tensor) -> Tensor:
-        """At least q · k for all keys of a page and queries of a group: float32 [rows, num_kv_heads, pages].
+    def read(self, layer: int, q: Tensor, query: Query) -> Tensor:
+        """Attention to the chosen pages: q [num_kv_heads, group, head_dim] → [num_heads, head_dim]."""
+        chosen = self.choose(layer, q, query)
+        heads = torch.arange(len(q), device=self.device)[:, None]
+        keys, values = (x[query.table[chosen], heads].flatten(1, 2) for x in self.layers[layer])
+        offsets = torch.arange(self.cache.block_size, device=self.device)
+        positions = (chosen[..., None] * self.cache.block_size + offsets).flatten(1)
+        scores = (q * self.scale) @ keys.mT  # [num_kv_heads, group, keys]
+        scores.masked_fill_(positions[:, None] > query.position, -math.inf)
+        return (scores.softmax(-1) @ values).flatten(0, 1)
 
-        Args: q: [rows, num_kv_heads, group, head_dim]. tables: [rows, pages].
-        """
-        low, high = self.bounds(layer)[tables].float().permute(2, 0, 3, 1, 4)
+    def choose(self, layer: int, q: Tensor, query: Query) -> Tensor:
+        """The pages to read, int64 [num_kv_heads, pages]: the last page, then those with the best bounds."""
         q = q.float()
-        return (q.clamp(min=0) @ high.mT + q.clamp(max=0) @ low.mT).amax(2)
-
-    def choose(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
-        """The pages to read, int64 [num_rows, num_kv_heads, most pages to read]: the last, then the best."""
-        bounds = self.upper_bounds(layer, q, rows.tables)  # [num_rows, num_kv_heads, pages]
-        numbers = torch.arange(bounds.shape[-1], device=self.device)
-        last = (rows.context_lens[:, None, None] - 1) // self.cache.block_size
-        bounds = bounds.masked_fill(numbers == last, math.inf).masked_fill(numbers > last, -math.inf)
-        # Stable, so that of equal bounds the first page is taken, in any batch. (`topk` takes any of them.)
-        return bounds.sort(dim=-1, descending=True, stable=True).indices[..., : int(rows.num_pages.max())]
-
-    def read(self, layer: int, q: Tensor, chosen: Tensor, rows: Rows) -> Tensor:
-        """Attention to the chosen pages → [num_rows, num_heads, head_dim]."""
-        size, (num_heads, num_pages) = self.cache.block_size, chosen.shape[1:]
-        heads = torch.arange(num_heads, device=self.device)[:, None]
-        blocks = rows.tables[:, None].expand(-1, num_heads, -1).gather(2, chosen)
-        keys, values = (x[blocks, heads].flatten(2, 3) for x in self.layers[layer])
-        positions = chosen[..., None] * size + torch.arange(size, device=self.device)
-        too_many = torch.arange(num_pages, device=self.device) >= rows.num_pages[:, None]
-        unseen = (positions >= rows.context_lens[:, None, None, None]) | too_many[:, None, :, None]
-        scores = (q * self.scale @ keys.mT).masked_fill(unseen.flatten(2)[:, :, None], -math.inf)
-        return (scores.softmax(-1) @ values).flatten(1, 2)
+        low, high = self.bounds(layer)[query.table].float().permute(1, 2, 0, 3)  # each [heads, pages, dim]
+        bounds = (q.clamp(min=0) @ high.mT + q.clamp(max=0) @ low.mT).amax(1)  # [num_kv_heads, pages]
+        bounds[:, -1] = math.inf
+        return bounds.sort(descending=True, stable=True).indices[:, : query.num_pages]
 
 
 class QuestRunner(ModelRunner):

@@ -4,35 +4,35 @@
 
     llm = LLM(min_partial=4)  # a part of a block is copied if it has at least 4 tokens
 
-A block's key is a node of a tree with one edge for each block, and edges can be compared with a prompt:
+The engine's key of a block is the hash of all tokens before the block, and then the block's own tokens. Keys
+that begin alike are thus the branches of a tree, whose tokens can be compared with a prompt:
 
     block_size = 4    cached   a b c d │ e f g h     root ─ (a b c d) ─┬─ (e f g h)
                                a b c d │ e x y z         in block 0    │  in block 1
                                                                        └─ (e x y z)
                       prompt   a b c d │ e f g q │ r                      in block 2
 
-Block 0 is shared, as in the engine. No edge after it is (e f g q), but (e f g h) has three of its tokens.
+Block 0 is shared, as in the engine. No branch after it is (e f g q), but (e f g h) has three of its tokens.
 So block 1 is copied to a new block 3, the table is [0 3 4], and 7 of 9 tokens are not computed. The step
 computes q, which overwrites h in the copy.
 
-The copies join those of copy-on-write, after the swaps. Until then a source has one reference more. Keys are
-still bytes, for `snapshot`, `trace` and `check_invariants`.
+The copies join those of copy-on-write, after the swaps. Until then a source has one reference more.
 """
 
-from __future__ import annotations
-
+from array import array
 from dataclasses import dataclass
-from itertools import count
-from os.path import commonprefix  # of any lists
+from hashlib import sha256
+from os.path import commonprefix
 from typing import Any
-from weakref import WeakValueDictionary
 
 import nanopaged
-from nanopaged.block_manager import BlockManager
+from nanopaged.block_manager import NO_TOKEN, Block, BlockManager
 from nanopaged.config import EngineConfig
 from nanopaged.engine import LLMEngine
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import ScheduledBatch, Sequence
+
+TOKEN_BYTES = 8  # of a token in a key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,33 +50,29 @@ class RadixConfig(EngineConfig):
             )
 
 
-class Node:
-    """A prefix of full blocks: the prefix `parent`, then one block of tokens, its edge. It is made once.
-
-    A node keeps its parent alive, and is kept by its keys and children. Without them it is forgotten.
+class Tree(dict[bytes, Block]):
+    """The prefix index, key → block, with the blocks that follow each prefix.
 
     Attributes:
-        number: of this node alone, also when it is forgotten.
-        children: edge (block_size tokens) → child.
+        children: hash of a prefix → tokens of a block, as in its key → the block.
     """
 
-    def __init__(self, number: int, parent: Node | None) -> None:
-        self.number, self.parent = number, parent
-        self.children: WeakValueDictionary[tuple[int, ...], Node] = WeakValueDictionary()
+    def __init__(self, block_size: int) -> None:
+        super().__init__()
+        self.num_bytes = TOKEN_BYTES * block_size
+        self.children: dict[bytes, dict[bytes, Block]] = {}
 
+    def __setitem__(self, key: bytes, block: Block) -> None:
+        super().__setitem__(key, block)
+        siblings = self.children.setdefault(key[: -self.num_bytes], {})
+        siblings[key[-self.num_bytes :]] = block
 
-class Key(bytes):
-    """A block's key: the number of its node in 8 bytes. A copy of it is plain bytes, without the tree."""
-
-    node: Node
-
-    def __new__(cls, node: Node) -> Key:
-        key = super().__new__(cls, node.number.to_bytes(8, "big"))
-        key.node = node
-        return key
-
-    def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
-        return bytes, (bytes(self),)
+    def __delitem__(self, key: bytes) -> None:
+        super().__delitem__(key)
+        prefix = key[: -self.num_bytes]
+        del self.children[prefix][key[-self.num_bytes :]]
+        if not self.children[prefix]:
+            del self.children[prefix]
 
 
 class RadixBlockManager(BlockManager):
@@ -84,38 +80,19 @@ class RadixBlockManager(BlockManager):
 
     Attributes:
         min_partial: see `RadixConfig`.
-        roots: salt → the node of its empty prefix.
         being_computed: blocks that the step writes, while it is scheduled.
         copies: (source, destination) of the blocks found in part, while the step is scheduled.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
-        self.min_partial, self.numbers = 1, count()
-        self.roots: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
-        super().__init__(num_blocks, block_size, enable_prefix_caching)
+    def __init__(self, min_partial: int, **pool: Any) -> None:
+        self.min_partial = min_partial
+        super().__init__(**pool)
 
     def reset(self) -> None:
-        """As `BlockManager.reset`. The tree stays, since sequences have keys, but no block is found."""
         super().reset()
-        self.being_computed, self.copies = set[int](), list[tuple[int, int]]()
-
-    def node_before(self, seq: Sequence, i: int) -> Node:
-        """The node of the sequence's first `i` blocks, which have keys; of no block, the root of its salt."""
-        if i > 0:
-            key: Any = seq.block_keys[i - 1]
-            return key.node
-        salt = seq.request.cache_salt
-        root = self.roots[salt] = self.roots.get(salt) or Node(next(self.numbers), None)
-        return root
-
-    def keys_of(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """As `BlockManager.keys_of`: of a b │ c d │ e, the nodes (a b) and (c d) in root ─ (a b) ─ (c d)."""
-        size = self.block_size
-        for i in range(len(seq.block_keys), num_blocks):
-            parent, edge = self.node_before(seq, i), tuple(seq.token_ids[i * size : (i + 1) * size])
-            node = parent.children[edge] = parent.children.get(edge) or Node(next(self.numbers), parent)
-            seq.block_keys.append(Key(node))
-        return seq.block_keys[:num_blocks]
+        self.index = Tree(self.block_size)
+        self.being_computed = set[int]()
+        self.copies: list[tuple[int, int]] = []
 
     def allocate(self, sequences: list[Sequence], look_up: bool = True, num_reserved: int = 0) -> bool:
         """As `BlockManager.allocate`; then each sequence's first block to compute is looked for in part."""
@@ -132,19 +109,26 @@ class RadixBlockManager(BlockManager):
         for its logits. A block of this step is no source: it is computed after the copies.
         """
         start = seq.num_computed_tokens  # a multiple of the block size
-        wanted = tuple(seq.token_ids[start : min(start + self.block_size, seq.num_tokens - 1)])
-        parent, source, most = self.node_before(seq, start // self.block_size), None, 0
-        least = self.min_partial
-        for edge, node in parent.children.items():
-            # Most edges differ from the first token on: a root has one for each text.
-            if edge[:least] == wanted[:least] and (num := len(commonprefix([wanted, edge]))) > most:
-                block = self.index.get(Key(node))
-                if block is not None and block.block_id not in self.being_computed:
-                    source, most = block.block_id, num
+        end = min(start + self.block_size, seq.num_tokens - 1)
+        wanted = array("q", seq.token_ids[start:end]).tobytes()
+        source = None
+        most = self.min_partial - 1
+        for tokens, block in self.index.children.get(self.prefix_of(seq, start), {}).items():
+            num_equal = len(commonprefix([wanted, tokens])) // TOKEN_BYTES
+            if num_equal > most and block.block_id not in self.being_computed:
+                source = block.block_id
+                most = num_equal
         if source is not None:
             self.share(source)  # until `end_schedule`
             self.copies.append((source, seq.block_table[start // self.block_size]))
             seq.num_computed_tokens += most
+
+    def prefix_of(self, seq: Sequence, num_tokens: int) -> bytes:
+        """The hash of the sequence's first blocks, with which the keys of the next block begin."""
+        if num_tokens > 0:
+            return sha256(seq.block_keys[num_tokens // self.block_size - 1]).digest()
+        salt = seq.request.cache_salt
+        return sha256(NO_TOKEN + salt).digest() if salt else b""
 
     def publish(self, seq: Sequence) -> None:
         """As `BlockManager.publish`; and the blocks are no sources of copies in this step."""
@@ -172,15 +156,11 @@ class RadixScheduler(Scheduler):
 
 
 class RadixEngine(LLMEngine):
-    """An engine with a tree. With a plain `EngineConfig`, `min_partial` is 1."""
-
     make_config = RadixConfig
-    make_block_manager = RadixBlockManager
     make_scheduler = RadixScheduler
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.block_manager.min_partial = getattr(self.config, "min_partial", 1)
+    def make_block_manager(self, **pool: Any) -> RadixBlockManager:
+        return RadixBlockManager(self.config.min_partial, **pool)
 
 
 class LLM(nanopaged.LLM):

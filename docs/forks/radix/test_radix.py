@@ -1,21 +1,20 @@
 """A tree as the prefix cache: the tokens of transformers and of the plain engine, and what is found."""
 
-import gc
 import random
 from collections.abc import Iterable
-from copy import deepcopy
 from dataclasses import replace
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 import harness
 import pytest
-from harness import GREEDY, SMALL, Asked, Oracle, Run, Workload, serve
-from radix import LLM, Key, RadixBlockManager, RadixConfig, RadixEngine
+from harness import GREEDY, SMALL, Asked, Oracle, Run, Workload, serve, tokens
+from radix import LLM, RadixBlockManager, RadixConfig, RadixEngine
 
 import nanopaged
 from nanopaged.sequence import ScheduledBatch, Sequence, StepResult
-from nanopaged.snapshot import check_blocks, short_key
+from nanopaged.snapshot import check_blocks
 
 
 class RadixRun(Run):
@@ -37,20 +36,20 @@ class RadixRun(Run):
 
     def count_and_execute(self, batch: ScheduledBatch) -> StepResult:
         """Count what may go wrong beside copies of parts."""
-        sources, targets = ({pair[i] for pair in self.parts} for i in (0, 1))
-        out = {block for block, _ in batch.moves.swap_out}
+        sources = {source for source, _ in self.parts}
         self.happened["part"] += len(self.parts)
         self.happened["one source of several"] += len(self.parts) - len(sources)
         self.happened["beside copy on write"] += 0 < len(self.parts) < len(batch.moves.copies)
-        self.happened["source was swapped out"] += len(sources & out)
-        self.happened["target was swapped out"] += len(targets & out)
+        self.happened["source was swapped out"] += len(sources & {block for block, _ in batch.moves.swap_out})
         self.happened["beside swap in"] += bool(self.parts and batch.moves.swap_in)
-        families = [request for request in batch.admitted if len(request.live) > 1]
-        self.happened["for a family"] += len(families) * bool(self.parts)
         return self.execute(batch)
 
     def check(self) -> None:
         super().check()
+        tree = self.manager.index
+        assert all(tree.children.values()), "a prefix without blocks is kept"
+        keys = [prefix + tokens for prefix, blocks in tree.children.items() for tokens in blocks]
+        assert set(keys) == tree.keys()
         assert not self.manager.copies
         assert not self.manager.being_computed
         assert self.manager.min_partial > 0 or not self.happened["part"]
@@ -72,8 +71,8 @@ def similar(seed: int) -> Workload:
     return workload.with_pool(rng.randint(2, 8), **options)
 
 
-EVENTS = ["part", "one source of several", "beside copy on write", "source was swapped out", "recompute"]
-EVENTS += ["target was swapped out", "beside swap in", "for a family", "swap"]
+EVENTS = ["recompute", "part", "one source of several"]
+EVENTS += ["beside copy on write", "source was swapped out", "beside swap in"]
 
 
 @pytest.mark.parametrize(("draw", "num", "events"), [(similar, 20, EVENTS), (harness.draw_workload, 20, [])])
@@ -84,11 +83,8 @@ def test_random_workloads(qwen3: Oracle, draw: Any, num: int, events: list[str])
 
 def equal_tokens(some: list[int], others: Iterable[list[int]], size: int) -> int:
     """The most tokens that `some` (without its last one) and full blocks of another one both begin with."""
-    most = [0]
-    for other in others:
-        longest = min(len(some) - 1, len(other) // size * size)
-        most.append(max(n for n in range(longest + 1) if some[:n] == other[:n]))
-    return max(most)
+    common = [commonprefix([some[:-1], other[: len(other) // size * size]]) for other in others]
+    return max(map(len, common), default=0)
 
 
 class Asker:
@@ -102,8 +98,7 @@ def test_all_equal_tokens_are_found(min_partial: int) -> None:
     """Of texts of earlier steps all, if enough of a block; of those of this step only full blocks."""
     rng, size = random.Random(min_partial), 4
     for _ in range(60):
-        manager, computed = RadixBlockManager(400, size), list[list[int]]()
-        manager.min_partial = min_partial
+        manager, computed = RadixBlockManager(min_partial, num_blocks=400, block_size=size), list[list[int]]()
         for _ in range(8):
             prompts = [rng.choices((1, 2), k=rng.randint(1, 16)) for _ in range(3)]
             sequences = [Sequence(Asker(), prompt) for prompt in prompts]
@@ -128,17 +123,28 @@ def test_all_equal_tokens_are_found(min_partial: int) -> None:
         assert manager.num_free_blocks == 400
 
 
-def prompts_that_leave(stem: list[int], num: int, seed: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    ends = [rng.choices(range(8, 90), k=rng.randint(1, 12)) for _ in range(num)]
-    return [stem[: rng.randint(1, len(stem))] + end for end in ends]
+def test_parts_are_shared_within_a_salt_only() -> None:
+    manager, found = RadixBlockManager(1, num_blocks=20, block_size=4), list[int]()
+    for i, salt in enumerate((b"", b"x", b"x", b"")):
+        asker = Asker()
+        asker.cache_salt = salt
+        seq = Sequence(asker, [1, 2, 10 + i, 4, 5])
+        assert manager.allocate([seq])
+        found.append(seq.num_computed_tokens)
+        seq.num_scheduled_tokens = 5 - seq.num_computed_tokens
+        manager.publish(seq)
+        manager.end_schedule()
+        manager.free(seq)
+    assert found == [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_the_tokens_are_those_of_transformers(qwen3: Oracle, preemption: str) -> None:
     """In chunks, in a small pool; and less is computed than by the plain engine."""
     options = SMALL | {"block_size": 8, "preemption": preemption}
-    prompts, found = prompts_that_leave(list(range(20, 60)), 24, seed=1), []
+    rng, stem, found = random.Random(1), tokens(20, 40), []
+    ends = harness.random_prompts(24, seed=1, longest=12)
+    prompts = [stem[: rng.randint(1, 40)] + end for end in ends]
     for llm in (
         nanopaged.LLM(qwen3.folder, **options),
         LLM(qwen3.folder, min_partial=0, **options),
@@ -148,35 +154,6 @@ def test_the_tokens_are_those_of_transformers(qwen3: Oracle, preemption: str) ->
         assert harness.num_preempted(llm) > 0
         found.append(llm.engine.stats().prefix_cache_hits)
     assert found[0] == found[1] < found[2]
-
-
-def num_nodes(manager: RadixBlockManager) -> int:
-    """All nodes of the tree, with its roots."""
-    gc.collect()  # a request and its sequences are a circle
-    nodes = list(manager.roots.values())
-    for node in nodes:
-        nodes.extend(node.children.values())
-    return len(nodes)
-
-
-def test_the_tree_forgets_and_a_trace_shows_its_keys(qwen3: Oracle, tmp_path: Path) -> None:
-    """Without block and sequence a prefix has no node: at most 12 blocks, a prefix of 5 each, and a root."""
-    llm = LLM(qwen3.folder, block_size=4, num_blocks=12, trace=tmp_path / "run.html")
-    manager: Any = llm.engine.block_manager
-    for seed in range(6):
-        serve(llm, prompts_that_leave([seed] * 12, 4, seed), replace(GREEDY, max_tokens=8))
-        assert len(manager.index) <= num_nodes(manager) <= 12 * 5 + 1
-    page, keys = (tmp_path / "run.html").read_text(encoding="utf-8"), list(manager.index)
-    assert len({short_key(key) for key in keys if short_key(key) in page}) == len(keys) > 5
-    snapshot = deepcopy(llm.engine.snapshot())
-    assert {block.key for block in snapshot.blocks} - {None} == set(keys)
-    assert not any(isinstance(block.key, Key) for block in snapshot.blocks), (
-        "a copy of a snapshot has the tree"
-    )
-    llm.reset_prefix_cache()
-    llm.engine.listeners.clear()  # the trace has the keys of its last line
-    del keys, snapshot
-    assert num_nodes(manager) == 0
 
 
 def test_what_is_refused() -> None:

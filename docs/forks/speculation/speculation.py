@@ -121,12 +121,12 @@ class SpeculatingScheduler(Scheduler):
         fits = draft_ids and self.block_manager.append_slots([with_drafts(seq, draft_ids)]) is not None
         return draft_ids if fits else []
 
-    def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
+    def update(self, batch: DraftBatch, result: StepResult) -> list[Request]:
         """As `Scheduler.update`, and once more after each accepted draft, whose K/V is in the cache.
 
         tokens a b c, drafts x y z, samples x y w v: c x y count as computed, and x y w are appended.
         """
-        drafts = batch.drafts if isinstance(batch, DraftBatch) else {}
+        drafts = batch.drafts
         samples = dict(zip(batch.sequences, result.samples, strict=True))
         rest: dict[Sequence, list[Sample]] = {}  # of each, the samples that follow right drafts: y w
         for seq, draft_ids in drafts.items():
@@ -150,9 +150,9 @@ class SpeculatingRunner(ModelRunner):
     """Computes drafts after the known tokens, and draws a token after each."""
 
     @torch.inference_mode()
-    def execute(self, batch: ScheduledBatch) -> StepResult:
+    def execute(self, batch: DraftBatch) -> StepResult:
         """As `ModelRunner.execute`; of a sequence with k drafts, there are 1 + k samples."""
-        if not isinstance(batch, DraftBatch) or not batch.drafts:
+        if not batch.drafts:
             return super().execute(batch)
         drafts = batch.drafts
         # With drafts x y, a b x y is a prefill, behind the decodes; tokens follow a b, a b x and a b x y.
