@@ -259,7 +259,6 @@ N = r" +[\d.]+"
     ("command", "row", "times"),
     [
         ("kernel kv_heads=2 group=2 head_dim=16 batch=1,3 context=40,10-60", rf"^(?:paged|dense) .*{N}%$", 8),
-        ("one_file rounds=1 shrink=16", r"^\S.*  (?: *\d[\d.]*){4}$", 4),
         ("roofline shape=test batch=1,3 context=8,20 steps=5", rf"^(prefill|decode) [13] x (8|20){N}.*%$", 8),
     ],
 )
