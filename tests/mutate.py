@@ -167,7 +167,7 @@ def main() -> None:
     num_killed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in ("nanopaged", "tests", "docs/experiments", "docs/forks"):
+        for part in ("nanopaged", "tests", "docs/experiments", "docs/forks", "docs/site"):
             shutil.copytree(ROOT / part, folder / part)
         shutil.copy(ROOT / "pyproject.toml", folder)
         needed = {test: None for mutant in sample for test in tests_of(mutant.file)}
