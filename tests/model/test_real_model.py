@@ -13,7 +13,7 @@ import torch
 from conftest import KERNELS, serve
 from doc_pages import ROOT, blocks_of, check_output, commands_of
 from programs import environment, load_file, run_program
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nanopaged import LLM, RequestOutput, SamplingParams
 
@@ -41,30 +41,15 @@ TEXTS = [
 ]
 
 
-class RealOracle:
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
     """transformers, with its plain (eager) attention."""
-
-    def __init__(self) -> None:
-        options = {"dtype": torch.float32, "attn_implementation": "eager"}
-        self.model = AutoModelForCausalLM.from_pretrained(FOLDER, **options).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-
-    @torch.inference_mode()
-    def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """[len(token_ids), vocab_size]: row p is for the token at p + 1."""
-        return self.model(torch.tensor([token_ids])).logits[0].float()
-
-    @torch.inference_mode()
-    def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
-        ids = torch.tensor([prompt])
-        options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": max_tokens}
-        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        return out[0, len(prompt) :].tolist()
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32, attn_implementation="eager")
 
 
 @pytest.fixture(scope="module")
-def real() -> RealOracle:
-    return RealOracle()
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(FOLDER)
 
 
 @pytest.fixture(scope="module", params=["torch", "cpp"])
@@ -93,14 +78,17 @@ def check_logprobs(rows: list, token_ids: list[int], expected: torch.Tensor, num
 
 
 @pytest.mark.parametrize("index", range(len(TEXTS)))
-def test_greedy_tokens_and_all_logprobs(real: RealOracle, outputs: list[RequestOutput], index: int) -> None:
+@torch.inference_mode()
+def test_greedy_tokens_and_all_logprobs(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, outputs: list[RequestOutput], index: int
+) -> None:
     """Each token is the most likely one after those before it: so the text is transformers' greedy one."""
     output = outputs[index]
     (completion,) = output.outputs
-    prompt = real.tokenizer(TEXTS[index]).input_ids
+    prompt = tokenizer(TEXTS[index]).input_ids
     assert output.prompt_token_ids == prompt
-    assert real.tokenizer.decode(prompt) == TEXTS[index]
-    expected = real.logits(prompt + completion.token_ids).log_softmax(-1)
+    assert tokenizer.decode(prompt) == TEXTS[index]
+    expected = model(torch.tensor([prompt + completion.token_ids])).logits[0].log_softmax(-1)
     first = len(prompt) - 1
     assert completion.token_ids == expected[first:-1].argmax(-1).tolist()
     check_logprobs(completion.logprobs, completion.token_ids, expected[first:-1], num_top=3)
