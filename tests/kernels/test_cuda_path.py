@@ -113,8 +113,13 @@ DRAWN = ["sampler.py gather_logprobs"]
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "enforce_eager"),
-    [("flash", "bfloat16", False), ("triton", "float32", True), ("torch", "float16", True)],
+    ("oracle", "backend", "dtype", "enforce_eager"),
+    [
+        ("llama", "flash", "bfloat16", False),
+        ("qwen2", "triton", "float32", True),
+        ("qwen3", "torch", "float16", True),
+    ],
+    indirect=["oracle"],
 )
 def test_a_step_waits_for_the_tokens_alone(
     oracle: Oracle,
