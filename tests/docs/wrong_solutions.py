@@ -1,27 +1,7 @@
 """Wrong solutions of the exercises: each is the right one with a piece of it replaced."""
 
 TIME = "2 * WEIGHTS / OPERATIONS"
-RANGE = '''
-class Pages:
-    """One contiguous range, with a table for show."""
-
-    def __init__(self, num_pages, size, dim):
-        self.k, self.v = torch.full((2, num_pages, size, dim), math.nan)
-        self.size, self.free, self.table, self.length = size, list(range(num_pages)), [], 0
-
-    def append(self, k, v):
-        if self.length % self.size == 0:
-            self.table.append(self.free.pop())
-        self.k.view(-1, len(k))[self.length], self.v.view(-1, len(v))[self.length] = k, v
-        self.length += 1
-
-    def attend(self, q):
-        k, v = (memory.view(-1, len(q))[: self.length] for memory in (self.k, self.v))
-        return torch.softmax(k @ q / math.sqrt(len(q)), dim=0) @ v
-
-
-class Unused:
-'''
+STORE = "        self.k[page, offset], self.v[page, offset] = k, v\n"
 GATHER = """    def attend(self, q):
         k, v = (memory[self.table].view(-1, len(q))[: self.length] for memory in (self.k, self.v))
         return torch.softmax(k @ q / math.sqrt(len(q)), dim=0) @ v
@@ -61,7 +41,7 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("the share that is free", "48.0", "52.0"),
     ],
     "03_2": [
-        ("a contiguous range", "class Pages:\n", RANGE),
+        ("a contiguous range", STORE, f"        page = self.length // self.size\n{STORE}"),
         ("copies the pages together", "    def attend(self, q):\n", GATHER),
         ("a page too early", "self.length % self.size == 0:", "(self.length + 1) % self.size < 2:"),
     ],
