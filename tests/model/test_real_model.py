@@ -17,12 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from nanopaged import LLM, RequestOutput, SamplingParams
 
-real_model = load_file(ROOT / "docs" / "experiments" / "real_model.py")
-try:
-    FOLDER: Path = real_model.find_real_model(KERNELS)
-except FileNotFoundError as error:
-    pytest.skip(str(error), allow_module_level=True)
-
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 3e-4  # of a log-probability; float32's rounding alone makes 2e-4
@@ -42,23 +36,31 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    """transformers, with its plain (eager) attention."""
-    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32, attn_implementation="eager")
+def folder() -> Path:
+    try:
+        return load_file(ROOT / "docs" / "experiments" / "real_model.py").find_real_model(KERNELS)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(FOLDER)
+def model(folder: Path) -> PreTrainedModel:
+    """transformers, with its plain (eager) attention."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module", params=["torch", "cpp"])
-def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOPAGED_CACHE", str(KERNELS))  # of the C++ kernels
         patch.delenv("NANOPAGED_BUILD")
         options = {"dtype": "float32", "num_blocks": 400, "max_model_len": 2048}
-        yield LLM(FOLDER, attention_backend=request.param, **options)
+        yield LLM(folder, attention_backend=request.param, **options)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def test_greedy_tokens_and_all_logprobs(
     check_logprobs(output.prompt_logprobs[1:], prompt[1:], expected[:first], num_top=2)
 
 
-def test_the_readme_shows_the_answer() -> None:
+def test_the_readme_shows_the_answer(folder: Path) -> None:
     readme = ROOT / "README.md"
     command = "python docs/experiments/real_model.py"
     outputs = dict(pair for block in blocks_of(readme) for pair in commands_of(block))
