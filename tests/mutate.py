@@ -108,28 +108,19 @@ def mutants(file: str) -> Iterator[Mutant]:
                 yield Mutant(file, place.lineno, f"{before}  →  {text}", changed)
 
 
-def imports(file: Path, package: str, name: str) -> bool:
-    """Whether a test imports this module of the package, or one of its helpers does."""
-    text = file.read_text(encoding="utf-8")
-    if re.search(rf"\b{package}\.{name}\b|^from {package} import .*\b{name}\b", text, re.MULTILINE):
-        return True
-    helpers = [ROOT / "tests" / f"{module}.py" for module in re.findall(r"^from (\w+) import", text, re.M)]
-    return any(imports(helper, package, name) for helper in helpers if helper.exists())
-
-
 def tests_of(file: str) -> list[str]:
     """The tests of a file, such as nanopaged/scheduler.py, those that find most in the least time first.
 
-    These are the test of the same name, the random workloads, those that import the file's module, themselves
-    or by a helper, then the rest of the folder for this part of the package.
+    These are the test of the same name, the random workloads, those that import the file's module, then the
+    rest of the folder for this part of the package.
     """
     path = Path(file).absolute().relative_to(ROOT)
-    package = ".".join(path.parent.parts)
     folder = FOLDERS.get(path.parent.name, path.parent.name)
     tests = sorted((ROOT / "tests").glob("*/test_*.py"), key=lambda test: (test.parent.name != folder, test))
     found = [test for test in tests if test.stem == f"test_{path.stem}"]
     found += [test for test in tests if test.stem == "test_random_runs" and folder == "engine"]
-    found += [test for test in tests if test.parent.name != "docs" and imports(test, package, path.stem)]
+    name = re.compile(rf"nanopaged[.\w]*\.{path.stem}\b|import .*\b{path.stem}\b")
+    found += [test for test in tests if test.parent.name != "docs" and name.search(test.read_text("utf-8"))]
     found += [test for test in tests if test.parent.name == folder]
     return [test.relative_to(ROOT).as_posix() for test in dict.fromkeys(found)]
 
@@ -167,7 +158,7 @@ def main() -> None:
     num_killed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in ("nanopaged", "tests", "docs/experiments", "docs/forks"):
+        for part in ("nanopaged", "tests", "docs/experiments", "docs/forks", "docs/site"):
             shutil.copytree(ROOT / part, folder / part)
         shutil.copy(ROOT / "pyproject.toml", folder)
         needed = {test: None for mutant in sample for test in tests_of(mutant.file)}

@@ -28,9 +28,6 @@ from types import ModuleType
 # Neither Triton nor transformers' model classes, which import it: a program first chooses its interpreter.
 LIBRARIES = ["torch", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"]
 LIBRARIES += ["pytest", "hypothesis", "psutil"]
-# Libraries read the environment when they are imported. So a program is forked only if its environment is
-# that of the process that waits, except for these names.
-MAY_DIFFER = {"PYTHONPATH", "GIT_CEILING_DIRECTORIES"}
 SHELL = re.compile(r"[|&;<>()$`*~#\\\n]")
 
 INHERITED = dict(os.environ)  # before tests and the libraries that they use change it
@@ -68,12 +65,13 @@ def run_line(command: str, folder: Path, env: dict[str, str]) -> Done:
 def run_program(arguments: list[str], folder: Path, env: dict[str, str], timeout: float = 300) -> Done:
     """Run `python arguments…` in the folder.
 
+    The environment comes too late for what the libraries read when they are imported.
+
     Raises:
         subprocess.TimeoutExpired: after `timeout` seconds; the program is killed.
     """
-    given = {name: value for name, value in env.items() if name not in MAY_DIFFER}
     understood = arguments[0] in ("-m", "-c") or not arguments[0].startswith("-")
-    if sys.platform != "linux" or not understood or given != _environment_of_the_waiting_process():
+    if sys.platform != "linux" or not understood:
         return run_process([sys.executable, *arguments], folder, env, timeout)
     waiting = _waiting_process()
     with tempfile.TemporaryDirectory() as name:
@@ -113,15 +111,11 @@ def load_file(file: Path, name: str | None = None) -> ModuleType:
 # ── the process that waits: it is asked for one program at a time ─────────────────────────────────
 
 
-def _environment_of_the_waiting_process() -> dict[str, str]:
-    return {name: value for name, value in environment().items() if name not in MAY_DIFFER}
-
-
 @cache
 def _waiting_process() -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, __file__],
-        env=_environment_of_the_waiting_process(),
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,

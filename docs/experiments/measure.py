@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import inspect
 import random
-import sys
 import textwrap
 import time
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.common import (
@@ -34,20 +32,10 @@ from lib.common import (
 from nanopaged.terminal import run_program
 
 if TYPE_CHECKING:
-    from nanopaged import LLMEngine, SamplingParams
+    from nanopaged import LLMEngine
 
 Numbers = tuple[int, ...]
 Subject = Callable[..., None]
-
-
-def greedy(num_tokens: int) -> SamplingParams:
-    from nanopaged import SamplingParams
-
-    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-
-
-def draw_prompt(engine: LLMEngine, rng: random.Random, num_tokens: int) -> list[int]:
-    return rng.choices(range(engine.vocab_size), k=num_tokens)
 
 
 def kernel(
@@ -89,47 +77,6 @@ def kernel(
             rate = case.num_bytes / seconds
             figures = f"{1e6 * seconds:9.1f} {rate / 1e9:7.1f} {rate / bandwidth:6.1%}"
             print(f"{name:10} {num_seqs:5} {keys:>10} {figures}", flush=True)
-
-
-def one_file(rounds: int = 5, shrink: int = 1) -> None:
-    """docs/one_file.py beside the engine: the same tokens of the tiny model, output tokens a second.
-
-    The small pool has a quarter of the blocks needed, so the engine recomputes K/V, or swaps it.
-    """
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    import one_file
-
-    from nanopaged import LLM
-
-    print(f"{'':26}{'one_file':>9}{'engine':>9}{'ratio':>7}{'swap':>9}")
-    rng = random.Random(0)
-    for name, num_requests, num_input, num_output, part in (
-        ("1 request", 1, 64, 64, 1.0),
-        ("32 requests", 32, 64, 64, 1.0),
-        ("32 requests, small pool", 32, 64, 64, 0.25),
-        ("8 long prompts", 8, 1500, 32, 1.0),
-    ):
-        num_tokens = max(2, num_output // shrink)
-        prompts = [[rng.randrange(3, 1000) for _ in range(num_input // shrink)] for _ in range(num_requests)]
-        blocks_of_one = -(-(num_input // shrink + num_tokens) // one_file.BLOCK_SIZE)
-        num_blocks = max(blocks_of_one, int(part * num_requests * blocks_of_one))
-        options = {"dtype": "float32", "num_blocks": num_blocks, "device": "cpu"}
-        llms = [LLM(preemption=preemption, **options) for preemption in ("recompute", "swap")]
-        times = []
-        for _ in range(rounds + 1):
-            began = time.perf_counter()
-            expected = one_file.generate(prompts, num_tokens, num_blocks)
-            seconds = [time.perf_counter() - began]
-            for llm in llms:
-                llm.engine.reset_prefix_cache()
-                began = time.perf_counter()
-                outputs = llm.generate(prompts, greedy(num_tokens), use_tqdm=False)
-                seconds.append(time.perf_counter() - began)
-                assert [output.outputs[0].token_ids for output in outputs] == expected, "the tokens differ"
-            times.append(tuple(seconds))
-        total = sum(len(token_ids) for token_ids in expected)
-        alone, engine, swapping = (total / seconds for seconds in medians(times[1:]))
-        print(f"{name:26}{alone:9.0f}{engine:9.0f}{engine / alone:7.1f}{swapping:9.0f}", flush=True)
 
 
 def roofline(
@@ -175,6 +122,8 @@ def roofline(
 
 def time_steps(engine: LLMEngine, batch: int, context: int, num_steps: int) -> list[tuple[float, ...]]:
     """Of each step, a prefill first: seconds of the host and of the model, bytes, operations, tokens."""
+    from nanopaged import SamplingParams
+
     runner = engine.runner
     config = runner.model.config
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim  # q and o, k and v
@@ -201,8 +150,9 @@ def time_steps(engine: LLMEngine, batch: int, context: int, num_steps: int) -> l
         return result
 
     rng = random.Random(0)
+    params = SamplingParams(temperature=0, max_tokens=num_steps + 4, ignore_eos=True)
     for i in range(batch):
-        engine.add_request(str(i), draw_prompt(engine, rng, context), greedy(num_steps + 4))
+        engine.add_request(str(i), rng.choices(range(engine.vocab_size), k=context), params)
     runner.execute = timed_execute
     rows = []
     while engine.has_unfinished_requests():
@@ -215,7 +165,7 @@ def time_steps(engine: LLMEngine, batch: int, context: int, num_steps: int) -> l
 
 # ── the program ───────────────────────────────────────────────────────────────────────────────────
 
-SUBJECTS: dict[str, Subject] = {subject.__name__: subject for subject in (kernel, one_file, roofline)}
+SUBJECTS: dict[str, Subject] = {subject.__name__: subject for subject in (kernel, roofline)}
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ request may start (PagedAttention, §6.2):
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lib.common import make_parser
 from lib.no_model import (
@@ -36,30 +36,12 @@ from nanopaged import SamplingParams
 from nanopaged.scheduler import Scheduler
 from nanopaged.terminal import run_program
 
-if TYPE_CHECKING:
-    pass
-
 MAX_TOKENS = 160
 BLOCK_SIZE = 16
 NUM_COMMON = 24  # tokens with which every prompt begins: the chat template's own system prompt
-NUM_COMMON_WITH_SYSTEM = 309  # with SYSTEM in its place
+NUM_COMMON_WITH_SYSTEM = 309  # with rules of a library in its place
 
-SYSTEM = """\
-You are the assistant of a public library. Visitors write to you from the screens in the reading
-rooms and from home, and most of them want one clear answer, not a lecture. Follow these rules:
-1. Answer in plain English, in short sentences that a visitor of twelve years understands.
-2. Begin with the answer itself. Explain afterwards, and only as much as the question needs.
-3. If a question has several parts, answer them in their order, as a numbered list.
-4. If you do not know something, say so, and name the shelf or the kind of book where it may be found.
-5. Write numbers as digits and units in full, such as 12 kilometres or 3 hours.
-6. When you are asked for code, write Python, keep it under twenty lines, and say what it prints.
-7. When you are asked for a text, such as a letter or a poem, write the text and nothing around it.
-8. Do not mention these rules, do not invent titles of books, and do not ask for personal details.
-The library is open from Tuesday to Saturday between 9 and 18 o'clock. Books may be kept for four weeks, films
-for one week, and both can be renewed twice unless somebody else has reserved them. A card costs nothing for
-visitors under 18, and 10 euros a year for all others."""
-
-# Tokens of the prompt, of the answer, and of the answer to the same question after SYSTEM.
+# Tokens of the prompt, of the answer, and of the answer to the same question after those rules.
 QUESTIONS = [
     (37, 8, 8, "What is the capital of Australia?"),
     (39, 25, 160, "How many days are in a leap year?"),

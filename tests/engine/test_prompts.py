@@ -86,8 +86,7 @@ def test_max_tokens_none_is_as_many_as_the_model_allows(qwen3: Oracle) -> None:
         assert output.outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("is_in_list", [False, True])
-@pytest.mark.parametrize("key", ["prompt_token_ids", "input_ids"])
+@pytest.mark.parametrize(("key", "is_in_list"), [("prompt_token_ids", True), ("input_ids", False)])
 def test_tokens_found_in_the_cache_until_it_is_reset(llm: LLM, key: str, is_in_list: bool) -> None:
     """And with the same salt only. None is no salt."""
     ids = list(range(3, 43))

@@ -66,11 +66,6 @@ def test_filters_equal_transformers_row_by_row(params: list[SamplingParams], see
         torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-4)
 
 
-def choose(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-    """The token of each row."""
-    return torch.tensor([token.token_id for token in sample(logits, metadata)])
-
-
 def metadata_of(params: list[SamplingParams]) -> SamplingMetadata:
     return SamplingMetadata([Draw(p, 0, 0, 0, []) for p in params], CPU)
 
@@ -146,23 +141,15 @@ def rows_of(params: SamplingParams, num: int, **fields: object) -> list[Draw]:
     return [Draw(params=params, position=i, **(defaults | fields)) for i in range(num)]
 
 
-def check_draws(
-    logits: torch.Tensor, metadata: SamplingMetadata, numbers: list[float], expected: torch.Tensor
-) -> None:
-    """Each row has drawn the token whose interval of the cumulative distribution has its number."""
-    ends = expected.double().softmax(-1).cumsum(-1)
-    for u, row, token_id in zip(numbers, ends, choose(logits, metadata).tolist(), strict=True):
-        begin = row[token_id - 1] if token_id else 0.0
-        assert begin < row[token_id], "a token that was filtered out was drawn"
-        assert begin - 1e-6 <= u <= row[token_id] + 1e-6
-
-
 @pytest.mark.parametrize(
     "vocab_size",
     [1, 2, VOCAB_CHUNK - 1, VOCAB_CHUNK, VOCAB_CHUNK + 1, 3 * VOCAB_CHUNK, 5 * VOCAB_CHUNK + 7, 151_936],
 )
 def test_a_draw_inverts_the_distribution(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For vocabularies of whole chunks and not; half the tokens have probability 0, the last are likely."""
+    """Each row has drawn the token whose interval of the cumulative distribution has its number.
+
+    For vocabularies of whole chunks and not; half the tokens have probability 0, the last are likely.
+    """
     generator = torch.Generator().manual_seed(vocab_size)
     num = 300 if vocab_size < 10_000 else 20
     logits = torch.randn(num, vocab_size, generator=generator) * 3
@@ -171,7 +158,12 @@ def test_a_draw_inverts_the_distribution(vocab_size: int, monkeypatch: pytest.Mo
     logits[:, vocab_size // 2] = 0.0
     numbers = [0.0, (2**24 - 1) / 2**24, *torch.rand(num - 2, generator=generator).tolist()]
     monkeypatch.setattr("nanopaged.sampler.uniform", lambda seed, index, position: numbers[position])
-    check_draws(logits, SamplingMetadata(rows_of(SamplingParams(), num), CPU), numbers, logits)
+    drawn = sample(logits, SamplingMetadata(rows_of(SamplingParams(), num), CPU))
+    ends = logits.double().softmax(-1).cumsum(-1)
+    for u, row, token_id in zip(numbers, ends, [token.token_id for token in drawn], strict=True):
+        begin = row[token_id - 1] if token_id else 0.0
+        assert begin < row[token_id], "a token that was filtered out was drawn"
+        assert begin - 1e-6 <= u <= row[token_id] + 1e-6
 
 
 def penalised(

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from conftest import tokens
-from fake_runner import FakeRunner
+from fake_runner import fake_engine
 
-from nanopaged import EngineConfig, LLMEngine, SamplingParams
-from nanopaged.model.checkpoint import TINY_MODEL
+from nanopaged import SamplingParams
 
-
-def make_engine(**options: int | str) -> LLMEngine:
-    config = EngineConfig(
-        TINY_MODEL, block_size=4, load_format="dummy", watermark=0.0, **{"num_host_blocks": 8} | options
-    )
-    return LLMEngine(config, FakeRunner(config.num_blocks, 4, config.num_host_blocks))
+make_engine = partial(fake_engine, num_blocks=6, block_size=4, num_host_blocks=8, watermark=0.0)
 
 
 def test_the_drawing() -> None:
     """Two samples of seven tokens (the paper's Fig. 8): after a step each has a partial block of its own."""
-    engine = make_engine(num_blocks=6)
+    engine = make_engine()
     engine.add_request("A", tokens(5, 7), SamplingParams(n=2, max_tokens=6, seed=1, ignore_eos=True))
     engine.add_request("B", tokens(1, 5), SamplingParams(max_tokens=1))
     engine.step()
@@ -51,7 +47,7 @@ physical blocks
 
 def test_states() -> None:
     """Each state of a request and of a block, counted as `stats` counts them."""
-    engine = make_engine(num_blocks=6, preemption="swap")
+    engine = make_engine(preemption="swap")
     for name, first, num in (("A", 5, 9), ("B", 20, 7), ("C", 40, 8)):
         engine.add_request(name, tokens(first, num), SamplingParams(max_tokens=12, ignore_eos=True))
     seen_requests, seen_blocks = set(), set()

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanopaged import LLM, RequestOutput, SamplingParams
 from nanopaged.outputs import CompletionOutput
@@ -37,9 +38,7 @@ def byte_level_tokenizer(rng: random.Random, data: bytes) -> tuple[Tokenizer, li
 
     Returns it, and `data` in its tokens.
     """
-    kept = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    letters = {byte: chr(byte) for byte in kept}  # GPT-2's: other bytes are letters from 256 on
-    letters |= {byte: chr(256 + i) for i, byte in enumerate(sorted(set(range(256)) - set(kept)))}
+    letters = bytes_to_unicode()  # GPT-2's
     cuts = [0, *sorted(rng.sample(range(1, len(data)), rng.randint(0, len(data) - 1))), len(data)]
     pieces = ["".join(letters[byte] for byte in data[lo:hi]) for lo, hi in pairwise(cuts)]
     vocab = {piece: i for i, piece in enumerate(dict.fromkeys([*letters.values(), *pieces]))}

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,6 @@ from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model import decoder
 
 SMALL = KVShape(1, 1, 8, torch.float32)
-by_dtype = pytest.mark.parametrize("dtype", TOLERANCE)
 
 
 @pytest.fixture(autouse=True)
@@ -41,17 +41,20 @@ def built_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_backend, "MIN_SAVED_KEYS", 1)  # blocks that are shared are read once, however few
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Afterwards, as before."""
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """So many; afterwards, as before."""
     before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(before)
 
 
-def skip_without(dtype: torch.dtype) -> None:
-    if cpp.why_no_cpp(CPU, 8, dtype) is not None:
+@pytest.fixture(params=TOLERANCE)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    if cpp.why_no_cpp(CPU, 8, request.param) is not None:
         pytest.skip("this processor cannot convert float16")
+    return request.param
 
 
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -70,10 +73,8 @@ def test_attention_equals_a_dense_softmax(lengths: list[tuple[int, int]], block_
         Case(lengths, block_size, heads, head_dim, unused=math.nan).check("cpp")
 
 
-@by_dtype
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 32, 40, 64, 80, 96, 128, 192, 256])
 def test_head_sizes_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
-    skip_without(dtype)
     Case([(70, 1), (0, 1), (31, 1), (32, 1)], 16, (6, 2), head_dim, dtype, unused=math.nan).check("cpp")
 
 
@@ -119,15 +120,13 @@ def shared_decodes(rng: np.random.Generator, block_size: int, num_blocks: int) -
     return AttentionMetadata(np.ones(9, dtype=np.int64), lens, tables, np.array(last), 9, list(range(9)))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("run_keys", [1, 64, 512])
 @pytest.mark.parametrize(("seed", "block_size"), [(0, 4), (1, 16), (2, 4), (3, 16)])
 def test_shared_blocks_and_runs(
-    seed: int, block_size: int, run_keys: int, threads: int, one_thread: None, monkeypatch: pytest.MonkeyPatch
+    seed: int, block_size: int, run_keys: int, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trees of tables: every sequence gets what it gets alone, for any cut of the contexts into runs."""
     monkeypatch.setattr(cpp_backend, "RUN_KEYS", run_keys)
-    torch.set_num_threads(threads)
     metadata = shared_decodes(np.random.default_rng(seed), block_size, num_blocks=100)
     cache = KVCache(KVShape(2, 2, 24, torch.float32), 100, block_size, CPU)
     cache.data.normal_()
@@ -180,22 +179,18 @@ def test_a_nan_of_a_live_token_is_not_hidden(part: str) -> None:
 # ── the fused operations ──────────────────────────────────────────────────────────────────────────
 
 
-@by_dtype
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 8), (3, 17), (5, 64), (700, 100)])
 def test_rms_norm(num_tokens: int, size: int, dtype: torch.dtype) -> None:
-    skip_without(dtype)
     wide, weight = torch.randn(num_tokens, 2 * size).to(dtype) * 3, torch.randn(size).to(dtype)
     x = wide[:, :size]  # rows that are not contiguous
     expected = decoder.rms_norm(x.float(), 1e-3, weight.float())
     assert_close(cpp.rms_norm(x, 1e-3, weight), expected, dtype)
 
 
-@by_dtype
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize(("num_q", "num_k", "head_dim"), [(2, 1, 8), (17, 1, 20), (6, 2, 2), (28, 4, 128)])
 def test_norm_rotate(num_q: int, num_k: int, head_dim: int, normalise: bool, dtype: torch.dtype) -> None:
     """On part of a wider projection, whose other values stay unchanged."""
-    skip_without(dtype)
     qkv = torch.randn(70, num_q + 2 * num_k, head_dim).to(dtype) * 3
     weights = tuple(torch.randn(2, head_dim).to(dtype)) if normalise else None
     angles = torch.randn(70, 1, head_dim // 2) * 10
@@ -207,11 +202,9 @@ def test_norm_rotate(num_q: int, num_k: int, head_dim: int, normalise: bool, dty
     assert torch.equal(qkv[:, num_q + num_k :], before[:, num_q + num_k :])
 
 
-@by_dtype
 @pytest.mark.parametrize("width", [1, 16, 48, 1025])
 def test_silu_mul(width: int, dtype: torch.dtype) -> None:
     """Also of gates so large that e^-x is infinite or 0."""
-    skip_without(dtype)
     gate_up = torch.randn(70, 2 * width).to(dtype) * 5
     gate_up[:3, 0] = torch.tensor([-1000, 1000, math.nan])
     expected = decoder.silu_mul(gate_up.float()).nan_to_num(99)
@@ -221,17 +214,11 @@ def test_silu_mul(width: int, dtype: torch.dtype) -> None:
 # ── linear layers ─────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-@by_dtype
 @pytest.mark.parametrize(
     ("num_inputs", "num_outputs"), [(1, 1), (3, 5), (7, 16), (64, 33), (65, 70), (1025, 300)]
 )
-def test_linear_layers(
-    num_inputs: int, num_outputs: int, dtype: torch.dtype, threads: int, one_thread: None
-) -> None:
+def test_linear_layers(num_inputs: int, num_outputs: int, dtype: torch.dtype, threads: None) -> None:
     """Odd sizes and every tile, with a bias or none, beside float64."""
-    skip_without(dtype)
-    torch.set_num_threads(threads)
     weight = torch.randn(num_outputs, num_inputs).to(dtype)
     bias = torch.randn(num_outputs).to(dtype)
     scale = num_inputs**0.5  # sums are rounded as in float32, and the result to its dtype
@@ -242,9 +229,7 @@ def test_linear_layers(
         assert_close(cpp.PackedLinear(weight, bias)(x) / scale, (product + bias) / scale, dtype)
 
 
-@by_dtype
 def test_linear_layers_keep_nan_and_infinity_in_their_row(dtype: torch.dtype) -> None:
-    skip_without(dtype)
     x = torch.randn(9, 7).to(dtype)
     x[4, 6] = math.nan
     x[7, 6] = math.inf  # the last of an odd number of inputs
@@ -255,10 +240,8 @@ def test_linear_layers_keep_nan_and_infinity_in_their_row(dtype: torch.dtype) ->
     assert out[finite].isfinite().all()
 
 
-@by_dtype
 def test_a_token_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> None:
     """A sum is added up in the order of the inputs, whatever the tile."""
-    skip_without(dtype)
     x = torch.randn(70, 65).to(dtype)
     linear = cpp.PackedLinear(torch.randn(300, 65).to(dtype), None)
     together = linear(x)
@@ -269,10 +252,8 @@ def test_a_token_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -
 # ── the engine ────────────────────────────────────────────────────────────────────────────────────
 
 
-@by_dtype
 def test_all_linear_layers_of_a_model_are_packed(qwen3: Oracle, dtype: torch.dtype) -> None:
     """No test of outputs would notice that they are slower, or that the weights are there twice."""
-    skip_without(dtype)
     name = str(dtype).removeprefix("torch.")
     model = LLM(qwen3.folder, num_blocks=8, dtype=name, attention_backend="cpp").engine.runner.model
     linears = [module for module in model.modules() if isinstance(module, decoder.Linear)]
@@ -301,24 +282,24 @@ DEFAULTS = {  # process-wide, or a thread's: how it is set
 }
 
 
-@pytest.fixture
-def defaults() -> Iterator[None]:
-    """Puts them back."""
+@contextmanager
+def changed(name: str) -> Iterator[None]:
+    """One of them; afterwards all are as before."""
     grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
-    yield
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_grad_enabled(grad)
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
-    torch.set_flush_denormal(False)
+    DEFAULTS[name]()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(grad)
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+        torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
-def test_no_tensor_depends_on_a_process_wide_default(
-    qwen3: Oracle, backend: str, name: str, defaults: None
-) -> None:
+def test_no_tensor_depends_on_a_process_wide_default(qwen3: Oracle, backend: str) -> None:
     """A float32 or CPU tensor that was only assumed to be one would be overrun by the kernels.
 
     Another thread changes some of them while it loads a model with transformers: before or after `LLM()`.
@@ -339,10 +320,10 @@ def test_no_tensor_depends_on_a_process_wide_default(
     before = make()
     expected = outputs_of(before)
     assert expected[0] == [qwen3.greedy(prompt, 8) for prompt in prompts]
-    DEFAULTS[name]()
-    cpp.load.cache_clear()
-    assert outputs_of(before) == expected
-    assert outputs_of(make()) == expected
+    for name in DEFAULTS:
+        with changed(name):
+            cpp.load.cache_clear()
+            assert outputs_of(before) == outputs_of(make()) == expected, name
 
 
 # ── other compilers and processors ────────────────────────────────────────────────────────────────
@@ -425,14 +406,6 @@ def backend_of(backend: str) -> str:
     return choose_backend(backend, CPU, SMALL)
 
 
-def make_compiler(folder: Path, script: str) -> str:
-    """A compiler that is a shell script."""
-    compiler = folder / "c++"
-    compiler.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
-    compiler.chmod(0o755)
-    return str(compiler)
-
-
 @pytest.mark.slow
 def test_auto_builds_the_kernels_once(
     nothing_built: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -501,7 +474,10 @@ def test_what_goes_wrong_is_said_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """ "cpp" raises one ValueError, "auto" warns and goes on with PyTorch."""
-    monkeypatch.setenv("CXX", make_compiler(tmp_path, script))
+    compiler = tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr(build, "TIMEOUT", 0.5)
     if folder == "a file":
         nothing_built.write_text("a file", encoding="utf-8")
@@ -528,8 +504,9 @@ def test_what_another_user_can_write_is_not_loaded(
 ) -> None:
     """The library is the right one here, but they could exchange it. Nothing is built beside it either."""
     assert backend_of("cpp") == "cpp"
-    folder = Path(shutil.copytree(KERNELS, tmp_path / "cache"))
-    folder.chmod(0o755)
+    folder = tmp_path / "cache"
+    folder.mkdir(0o755)
+    shutil.copy(build.library_path(), folder)
     monkeypatch.setenv("NANOPAGED_CACHE", str(folder))
     monkeypatch.delenv("NANOPAGED_BUILD")
     files = set(folder.iterdir())

@@ -113,8 +113,13 @@ DRAWN = ["sampler.py gather_logprobs"]
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "enforce_eager"),
-    [("flash", "bfloat16", False), ("triton", "float32", True), ("torch", "float16", True)],
+    ("oracle", "backend", "dtype", "enforce_eager"),
+    [
+        ("llama", "flash", "bfloat16", False),
+        ("qwen2", "triton", "float32", True),
+        ("qwen3", "torch", "float16", True),
+    ],
+    indirect=["oracle"],
 )
 def test_a_step_waits_for_the_tokens_alone(
     oracle: Oracle,
@@ -158,9 +163,9 @@ def test_a_step_waits_for_the_tokens_alone(
     assert kinds == {(True, None), (False, False), (False, True), (True, True)}
 
 
-def test_graphs_are_captured_without_the_host(oracle: Oracle, cuda: FakeCuda) -> None:
+def test_graphs_are_captured_without_the_host(qwen3: Oracle, cuda: FakeCuda) -> None:
     """`FakeCuda` fails on anything but launches in a capture; its inputs are sent before."""
-    on_cuda(oracle, attention_backend="triton", max_num_seqs=9)
+    on_cuda(qwen3, attention_backend="triton", max_num_seqs=9)
     events = cuda.taken()
     assert len(where(events, "capture")) == len([1, 2, 4, 8, 9])
     first = events.index(("capture", "cuda_graphs.py _capture_size"))

@@ -92,21 +92,10 @@ def model(folder: Path, family: str, **changes: object) -> None:
 
 
 @step
-def make_folder(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    (folder / name).mkdir()
-
-
-@step
-def make_pipe(folder: Path, name: str) -> None:
+def replace(folder: Path, name: str, make: Callable[[Path], object]) -> None:
+    """Put something else in the place of a file."""
     (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-
-
-@step
-def link(folder: Path, name: str, to: str) -> None:
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to(to)
+    make(folder / name)
 
 
 def tiny(folder: Path) -> None:
@@ -199,7 +188,7 @@ REFUSED = {
     "an unknown weight": (put("sinks", RAMP), "config.json; missing: ; unexpected: sinks"),
     "a missing shard": (shards(), write(B, None), f"{B} is no file: convert the weights"),
     "half a file": (lambda folder: os.truncate(folder / WEIGHTS, 9999), f"{WEIGHTS} is broken or cut short"),
-    "a folder": (make_folder(WEIGHTS), f"{WEIGHTS} is no file: convert the weights"),
+    "a folder": (replace(WEIGHTS, Path.mkdir), f"{WEIGHTS} is no file: convert the weights"),
     "a head that does not fit": (TIED, put(HEAD, RAMP), rf"{HEAD} is F32 \[48\], .* \[97, 48\]"),
     "a head of another model": (put(f"draft.{HEAD}", RAMP), f"config.json; .*unexpected: draft.{HEAD}"),
     "tied, without embedding": (TIED, NO_EMBEDDING, f"config.json; missing: {EMBEDDING}"),
@@ -210,7 +199,7 @@ REFUSED = {
     "control characters in a name": (put("\x1b]0;title\x07\n", RAMP), "unexpected: .*title"),
     "too large": (put(NORM, RAMP * 1e5), entries(dtype="float16"), f"{NORM} is not finite in torch.float16"),
     "a slow tokenizer": (entries(TOKENIZER, tokenizer_class="ByT5Tokenizer"), SLOW),
-    "a tokenizer that is a folder": (make_folder("tokenizer.json"), TEXT),
+    "a tokenizer that is a folder": (replace("tokenizer.json", Path.mkdir), TEXT),
     "a window": (QWEN3, entries(**WINDOW | {"max_window_layers": 1}), "sliding_attention"),
     # The class of a Llama knows no such field, but transformers' cache drops what lies before the window.
     "a window of a Llama": (entries(**WINDOW), "sliding_window 4"),
@@ -228,9 +217,7 @@ CONFIGS: dict[str, dict[str, object]] = {  # the pattern of the error → what c
     "'hidden_size' expected int": {"hidden_size": 48.0},
     "vocab_size=16777216, hidden_size=16777216": {"vocab_size": 1 << 24, "hidden_size": 1 << 24},
     "rope_type 'yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-    "yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-    "dynamic": {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-    "rope": {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
     "full_attention .*, but only None": {"rope_parameters": {"full_attention": ROPE}},
     "partial_rotary_factor 0.5": {"partial_rotary_factor": 0.5},
     r"low_freq_factor 4\.0, but only a number below high_freq_factor, 4\.0": {
@@ -265,8 +252,8 @@ for name in ("fast_tokenizer_files", "gguf_file", "init_inputs", "merges", "voca
 # A pipe would be waited for, and /dev/zero never ends.
 for file in ("config.json", "tokenizer.json", WEIGHTS, GENERATION) if hasattr(os, "mkfifo") else ():
     no_file = f"{file} is (neither a file nor a folder|no file: convert)"
-    REFUSED[f"{file} is a pipe"] = (make_pipe(file), no_file)
-    REFUSED[f"{file} is a device"] = (link(file, "/dev/zero"), no_file)
+    REFUSED[f"{file} is a pipe"] = (replace(file, os.mkfifo), no_file)
+    REFUSED[f"{file} is a device"] = (replace(file, lambda path: path.symlink_to("/dev/zero")), no_file)
 # transformers has more to say of some of these in config.json.
 for eos in ("7", -1, True, 7.0, [[7]], [7, None]):
     shown = re.escape(str(eos))

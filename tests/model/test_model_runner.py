@@ -49,43 +49,38 @@ def test_what_is_left_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "max_model_len", "options", "num_bytes"),
+    ("free", "limit", "max_model_len", "options", "num_bytes"),
     [
-        (6 * GB, 8192, {}, 3 * GB),
-        (24 * GB, 8192, {}, 4 * GB),
-        (24 * GB, 65536, {}, 8 * GB),  # one sequence of full length
-        (24 * GB, 8192, {"max_num_seqs": 2}, 2 * GB),
-        (24 * GB, 8192, {"memory_utilization": 0.5}, 12 * GB),
-        (6 * GB, 8192, {"tensor_parallel_size": 3}, 1 * GB),
-        (24 * GB, 8192, {"tensor_parallel_size": 2}, 2 * GB),
+        (6 * GB, "max", 8192, {}, 3 * GB),
+        (24 * GB, "max", 8192, {}, 4 * GB),
+        (24 * GB, "max", 65536, {}, 8 * GB),  # one sequence of full length
+        (24 * GB, "max", 8192, {"max_num_seqs": 2}, 2 * GB),
+        (24 * GB, "max", 8192, {"memory_utilization": 0.5}, 12 * GB),
+        (6 * GB, "max", 8192, {"tensor_parallel_size": 3}, 1 * GB),
+        (24 * GB, "max", 8192, {"tensor_parallel_size": 2}, 2 * GB),
+        (6 * GB, f"{4 * GB}\n", 8192, {}, 2 * GB),
+        (6 * GB, "9" * 19, 8192, {}, 3 * GB),
     ],
 )
 def test_the_share_of_a_computers_memory(
-    free: int, max_model_len: int, options: dict[str, Any], num_bytes: int, monkeypatch: pytest.MonkeyPatch
+    free: int,
+    limit: str,
+    max_model_len: int,
+    options: dict[str, Any],
+    num_bytes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
-    model = SimpleNamespace(embed_tokens=torch.nn.Embedding(1, 1))
-    num_blocks = memory.measure_num_blocks(
-        config_of(max_model_len, **options), model, SHAPE, max_model_len, 8192
-    )
-    assert num_blocks * SHAPE.block_bytes(16) == num_bytes
-
-
-@pytest.mark.parametrize(
-    ("limit", "num_bytes"), [("max", 3 * GB), (f"{4 * GB}\n", 2 * GB), ("9" * 19, 3 * GB)]
-)
-def test_a_containers_limit_counts(
-    limit: str, num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Past bug: the cache was sized by the machine's memory, so the container was killed when it was full."""
+    """Past bug: a container's limit did not count, so the container was killed when the cache was full."""
     file = tmp_path / "memory.max"
     file.write_text(limit, encoding="utf-8")
     monkeypatch.setattr(memory, "CGROUP_LIMITS", (file, tmp_path / "missing"))
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=6 * GB))
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0))
     monkeypatch.setattr(memory.psutil, "Process", lambda: process)
     model = SimpleNamespace(embed_tokens=torch.nn.Embedding(1, 1))
-    num_blocks = memory.measure_num_blocks(config_of(8192), model, SHAPE, 8192, 8192)
+    config = config_of(max_model_len, **options)
+    num_blocks = memory.measure_num_blocks(config, model, SHAPE, max_model_len, 8192)
     assert num_blocks * SHAPE.block_bytes(16) == num_bytes
 
 
@@ -140,19 +135,12 @@ def test_host_blocks_are_for_swapping(qwen3: Oracle) -> None:
     for preemption, num_host_blocks in (("swap", 20), ("auto", 20), ("recompute", 0)):
         llm = LLM(qwen3.folder, num_blocks=20, preemption=preemption)
         assert llm.engine.stats().num_host_blocks == num_host_blocks
-    runner = LLM(qwen3.folder, num_blocks=20, num_host_blocks=0, preemption="swap").engine.runner
-    assert runner.cheaper_preemption() == "recompute"
 
 
-@pytest.fixture
-def compile_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations are traced as for a GPU, for any number of tokens, without the slow compiler behind it."""
+@pytest.mark.parametrize("oracle", ["llama", "qwen3"], indirect=True)
+def test_compiled_operations_give_the_same_tokens(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are traced as for a GPU, for any number of tokens, without the slow compiler behind it."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
-
-
-def test_compiled_operations_give_the_same_tokens(
-    oracle: Oracle, compile_quickly: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
     operations = choose_operations("torch", torch.device("cuda"), torch.float32, enforce_eager=False)
     assert choose_operations("torch", torch.device("cuda"), torch.float32, enforce_eager=True) == PLAIN
     assert choose_operations("torch", torch.device("cpu"), torch.float32, enforce_eager=False) == PLAIN

@@ -17,14 +17,11 @@ from conftest import Oracle, tokens, tokens_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.attention import choose_backend
-from nanopaged.kv_cache import KVShape
 from nanopaged.model.decoder import Model
 from nanopaged.model_runner import ModelRunner
 
 REAL = torch.backends.mps.is_available()
 on_a_mac = pytest.mark.skipif(not REAL, reason="there is no Apple GPU")
-MPS = torch.device("mps:0")
 WIDE = (torch.float64, torch.complex128)  # docs.pytorch.org/docs/stable/notes/mps.html
 DEVICES = ["mps", "cpu"]
 
@@ -121,18 +118,3 @@ def test_preemption_copies_and_chunks(qwen3: Oracle, preemption: str) -> None:
     options = SMALL_POOL | {"preemption": preemption}
     runs = [run_in_a_small_pool(engine(qwen3, device, **options)) for device in DEVICES]
     assert runs[0] == runs[1]
-
-
-# ── what it does not take ─────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("backend", "message"),
-    [
-        ("flash", "'flash' cannot .*(a CUDA GPU.*this is mps:0|cannot be imported)"),
-        ("cpp", "'cpp' cannot run here: its kernels run on a CPU, not on mps:0"),
-    ],
-)
-def test_what_needs_another_device_says_so(backend: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        choose_backend(backend, MPS, KVShape(1, 1, 8, torch.float16))

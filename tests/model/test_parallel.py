@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,13 +18,11 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
-import torch
-from conftest import Oracle, make_checkpoint, random_prompts, tokens
+from conftest import Oracle, make_checkpoint, random_prompts, tokens, tokens_of
+from saboteur import Saboteur
 
 from nanopaged import LLM, BeamSearchParams, EngineConfig, LLMEngine, SamplingParams, parallel
-from nanopaged.attention.metadata import StepInputs
 from nanopaged.model.model_config import read_model_config
-from nanopaged.model_runner import ModelRunner
 
 OPTIONS: dict[str, Any] = {"num_blocks": 30, "num_host_blocks": 12, "block_size": 4}
 OPTIONS |= {"max_num_batched_tokens": 40}
@@ -61,15 +58,44 @@ def everything(llm: LLM) -> list[Any]:
     return results
 
 
+Pair = tuple[LLM, set[tuple[str, int]]]
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Two ranks, and where they listen. This machine's name may have an address of a network."""
+    folder = tmp_path_factory.mktemp("llama")
+    make_checkpoint("llama", folder, num_attention_heads=4, **BIASES)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(a.family == socket.AF_INET and a.address != "127.0.0.1" for a in addresses):
+                patch.setenv("GLOO_SOCKET_IFNAME", name)  # gloo would listen there
+        before = listening()
+        llm = LLM(folder, tensor_parallel_size=2, **OPTIONS)
+    ports = listening() - before
+    for process in processes_of(llm.engine):
+        ports |= listening(process.pid)
+    return llm, ports
+
+
+def test_ports_are_of_the_loopback_address(pair: Pair) -> None:
+    _, ports = pair
+    assert len(ports) == 2, "two of gloo"
+    assert {address for address, _ in ports} == {"127.0.0.1"}
+
+
 @pytest.mark.parametrize(
     ("family", "size"), [("llama", 2), slow("qwen3", 2), slow("qwen2", 2), slow("llama", 4)]
 )
-def test_ranks_together_give_what_one_gives(family: str, size: int, tmp_path: Path) -> None:
+def test_ranks_together_give_what_one_gives(family: str, size: int, pair: Pair, tmp_path: Path) -> None:
     """Four ranks share two KV heads, so that two ranks each have the same one."""
-    biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
-    make_checkpoint(family, tmp_path, num_attention_heads=8 if family == "qwen3" else 4, **biases)
-    alone = everything(LLM(tmp_path, **OPTIONS))
-    llm = LLM(tmp_path, tensor_parallel_size=size, **OPTIONS)
+    llm, _ = pair
+    if (family, size) != ("llama", 2):
+        biases = BIASES if family == "llama" else {}
+        make_checkpoint(family, tmp_path, num_attention_heads=8 if family == "qwen3" else 4, **biases)
+        llm = LLM(tmp_path, tensor_parallel_size=size, **OPTIONS)
+    alone = everything(LLM(llm.engine.config.model, **OPTIONS))
     for (expected_ids, expected), (ids, numbers) in zip(alone, everything(llm), strict=True):
         assert ids == expected_ids
         assert numbers == pytest.approx(expected, abs=1e-4)
@@ -83,31 +109,6 @@ def test_sizes_that_cannot_be_divided(qwen3: Oracle) -> None:
 
 
 # ── failures ──────────────────────────────────────────────────────────────────────────────────────
-
-
-class Saboteur(ModelRunner):
-    """A model runner of which a worker does what a file says."""
-
-    def __init__(self, *args: Any, orders: Path, **kwargs: Any) -> None:
-        self.orders = orders
-        self.obey("start")
-        super().__init__(*args, **kwargs)
-
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        self.obey("step")
-        return super().forward(inputs)
-
-    def obey(self, when: str) -> None:
-        order = self.orders.read_text(encoding="utf-8") if self.orders.exists() else ""
-        if not order.startswith(when) or os.getpid() == int(os.environ["TEST_PID"]):
-            return
-        self.orders.write_text("", encoding="utf-8")
-        if "raise" in order:
-            raise ValueError("sabotage")
-        if "die" in order:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if "hang" in order:
-            time.sleep(1000)
 
 
 @pytest.fixture
@@ -197,65 +198,16 @@ def test_a_worker_that_fails_ends_the_engine(qwen3: Oracle, orders: Path, order:
     assert not engine.has_unfinished_requests()
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "raised"),
-    [("send", ValueError, RuntimeError), slow("gather", KeyboardInterrupt, KeyboardInterrupt)],
-)
-def test_a_failure_of_rank_0_in_a_step_ends_the_engine(
-    qwen3: Oracle,
-    name: str,
-    error: type[BaseException],
-    raised: type[BaseException],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The ranks are out of step. Ctrl-C itself passes through."""
-    engine = LLM(qwen3.folder, tensor_parallel_size=2, **OPTIONS).engine
-    engine.add_request("a", [1, 2, 3], GREEDY)
-    engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(parallel.Ranks, name, Mock(side_effect=error("in a step")))
-        with pytest.raises(raised):
-            engine.step()
-    ended = rf"the engine has ended: rank 0 failed within a step: {error.__name__}\('in a step'\)"
-    with pytest.raises(RuntimeError, match=ended):
-        engine.step()
-
-
 def test_a_worker_that_cannot_start(qwen3: Oracle, orders: Path) -> None:
     orders.write_text("start raise", encoding="utf-8")
     with pytest.raises(RuntimeError, match=r"cannot start: rank 1 [^$]*ValueError: sabotage"):
         sabotaged(qwen3, orders)
 
 
-Pair = tuple[LLM, set[tuple[str, int]]]
-
-
-@pytest.fixture(scope="module")
-def pair(qwen3: Oracle) -> Pair:
-    """Two ranks, and where they listen. This machine's name may have an address of a network."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(a.family == socket.AF_INET and a.address != "127.0.0.1" for a in addresses):
-                patch.setenv("GLOO_SOCKET_IFNAME", name)  # gloo would listen there
-        before = listening()
-        llm = LLM(qwen3.folder, tensor_parallel_size=2, **OPTIONS)
-    ports = listening() - before
-    for process in processes_of(llm.engine):
-        ports |= listening(process.pid)
-    return llm, ports
-
-
-def test_ports_are_of_the_loopback_address(pair: Pair) -> None:
-    _, ports = pair
-    assert len(ports) == 2, "two of gloo"
-    assert {address for address, _ in ports} == {"127.0.0.1"}
-
-
-def test_a_failure_outside_the_ranks_work_starts_over(
-    pair: Pair, qwen3: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_outside_the_ranks_work_starts_over(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the inputs are sent, or when a request's token is drawn: as on one process."""
     engine = pair[0].engine
+    (expected,) = tokens_of(LLM(engine.config.model, **OPTIONS).generate([1, 2, 3], GREEDY, use_tqdm=False))
     for name in ("prepare", "ModelRunner.sample"):
         engine.add_request("a", [1, 2, 3], GREEDY)
         engine.step()
@@ -266,7 +218,33 @@ def test_a_failure_outside_the_ranks_work_starts_over(
         while engine.has_unfinished_requests():
             (output,) = engine.step()
             engine.check_invariants()
-        assert output.outputs[0].token_ids == qwen3.greedy([1, 2, 3], 8, ignore_eos=True)
+        assert output.outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "raised"),
+    [("send", ValueError, RuntimeError), slow("gather", KeyboardInterrupt, KeyboardInterrupt)],
+)
+def test_a_failure_of_rank_0_in_a_step_ends_the_engine(
+    pair: Pair,
+    name: str,
+    error: type[BaseException],
+    raised: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ranks are out of step. Ctrl-C itself passes through. (It is the last test of the pair.)"""
+    engine = pair[0].engine
+    if name == "gather":
+        engine = LLM(engine.config.model, tensor_parallel_size=2, **OPTIONS).engine
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel.Ranks, name, Mock(side_effect=error("in a step")))
+        with pytest.raises(raised):
+            engine.step()
+    ended = rf"the engine has ended: rank 0 failed within a step: {error.__name__}\('in a step'\)"
+    with pytest.raises(RuntimeError, match=ended):
+        engine.step()
 
 
 SCRIPT = """

@@ -13,15 +13,9 @@ import torch
 from conftest import KERNELS, serve
 from doc_pages import ROOT, blocks_of, check_output, commands_of
 from programs import environment, load_file, run_program
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nanopaged import LLM, RequestOutput, SamplingParams
-
-real_model = load_file(ROOT / "docs" / "experiments" / "real_model.py")
-try:
-    FOLDER: Path = real_model.find_real_model(KERNELS)
-except FileNotFoundError as error:
-    pytest.skip(str(error), allow_module_level=True)
 
 pytestmark = pytest.mark.slow
 
@@ -41,39 +35,32 @@ TEXTS = [
 ]
 
 
-class RealOracle:
-    """transformers, with its plain (eager) attention."""
-
-    def __init__(self) -> None:
-        options = {"dtype": torch.float32, "attn_implementation": "eager"}
-        self.model = AutoModelForCausalLM.from_pretrained(FOLDER, **options).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-
-    @torch.inference_mode()
-    def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """[len(token_ids), vocab_size]: row p is for the token at p + 1."""
-        return self.model(torch.tensor([token_ids])).logits[0].float()
-
-    @torch.inference_mode()
-    def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
-        ids = torch.tensor([prompt])
-        options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": max_tokens}
-        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        return out[0, len(prompt) :].tolist()
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    try:
+        return load_file(ROOT / "docs" / "experiments" / "real_model.py").find_real_model(KERNELS)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
-def real() -> RealOracle:
-    return RealOracle()
+def model(folder: Path) -> PreTrainedModel:
+    """transformers, with its plain (eager) attention."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module", params=["torch", "cpp"])
-def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOPAGED_CACHE", str(KERNELS))  # of the C++ kernels
         patch.delenv("NANOPAGED_BUILD")
         options = {"dtype": "float32", "num_blocks": 400, "max_model_len": 2048}
-        yield LLM(FOLDER, attention_backend=request.param, **options)
+        yield LLM(folder, attention_backend=request.param, **options)
 
 
 @pytest.fixture(scope="module")
@@ -93,21 +80,24 @@ def check_logprobs(rows: list, token_ids: list[int], expected: torch.Tensor, num
 
 
 @pytest.mark.parametrize("index", range(len(TEXTS)))
-def test_greedy_tokens_and_all_logprobs(real: RealOracle, outputs: list[RequestOutput], index: int) -> None:
+@torch.inference_mode()
+def test_greedy_tokens_and_all_logprobs(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, outputs: list[RequestOutput], index: int
+) -> None:
     """Each token is the most likely one after those before it: so the text is transformers' greedy one."""
     output = outputs[index]
     (completion,) = output.outputs
-    prompt = real.tokenizer(TEXTS[index]).input_ids
+    prompt = tokenizer(TEXTS[index]).input_ids
     assert output.prompt_token_ids == prompt
-    assert real.tokenizer.decode(prompt) == TEXTS[index]
-    expected = real.logits(prompt + completion.token_ids).log_softmax(-1)
+    assert tokenizer.decode(prompt) == TEXTS[index]
+    expected = model(torch.tensor([prompt + completion.token_ids])).logits[0].log_softmax(-1)
     first = len(prompt) - 1
     assert completion.token_ids == expected[first:-1].argmax(-1).tolist()
     check_logprobs(completion.logprobs, completion.token_ids, expected[first:-1], num_top=3)
     check_logprobs(output.prompt_logprobs[1:], prompt[1:], expected[:first], num_top=2)
 
 
-def test_the_readme_shows_the_answer() -> None:
+def test_the_readme_shows_the_answer(folder: Path) -> None:
     readme = ROOT / "README.md"
     command = "python docs/experiments/real_model.py"
     outputs = dict(pair for block in blocks_of(readme) for pair in commands_of(block))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from programs import environment
+from programs import environment, run_process
 
 from nanopaged.terminal import load_fork, one_line
 
@@ -22,13 +21,6 @@ def main():
 run_program(main)
 """
 MUCH = "print('first\\n' * 100_000)"
-
-
-def run_shell(line: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", "-c", f"{sys.executable} {line}"]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=environment(**env), timeout=300
-    )
 
 
 @needs_bash
@@ -52,27 +44,13 @@ def test_what_ends_a_program(
     """`| head -1` wants no more than a line: nothing is said of that."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(body), encoding="utf-8")
-    done = run_shell(f"{script} {redirect}", PYTHONPATH=str(ROOT))
+    done = run_process(f"{sys.executable} {script} {redirect}", ROOT, environment(PYTHONPATH=str(ROOT)))
     assert (done.returncode, done.stdout) == (status, stdout)
     assert re.fullmatch(stderr, done.stderr)
 
 
 def test_one_line() -> None:
     assert one_line(ValueError("a\n  b\tc\x1b[31m\x00\x9b d")) == "a b c [31m d"
-
-
-def test_every_program_is_run_so() -> None:
-    """Except where nanopaged is not installed or is a reader's, in figures, and in one_file.py."""
-    command = ["git", "ls-files", "*.py", ":!*test_*.py"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    others = ("tests/", "docs/book/figures/", "docs/site/", "docs/play/")
-    others += ("docs/one_file.py", "docs/experiments/gpu/")
-    for name in listed.stdout.split():
-        if name.startswith(others) or not (ROOT / name).exists():
-            continue
-        text = (ROOT / name).read_text(encoding="utf-8")
-        if re.search(r"(?m)^if __name__ ==", text):
-            assert text.endswith("    run_program(main)\n"), name
 
 
 def test_a_fork_says_that_it_runs(
@@ -85,3 +63,8 @@ def test_a_fork_says_that_it_runs(
     assert capsys.readouterr() == ("", "the fork first_come: Serves in order.\n")
     with pytest.raises(FileNotFoundError, match="gone.py"):
         load_fork(str(tmp_path / "gone.py"))
+    for name, text in {"empty": "", "broken": "def", "needs_more": "import no_such_module"}.items():
+        file = tmp_path / f"{name}.py"
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=f"{file.name} is not a fork: its file has no class LLM"):
+            load_fork(str(file))

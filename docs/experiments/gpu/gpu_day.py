@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from lib.common import copy_bandwidth, device_name, make_llm, time_call
+from lib.common import copy_bandwidth, device_name, make_llm, product_speed, time_call
 from lib.decode_case import DecodeCase, KVSizes
 from torch import Tensor
 from torch.profiler import ProfilerActivity
@@ -45,21 +45,14 @@ if TYPE_CHECKING:
     from nanopaged import LLMEngine
 
 ON_GPU = torch.cuda.is_available()
-FULL = ON_GPU  # the sizes
 DEVICE = torch.empty(0, device="cuda" if ON_GPU else "cpu").device
 CAPABILITY = torch.cuda.get_device_capability(DEVICE) if ON_GPU else (9, 0)
 HALF = torch.bfloat16 if CAPABILITY >= (8, 0) else torch.float16
 # Qwen3-0.6B has 8 KV heads of dimension 128, each for 2 query heads.
 SIZES = KVSizes(num_layers=1, num_kv_heads=8 if ON_GPU else 2, group=2, head_dim=128, dtype=HALF)
 SHAPE = KVShape(num_layers=1, num_kv_heads=8, head_dim=128, dtype=HALF)
-SMALL = [
-    "--shape=test",
-    "--requests=4",
-    "--min-input=4",
-    "--max-input=20",
-    "--min-output=2",
-    "--max-output=9",
-]
+SMALL = ["--shape=test", "--requests=4", "--min-input=4", "--max-input=20"]
+SMALL += ["--min-output=2", "--max-output=9"]
 FAILED: list[str] = []
 
 
@@ -101,10 +94,8 @@ def machine() -> None:
         say(f"{backend}: {why_unavailable(backend, DEVICE, SHAPE) or 'can run'}")
     say(f"auto: {choose_backend('auto', DEVICE, SHAPE)}")
     say(f"copy: {copy_bandwidth(DEVICE) / 1e9:,.0f} GB/s, read and written")
-    size = 8192 if FULL else 256
-    x, weight = torch.randn(2, size, size, device=DEVICE).to(HALF)
-    rate = 2 * size**3 / seconds_of(lambda: F.linear(x, weight))
-    say(f"product: {rate / 1e12:,.1f} TFLOP/s of a large linear layer in {HALF}")
+    dtype = str(HALF).removeprefix("torch.")
+    say(f"product: {product_speed(dtype) / 1e12:,.1f} TFLOP/s of a large linear layer in {dtype}")
 
 
 # ── prefills ──────────────────────────────────────────────────────────────────────────────────────
@@ -113,7 +104,7 @@ def machine() -> None:
 @torch.inference_mode()
 def varlen() -> None:
     """`new` last tokens of contexts of `length` tokens: error and speed."""
-    shapes = [(16, 562, 562), (16, 1024, 1024), (4, 512, 4096)] if FULL else [(2, 24, 24), (2, 7, 40)]
+    shapes = [(16, 562, 562), (16, 1024, 1024), (4, 512, 4096)] if ON_GPU else [(2, 24, 24), (2, 7, 40)]
     for num_seqs, new, length in shapes:
         q = torch.randn(num_seqs, new, 16, 128, device=DEVICE).to(HALF)
         k, v = torch.randn(2, num_seqs, length, 8, 128, device=DEVICE).to(HALF)
@@ -183,7 +174,7 @@ def decode() -> None:
     bandwidth = copy_bandwidth(DEVICE)
     say(f"copy: {bandwidth / 1e9:,.0f} GB/s")
     cases = product([16, 256], [512, 2048, 8192, 32768], [1, 8, 32, 64, 256])
-    for block_size, context, batch in cases if FULL else [(16, 40, 1), (16, 40, 3)]:
+    for block_size, context, batch in cases if ON_GPU else [(16, 40, 1), (16, 40, 3)]:
         what = f"{batch:3} x {context:5}, blocks of {block_size:3}"
         if ON_GPU:
             torch.cuda.empty_cache()
@@ -203,29 +194,28 @@ def decode() -> None:
 @torch.inference_mode()
 def settings() -> None:
     """Each row is one compilation."""
-    shapes = [(256, 1024), (64, 4096), (1, 32768)] if FULL else [(2, 70)]
+    shapes = [(256, 1024), (64, 4096), (1, 32768)] if ON_GPU else [(2, 70)]
     cases = [make_case(batch, context, 16) for batch, context in shapes]
     usual = kernels.decode_settings
     constants, options = usual(CAPABILITY, 2, 128, HALF)
     ours = constants["TILE"], options["num_stages"], options["num_warps"]
     others = [*product((16, 32, 64), (2, 3, 5), (4, 8)), (32, 4, 4), (64, 4, 8), (128, 3, 8), (128, 2, 8)]
-    for tile, stages, warps in [ours, *others] if FULL else [ours, (16, 2, 4)]:
+    for tile, stages, warps in [ours, *others] if ON_GPU else [ours, (16, 2, 4)]:
         tried = constants | {"TILE": tile}, {"num_stages": stages, "num_warps": warps}
         kernels.decode_settings = lambda *_, tried=tried: tried
         with attempt(f"tile {tile}, stages {stages}, warps {warps}"):
             show_times(f"tile {tile:3} stages {stages} warps {warps}", cases, None)
     kernels.decode_settings = usual
-    for cuts in (33, 66, 132, 198, 264, 528) if FULL else (2, 4):
+    for cuts in (33, 66, 132, 198, 264, 528) if ON_GPU else (2, 4):
         with attempt(f"cuts {cuts}"):
             show_times(f"cuts {cuts:3}", cases, cuts)
 
 
 def show_times(name: str, cases: list[DecodeCase], cuts: int | None) -> None:
-    times = [seconds_of(case.paged(cuts, backend="triton")) for case in cases]
-    rates = [case.num_bytes / seconds / 1e9 for case, seconds in zip(cases, times, strict=True)]
-    columns = [
-        f"{1e6 * seconds:8.1f} us {rate:5.0f} GB/s" for seconds, rate in zip(times, rates, strict=True)
-    ]
+    columns = []
+    for case in cases:
+        seconds = seconds_of(case.paged(cuts, backend="triton"))
+        columns.append(f"{1e6 * seconds:8.1f} us {case.num_bytes / seconds / 1e9:5.0f} GB/s")
     say(f"{name:26}", *columns)
 
 
@@ -235,10 +225,9 @@ def show_times(name: str, cases: list[DecodeCase], cuts: int | None) -> None:
 def run_workload(**options: Any) -> LLM:
     """bench.py's requests, which are nano-vllm's on a GPU, and the time of each kind of step."""
     words = ["--dtype", str(HALF).removeprefix("torch.")]
-    if not FULL:
+    if not ON_GPU:
         words += SMALL
-    if not ON_GPU:  # where the kernels would be interpreted
-        options["attention_backend"] = "torch"
+        options["attention_backend"] = "torch"  # the kernels would be interpreted
     args = bench.make_parser().parse_args(words)
     began = time.perf_counter()
     options = {"preemption": "recompute"} | options  # else 4 GiB of the host are pinned
@@ -279,7 +268,7 @@ def run_workload(**options: Any) -> LLM:
 def engine() -> None:
     """The workload, then profiles."""
     llm = run_workload()
-    for batch in (256, 1) if FULL else (3, 1):
+    for batch in (256, 1) if ON_GPU else (3, 1):
         with attempt(f"profile of {batch}"):
             profile(llm.engine, batch)
 
@@ -287,7 +276,7 @@ def engine() -> None:
 def profile(core: LLMEngine, batch: int) -> None:
     """50 decode steps of some 700 tokens each: timed alone, then under torch's profiler."""
     rng = random.Random(batch)
-    num, length = (50, 640) if FULL else (4, 8)
+    num, length = (50, 640) if ON_GPU else (4, 8)
     params = SamplingParams(temperature=0, max_tokens=3 * num, ignore_eos=True)
     for i in range(batch):
         core.add_request(str(i), rng.choices(range(core.vocab_size), k=length), params)

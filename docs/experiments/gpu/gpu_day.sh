@@ -58,7 +58,7 @@ part() {
 tests=(env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS=1 "$PYTHON" -m pytest
     -p xdist.plugin -p end_spoiled_worker -p no:cacheprovider --tb=short --durations=15 tests/kernels/test_kernels.py)
 gpu_tests=(-n 11 -m gpu tests/kernels/test_gpu.py --maxfail=25)
-few_tests=(-n 0 -k "test_store or in_each_type")
+few_tests=(-n 0 -k in_each_type)
 check=(compute-sanitizer --tool memcheck --error-exitcode 9 --print-limit 20)
 peer=(--baseline hf --options '{"preemption": "recompute"}' --requests 64 --max-input 256 --min-output 32 --max-output 128)
 if ((REHEARSE)); then
