@@ -104,9 +104,9 @@ class RequestOutput:
 class Counters:
     """What the steps since the engine was made have done.
 
-    A prompt counts once it is computed. A beam search generates a token for each of its beams in
-    each step. `prefix_cache_queries` counts the tokens of all prompts
-    that were looked up in the prefix cache, and `prefix_cache_hits` those that were found.
+    A prompt counts once it is computed. A beam search generates `beam_width` tokens in each step.
+    `prefix_cache_queries` counts the tokens of all prompts that were looked up in the prefix cache,
+    and `prefix_cache_hits` those that were found.
     """
 
     num_prompt_tokens: int = 0

@@ -211,8 +211,8 @@ class Scheduler:
                 seq.candidates = samples
                 if any(beam.candidates is None for beam in request.live):
                     continue  # it waits for its siblings
-                num_new_tokens = len(request.live)
                 advance_beams(request, self.block_manager)
+                num_new_tokens = request.width
             elif request.awaits_fork:  # the prompt is computed
                 fork_samples(request, samples, self.block_manager)
             else:

@@ -78,27 +78,21 @@ def test_head_sizes_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
     Case([(70, 1), (0, 1), (31, 1), (32, 1)], 16, (6, 2), head_dim, dtype, unused=math.nan).check("cpp")
 
 
-@by_dtype
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 8), ((6, 2), 20), ((16, 1), 64)])
 def test_prefills_longer_than_a_tile(
-    heads: tuple[int, int], head_dim: int, dtype: torch.dtype, threads: int, one_thread: None
+    heads: tuple[int, int], head_dim: int, dtype: torch.dtype, threads: None
 ) -> None:
     """Whole and partial tiles of queries and keys, beside a decode."""
-    skip_without(dtype)
-    torch.set_num_threads(threads)
     lengths = [(70, 1), (0, 33), (0, 300), (513, 2), (255, 64), (256, 31)]
     Case(lengths, 16, heads, head_dim, dtype, unused=math.nan).check("cpp")
 
 
-@by_dtype
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("position", [0, 5, 8])
 def test_a_value_that_is_not_finite_reaches_no_query_before_it(
     position: int, value: float, dtype: torch.dtype
 ) -> None:
     """In tiles, queries and keys after them are computed together, and 0 · NaN is NaN."""
-    skip_without(dtype)
     case = Case([(0, 9)], 4, (2, 2), 8, dtype)
     expected = case.run("cpp")[:position]
     case.v[position, 0, 0] = value
