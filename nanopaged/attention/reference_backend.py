@@ -10,14 +10,6 @@ from nanopaged.kv_cache import KVCache
 
 ScoreMod = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """score_mod(layer, scores, queries, keys) → other scores, see `nanopaged.attention`."""
-LayerMod = Callable[[Tensor, Tensor, Tensor], Tensor]  # a ScoreMod in one layer
-
-
-def for_layer(score_mod: ScoreMod | None, layer: int) -> LayerMod | None:
-    """Bind a `score_mod` to one layer."""
-    if score_mod is None:
-        return None
-    return lambda scores, queries, keys: score_mod(layer, scores, queries, keys)
 
 
 def reference_paged_attention(
@@ -27,7 +19,8 @@ def reference_paged_attention(
     block_table: list[int],
     context_len: int,
     scale: float,
-    score_mod: LayerMod | None = None,
+    score_mod: ScoreMod | None = None,
+    layer: int = 0,
 ) -> Tensor:
     """Attention of one query, block by block, with a running softmax.
 
@@ -43,6 +36,7 @@ def reference_paged_attention(
         q: [num_heads, head_dim], of one token.
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim].
         context_len: keys that the query attends to: all up to and including its own.
+        layer: for the `score_mod`.
 
     Returns:
         [num_heads, head_dim]
@@ -63,7 +57,8 @@ def reference_paged_attention(
         scores = scale * queries @ keys.transpose(1, 2)  # [num_kv_heads, group, num_keys]
         if score_mod is not None:
             positions = torch.arange(context_len, device=q.device)
-            scores = score_mod(scores, positions[-1:], positions[start : start + num_keys])
+            keys_of_block = positions[start : start + num_keys]
+            scores = score_mod(layer, scores, positions[-1:], keys_of_block)
         m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
         p = torch.exp(scores - m_new)
         rescale = torch.exp(m - m_new)
@@ -106,7 +101,8 @@ class ReferenceAttention:
                     block_table,
                     context_len=position + 1,
                     scale=self.scale,
-                    score_mod=for_layer(self.score_mod, layer),
+                    score_mod=self.score_mod,
+                    layer=layer,
                 )
                 outputs.append(output)
         return torch.stack(outputs)

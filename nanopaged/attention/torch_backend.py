@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanopaged.attention.metadata import AttentionMetadata, gather_groups
-from nanopaged.attention.reference_backend import LayerMod, ScoreMod, for_layer
+from nanopaged.attention.reference_backend import ScoreMod
 from nanopaged.kv_cache import KVCache, to_device
 
 QUERY_TILE = 64  # queries computed together, so that their scores fit in the CPU's cache
@@ -25,11 +25,10 @@ class TorchAttention:
     def __init__(self, cache: KVCache, scale: float, score_mod: ScoreMod | None = None) -> None:
         self.cache = cache
         self.scale = scale
+        self.score_mod = score_mod
         self.device = cache.data.device
         # K and V of each layer. Making these views takes 2 % of a decode step of one sequence.
-        layers = range(cache.shape.num_layers)
-        self.layers = [cache.layer(layer) for layer in layers]
-        self.score_mods = [for_layer(score_mod, layer) for layer in layers]
+        self.layers = [cache.layer(layer) for layer in range(cache.shape.num_layers)]
         # Of the matrix products. On a CPU those of 16 bits can take 13 times as long as in float32.
         self.dtype = cache.shape.dtype
         if self.device.type == "cpu" and not is_fast_on_cpu(self.dtype):
@@ -95,7 +94,15 @@ class TorchAttention:
         for seqs, tables, positions in self.decodes:
             num_keys = tables.shape[1] * self.cache.block_size
             keys, values = self.gather(layer, tables, num_keys)
-            out[seqs] = attend(q[seqs], keys, values, positions, 0, self.score_mods[layer])
+            out[seqs] = attend(
+                q[seqs],
+                keys,
+                values,
+                positions,
+                num_seen=0,
+                score_mod=self.score_mod,
+                layer=layer,
+            )
         return out.flatten(1, 2)
 
     def begin_prefills(self, metadata: AttentionMetadata) -> None:
@@ -134,7 +141,8 @@ class TorchAttention:
                     values[:, :end],
                     positions.repeat_interleave(tile.shape[2])[:, None],
                     num_seen=first,
-                    score_mod=self.score_mods[layer],
+                    score_mod=self.score_mod,
+                    layer=layer,
                 )
                 outs.append(out.unflatten(1, (len(tile), -1)).transpose(0, 1))
         return torch.cat(outs).flatten(1, 2).to(k.dtype)
@@ -171,7 +179,13 @@ def gather_context(cache: Tensor, block_tables: Tensor, num_keys: int) -> Tensor
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, num_seen: int, score_mod: LayerMod | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    num_seen: int,
+    score_mod: ScoreMod | None,
+    layer: int,
 ) -> Tensor:
     """softmax(q kᵀ) v over the keys up to each query's own position: → as q.
 
@@ -184,6 +198,6 @@ def attend(
     key_positions = torch.arange(k.shape[-2], device=q.device)
     scores = q @ k.mT
     if score_mod is not None:
-        scores = score_mod(scores, positions, key_positions)
+        scores = score_mod(layer, scores, positions, key_positions)
     scores[..., num_seen:].masked_fill_(key_positions[num_seen:] > positions, -math.inf)
     return torch.softmax(scores, -1) @ v  # in float32 within, for any dtype
