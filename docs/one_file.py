@@ -76,8 +76,8 @@ class Pool:
             self.free.append(block)
 
     def prefix(self, tokens: list[int]) -> list[int]:
-        """The findable blocks that these tokens begin with. The last token is always computed: it is needed
-        for the next one."""
+        """The findable blocks that these tokens begin with. The last token is always computed, because only
+        a computed token has logits, from which the next one is sampled."""
         blocks = []
         for end in range(BLOCK_SIZE, len(tokens), BLOCK_SIZE):
             if (block := self.found.get(tuple(tokens[:end]))) is None:

@@ -257,8 +257,8 @@ class BlockManager:
     def keys_of(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """The keys of the first `num_blocks` blocks of a sequence, which must be full.
 
-        K/V depends on the whole prefix, so a key identifies the whole prefix. It is
-        sha256(previous key), followed by the block's own tokens, which are not hashed.
+        K/V depends on the whole prefix, so a key identifies the whole prefix. It has two parts,
+        sha256(previous key) and the block's own tokens as they are.
 
             block_size = 2    tokens  a b │ c d │ e      k0 = (a b)    k1 = sha256(k0) + (c d)
             with a salt                                  k0 = sha256(-1 salt) + (a b)
