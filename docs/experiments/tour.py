@@ -23,8 +23,7 @@ from lib.common import make_parser
 
 from nanopaged.terminal import run_program
 
-# of the last stop
-LINKS = [["Try the playground", "index.html"], ["Read chapter 3", "../book/03-blocks.md"]]
+LINKS = [["Try the playground", "index.html"], ["Read chapter 3", "../book/03-blocks.md"]]  # at the end
 SPEECH = "HERALD:\nThe king comes here to-night; and all the court\nAttend upon his pleasure in the hall.\n\n"
 GLOSSARY = Path(__file__).parents[1] / "reference" / "glossary.md"
 
