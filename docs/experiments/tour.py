@@ -23,8 +23,7 @@ from lib.common import make_parser
 
 from nanopaged.terminal import run_program
 
-# of the last stop
-LINKS = [["Try the playground", "index.html"], ["Read chapter 3", "../book/03-blocks.md"]]
+LINKS = [["Try the playground", "index.html"], ["Read chapter 3", "../book/03-blocks.md"]]  # at the end
 SPEECH = "HERALD:\nThe king comes here to-night; and all the court\nAttend upon his pleasure in the hall.\n\n"
 GLOSSARY = Path(__file__).parents[1] / "reference" / "glossary.md"
 
@@ -55,8 +54,8 @@ STOPS = [
          "All four samples begin with this prompt, so they share its K/V. A fork copies only the block "
          "table, and each block now has a reference count of four."),
     Stop(2, "copied", "copy", "Why copy on write", ("Copy-on-write",),
-         "Each sample now writes its own token into the same slot of block 5. A1, A2 and A3 copy the block "
-         "first (copy-on-write); the last one, A4, keeps the original."),
+         "The samples would overwrite each other's K/V in the next slot of block 5. So before they write, "
+         "A1, A2 and A3 copy the block (copy-on-write). A4 keeps the original."),
     Stop(2, "updated", "decode", "The newest token has no K/V", ("Decode",),
          "A forward pass computes the K/V of its input. The token it samples, framed here, becomes the "
          "input of the next step, a decode, and has no K/V until then."),
@@ -67,17 +66,17 @@ STOPS = [
          "No block is free for the next tokens. A preemption takes all blocks of the request that came "
          "last (all-or-nothing), because a step reads all its K/V. Earlier requests finish."),
     Stop(17, "scheduled", "preempt", "No room to swap", ("Swap", "Recompute"),
-         "The last running request, B, is preempted. A swap needs 12 host blocks, but only 4 are free. So B "
-         "gives its blocks back and later recomputes what was evicted."),
+         "B, the last, is preempted. A swap needs 12 host blocks, but 4 are free. So B gives its blocks "
+         "back. Nine stay cached; B later recomputes the other three."),
     Stop(19, "scheduled", "evict", "Why evict the least recently used", ("Cached block", "Eviction", "LRU"),
          "A cached block has no user, but a later prompt may find its contents. When no block is free, an "
          "eviction takes the one unused for longest (LRU)."),
     Stop(20, "updated", "beams", "Beams", ("Beam search", "Candidate"),
          "In a beam search the best candidates become the next beams. A beam may have several children, "
          "which share its blocks until they write, or none."),
-    Stop(61, "updated", "finish", "What is left", ("Partial block", "Prefix cache"),
-         "All requests are finished, so no block is in use. Partial blocks are free. Full blocks stay in the "
-         "prefix cache until their memory is needed."),
+    Stop(60, "updated", "finish", "What is left", ("Partial block", "Prefix cache"),
+         "F, the last request, is finished, so no block is in use. Its partial block is free. Full blocks "
+         "stay in the prefix cache until their memory is needed."),
 ]  # fmt: skip
 
 
@@ -109,7 +108,7 @@ def write_tour(page: Path) -> None:
         12: [
             ("beams", "To be, or not to be", BeamSearchParams(beam_width=3, max_tokens=14, ignore_eos=True))
         ],
-        16: [("a late one", f"{SPEECH}JULIET:\n", sampled(14)), ("the last one", "Once more", sampled(12))],
+        16: [("a late one", f"{SPEECH}JULIET:\n", sampled(12)), ("the last one", "Once more", sampled(12))],
     }
     llm = LLM(
         block_size=4,

@@ -3,9 +3,9 @@
 "use strict";
 
 // For a phone: places across the wide figure → across a narrow one, in which words keep their size. The arrows, the
-// words "2 references" (now "×2") and the slots become shorter.
+// words "2 references" (now "2 refs") and the slots become shorter.
 const PLACES = [
-  [0, 0], [22, 6], [74, 42], [128, 70], [158, 90], [454, 322], [552, 348], [606, 376], [658, 412], [680, 418],
+  [0, 0], [22, 6], [74, 42], [128, 70], [158, 90], [454, 322], [552, 376], [606, 400], [658, 436], [680, 442],
 ];
 function squeeze(svg) {
   const at = (x) => {
@@ -23,9 +23,9 @@ function squeeze(svg) {
   for (const text of svg.querySelectorAll("text")) {
     const x = Number(text.getAttribute("x"));
     text.setAttribute("x", at(x));
-    if (x > 500 && x < 552) text.textContent = /^\d/.test(text.textContent) ? `×${parseInt(text.textContent, 10)}` : "";
+    text.textContent = text.textContent.replace("reference", "ref").replace(/(\d) 个引用/, "引用 $1");
   }
-  svg.viewBox.baseVal.width = svg.width.baseVal.value = 418;
+  svg.viewBox.baseVal.width = svg.width.baseVal.value = 442;
 }
 
 for (const figure of document.querySelectorAll(".live")) {

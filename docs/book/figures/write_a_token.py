@@ -56,11 +56,11 @@ def main() -> None:
             for src, dst in copies:
                 words = f"{name} is to write into block {src}. But {other} reads that block, too."
                 frames.append(draw(before, words, marked=(src, len(PROMPT) % SIZE)))
-                words = f"So block {src} is copied to block {dst}, and the table of {name} names the copy."
+                words = f"So block {src} is copied to block {dst}, and {name}'s table points to the copy."
                 frames.append(draw(look(manager, sequences), words, copy=(src, dst)))
             seq.num_computed_tokens = seq.num_tokens
             block_id, is_new = seq.block_table[-1], len(seq.block_table) > len(before.tables[seq.index])
-            words = f"{name} writes into block {block_id}, which no other table names."
+            words = f"{name} writes into block {block_id}, to which no other table points."
             if is_new:
                 words = f"The last block of {name} is full, so its table gets a free one: block {block_id}."
             marked = block_id, (seq.num_tokens - 1) % SIZE
@@ -72,6 +72,7 @@ def main() -> None:
 def fork() -> tuple[BlockManager, list[Sequence]]:
     """Two samples of the prompt, whose K/V is computed. They share its blocks."""
     manager = BlockManager(num_blocks=NUM_BLOCKS, block_size=SIZE, enable_prefix_caching=False)
+    manager.free_ids = [4, 0, 2, 1, 3]  # in which order earlier texts gave them back; the last is taken first
     params = SamplingParams(n=2)
     token_ids = list(range(len(PROMPT)))
     request = Request(
@@ -89,7 +90,7 @@ def fork() -> tuple[BlockManager, list[Sequence]]:
 
 
 def name_of(seq: Sequence) -> str:
-    return f"A.{seq.index + 1}"
+    return f"A{seq.index + 1}"
 
 
 def look(manager: BlockManager, sequences: list[Sequence]) -> State:
@@ -147,7 +148,7 @@ def film(frames: list[Frame], ends: list[int]) -> Drawing:
     picture = Drawing(WIDTH, HEIGHT, title)
     for i, (x, anchor) in enumerate([(TABLES[0], "start"), (TABLES[1] + ENTRY, "end")]):
         picture.text(x, 30, "block table", 14, anchor, COLORS[i][1], bold=True)
-        picture.text(x, 52, f"of A.{i + 1}", 14, anchor, COLORS[i][1], bold=True)
+        picture.text(x, 52, f"of A{i + 1}", 14, anchor, COLORS[i][1], bold=True)
     picture.text(POOL + 30, 52, "physical blocks", 14, "start", GREY)
     spans: dict[tuple[int, int], str] = {}
     for name in frames[0]:
