@@ -156,17 +156,8 @@ def tokens(first: int, num: int) -> list[int]:
     return [first] + [(first + i) % 90 for i in range(1, num)]
 
 
-def serve(
-    llm: LLM,
-    prompts: list[Any],
-    params: Params | list[Any],
-    check: Callable[[LLM], object] = id,
-) -> list[RequestOutput]:
-    """As `generate`, with the invariants checked after every step. At the end every block is free.
-
-    Args:
-        check: what else to do after every step.
-    """
+def serve(llm: LLM, prompts: list[Any], params: Params | list[Any]) -> list[RequestOutput]:
+    """As `generate`, with the invariants checked after every step. At the end every block is free."""
     engine = llm.engine
     params = params if isinstance(params, list) else [params] * len(prompts)
     requests = []
@@ -177,7 +168,6 @@ def serve(
     while engine.has_unfinished_requests():
         engine.step()
         engine.check_invariants()
-        check(llm)
     stats = engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.num_free_host_blocks == stats.num_host_blocks
@@ -202,7 +192,6 @@ def check_refused(make: Callable[..., object], table: Iterable[tuple[dict[str, A
 
 
 # ── random workloads ──────────────────────────────────────────────────────────────────────────────
-
 
 TEXTS = tuple(map(chr, range(33, 33 + 94)))  # of the tokens 0 to 93; the last three have parts of letters
 
@@ -325,6 +314,14 @@ def draw_workload(seed: int, vocabulary: Vocabulary = Vocabulary()) -> Workload:
     return workload.with_pool(block_size=rng.choice([1, 2, 2, 3, 4, 5, 8]))
 
 
+def crowded(seed: int) -> Workload:
+    """The same, in a pool so small and with ranks so changeable that many requests are swapped."""
+    workload = draw_workload(seed)
+    workload.is_shuffled = True
+    options = {"num_host_blocks": 300, "preemption": "swap", "watermark": 0.0}
+    return workload.with_pool(min(workload.options["block_size"], 3), spare_blocks=0, **options)
+
+
 def draw_faults(rng: random.Random, num_steps: int) -> list[tuple[int, str, int]]:
     """Up to three. The stage is drawn first, so that short stages fail as often as long ones."""
     faults = []
@@ -376,11 +373,7 @@ class FailAtLine:
     """
 
     def __init__(
-        self,
-        number: int,
-        functions: Iterable[Callable],
-        fork: type = LLMEngine,
-        error: type[BaseException] = RuntimeError,
+        self, number: int, functions: Iterable[Callable], fork: type, error: type[BaseException]
     ) -> None:
         self.left, self.codes = number, {unwrap(function).__code__ for function in functions}
         self.files = (PACKAGE, getfile(fork))
@@ -479,8 +472,6 @@ class Run:
         for blocks in (cache.data, cache.host):
             blocks.fill_(math.nan if blocks.is_floating_point() else -1)
 
-    # ── operations, which may fail ────────────────────────────────────────────────────────────────
-
     def serve(self) -> None:
         """Serve all requests, and check that all was given back."""
         last = max(asked.arrival + (asked.aborted_after or 0) for asked in self.workload.requests)
@@ -575,8 +566,6 @@ class Run:
         functions = [getattr(type(owner), stage) for owner in owners if hasattr(type(owner), stage)]
         self.thrower = FailAtLine(line, functions, type(self.engine), self.rng.choice(self.errors))
 
-    # ── checks ────────────────────────────────────────────────────────────────────────────────────
-
     def check(self) -> None:
         """What holds after each operation, beside the invariants."""
         running = self.engine.scheduler.running
@@ -634,14 +623,11 @@ def random_runs(
     draw: Callable[[int], Workload] = draw_workload,
     first: int = 0,
 ) -> Counter[str]:
-    """Serve `num` random workloads, and as many more as it takes until all the events have happened.
+    """Serve `num` random workloads from the seed `first` on, and more until all the events have happened.
 
     Returns counts of what has happened: "swap", "recompute", "cache hit", "copy on write", "finished",
     "abort", "abort while swapped" (or waiting, running, ended), "ended by str" (or int, NoneType), "fault:
     schedule" (and other stages), and the run's own.
-
-    Args:
-        first: the seed of the first one.
     """
     happened: Counter[str] = Counter()
     for seed in range(first, first + 10 * num):

@@ -1,7 +1,5 @@
 """Disaggregated prefill: one process computes prompts, and another one decodes.
 
-    llm = LLM()  # under `if __name__ == "__main__":`, as the prompt process imports the program
-
 A long prompt delays no decode. README.md draws how a request returns: as one that was swapped out.
 """
 

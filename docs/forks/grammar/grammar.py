@@ -1,14 +1,8 @@
 """Structured output: a text that a JSON schema or a regular expression allows.
 
-    llm = LLM()  # of this file
-    llm.generate("Age? ", GrammarParams(regex="[0-9]{1,3}"))
-
-Before a token is drawn, a mask leaves out those with which the text could no longer become allowed:
-
-    regex yes|no, output so far "y"        may follow:  e es        may not:  a ye no end-of-sequence
-
-The library's matcher reads a text and makes the mask. It reads the whole output anew for each token. So no
-state is lost when a request is preempted or starts over, and none is shared by n outputs.
+The library's matcher reads a text, and makes a mask of the tokens that may follow. It reads the whole output
+anew for each token. So no state is lost when a request is preempted or starts over, and none is shared by n
+outputs.
 """
 
 import json
@@ -36,8 +30,6 @@ class GrammarParams(SamplingParams):
     Fields:
         json_schema: the output is JSON that this schema (a dict, or JSON) allows, without spaces.
         regex: the whole output matches this regular expression, in the syntax of Rust's regex crate.
-
-    Raises ValueError if both are given.
     """
 
     json_schema: dict[str, Any] | str | None = None

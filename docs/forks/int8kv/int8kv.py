@@ -1,7 +1,5 @@
 """K/V in 8 bits: half the memory of bfloat16, so that the same memory has about twice as many blocks.
 
-    llm = LLM("Qwen/Qwen3-0.6B")  # of this file, with the options of nanopaged's
-
 The K or V of one head of a token is a slot. It is stored as whole numbers from -127 to 127 and a scale of its
 own, its largest number / 127, in the two bytes of a bfloat16:
 

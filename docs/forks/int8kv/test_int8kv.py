@@ -1,11 +1,6 @@
-"""K/V in 8 bits. The oracle is transformers with the bytes that the engine stored, read with numpy.
-
-Rounding to int8 is a step function: two runs that differ by float32's rounding may round a number near a tie
-to two neighbours, which moves log-probabilities more. The random runs allow for it, the other tests need not.
-"""
+"""K/V in 8 bits. The oracle is transformers with the bytes that the engine stored, read with numpy."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import harness
@@ -13,23 +8,18 @@ import numpy as np
 import pytest
 import torch
 from harness import GREEDY, SMALL, Oracle, Run, Workload, check_refused, draw_workload, serve
-from int8kv import LLM, Int8Config, Int8Engine, Int8Shape, pack, unpack
+from int8kv import LLM, Int8Config, Int8Engine, pack, unpack
 from torch import Tensor
 from transformers import DynamicCache
 
-import nanopaged
-from nanopaged import SamplingParams, memory
-from nanopaged.kv_cache import KVShape
+from nanopaged import SamplingParams
 from nanopaged.sequence import ScheduledBatch, StepResult
 
 
 def check_slots(slots: Tensor, kv: Tensor, rounding: float) -> Tensor:
-    """The slots hold `kv` to half a scale, which is the largest number of a slot / 127. Returns their K/V.
+    """The slots hold `kv` to half a scale, and `rounding` of one. Returns their K/V.
 
     A bfloat16 is the upper half of a float32. It has 8 bits, so it is rounded by 2^-8 at most.
-
-    Args:
-        rounding: what is allowed in addition, in scales.
     """
     halves = np.ascontiguousarray(slots.numpy()[..., -2:]).view(np.uint16).astype(np.uint32)
     scales, numbers = torch.from_numpy((halves << 16).view(np.float32)), slots[..., :-2].float()
@@ -40,12 +30,10 @@ def check_slots(slots: Tensor, kv: Tensor, rounding: float) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_number_is_stored_to_half_a_scale(dtype: torch.dtype) -> None:
-    """Heads and single numbers of all magnitudes. Reading rounds once, to the dtype."""
+    """Heads of many magnitudes. Reading rounds once, to the dtype."""
     torch.manual_seed(0)
-    low, high = (-30, 30) if dtype is not torch.float16 else (-3, 3)
-    rows = torch.randn(4000, 2, 16) * 10 ** torch.empty(4000, 2, 1).uniform_(low, high)
-    rows[::2] *= 10 ** torch.empty(2000, 2, 16).uniform_(-4, 0)
-    rows = rows.clamp(-6e4, 6e4).to(dtype) if dtype == torch.float16 else rows.to(dtype)
+    most = 3 if dtype == torch.float16 else 30
+    rows = (torch.randn(4000, 2, 16) * torch.logspace(-most, most, 4000)[:, None, None]).to(dtype)
     slots = pack(rows)
     torch.testing.assert_close(unpack(slots, dtype), check_slots(slots, rows.float(), 1e-4).to(dtype))
 
@@ -119,7 +107,7 @@ def test_transformers_with_our_slots_says_the_same(
 
 
 class Int8Run(Run):
-    """A number may be rounded to the int8 beside it, which moved a log-probability by 0.0012 at most."""
+    """A number near a tie may become the int8 beside it, which moved a log-probability by 0.0012 at most."""
 
     engine_class = alone_class = Int8Engine
     tolerance = 0.02
@@ -140,19 +128,6 @@ def test_random_workloads(qwen3: Oracle) -> None:
     harness.random_runs(Int8Run, qwen3.folder, 12, events, draw_greedy)
 
 
-def test_the_same_memory_has_more_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model: heads of 32 in float32 are 128 bytes, and 34 here. The tensor has what is counted."""
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=64 << 20))
-    config: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "memory_utilization": 0.5}
-    plain, runner = nanopaged.LLM(**config).engine.runner, LLM(**config).engine.runner
-    assert runner.num_blocks == plain.num_blocks * 128 // 34
-    assert runner.kv_cache.data.nbytes == runner.num_blocks * runner.kv_cache.shape.block_bytes(16)
-    llama: dict[str, Any] = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
-    assert Int8Shape(**llama).block_bytes(16) * 256 == KVShape(**llama).block_bytes(16) * 130
-
-
 def test_what_is_refused() -> None:
-    message = "attention_backend is '{}', but must be one of auto, torch, reference"
-    backends = ("cpp", "triton", "flash")
-    check_refused(LLM, [({"attention_backend": name}, message.format(name)) for name in backends])
+    check_refused(LLM, [({"attention_backend": "cpp"}, "must be one of auto, torch, reference")])
     assert Int8Config(attention_backend="auto").attention_backend == "torch"

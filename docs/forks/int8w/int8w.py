@@ -1,10 +1,7 @@
 """Weights in 8 bits: a quarter of the memory of float32, half of that of bfloat16.
 
-    llm = LLM("Qwen/Qwen3-0.6B")  # of this file, with the options of nanopaged's
-
-The matrices are rounded when the checkpoint is loaded, the activations never (weight-only quantisation). Each
-row of a matrix has a scale: the largest number of the row becomes ±127, and the others the nearest of the 255
-whole numbers from -127 to 127 (-128 is not used). So no number changes by more than half a scale:
+Activations are never rounded (weight-only quantisation). Each row of a matrix has a scale: the largest number
+of the row becomes ±127, and the others the nearest whole numbers, so none changes by more than half a scale:
 
     a row    0.50  -0.20   0.03   -1.27        scale  1.27 / 127 = 0.01
     int8       50    -20      3    -127        read as  0.50  -0.20  0.03  -1.27
@@ -36,8 +33,7 @@ SMALLEST = 1e-28  # in place of the largest number of a row of zeros
 def quantize(weight: Tensor, ranks: Ranks | None = None) -> tuple[Tensor, Tensor]:
     """Round a matrix [num_rows, num_columns] → int8 of the same shape, and float32 scales [num_rows].
 
-    Args:
-        ranks: if each has some columns of the matrix, so that all find the largest number of a whole row.
+    If each of `ranks` has some of the columns, all find the largest number of a whole row.
     """
     largest = torch.maximum(weight.amax(1), -weight.amin(1)).float()
     if ranks is not None:

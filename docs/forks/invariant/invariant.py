@@ -1,14 +1,8 @@
 """The same bits in any batch: tokens and log-probabilities of a request are those that it gets alone.
 
-    llm = LLM(num_blocks=200)  # of this file, with the options of nanopaged's; on a CPU only
-
 A sum of floating-point numbers depends on the order of its terms, and in the engine the batch decides about
 some orders: a library chooses a kernel by the number of rows, chunks cut a prompt, decodes and prefills are
-computed in two ways. Here every product has one shape for all that is computed together:
-
-    linear layers    16 rows at a time, the last ones filled up with rows of zeros
-    attention        64 queries at a time, each with 64 keys of its own sequence
-    the sampler      each sequence alone, since the largest top-k of a batch decides between equal tokens
+computed in two ways. Here every product has one shape for all that is computed together.
 """
 
 from collections.abc import Callable
@@ -37,10 +31,7 @@ KEYS = 64  # that a query reads at once
 
 
 def in_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A function of rows, x [num_rows, width] → [num_rows, other width], computed for ROWS rows at a time.
-
-    20 rows are two tiles, the second with 12 rows of zeros. A row has the same bits at any place in a tile.
-    """
+    """A function of rows, x [num_rows, width] → [num_rows, other width], computed for ROWS rows at a time."""
     return torch.cat([function(tile) for tile in tiles(x, ROWS)])[: len(x)]
 
 
@@ -144,7 +135,7 @@ class InvariantRunner(ModelRunner):
 
     @staticmethod
     def sample(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
-        """As `sample_next_tokens`, sequence by sequence."""
+        """Sequence by sequence, since the largest top-k of a batch decides between equal tokens."""
         rows = iter(logits.split(1))
         samples = []
         for seq in batch.sequences:

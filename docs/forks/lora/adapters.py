@@ -16,11 +16,7 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def make_adapter(folder: Path, model: nn.Module, seed: int, std: float, **fields: object) -> Path:
-    """Random A and B for projections of a model of transformers, in the files that PEFT writes.
-
-    Args:
-        fields: of adapter_config.json: r, lora_alpha, target_modules (a list) and any others.
-    """
+    """Random A and B for projections of a model, in PEFT's files; `fields` are of adapter_config.json."""
     config = {"peft_type": "LORA", "bias": "none", "r": 8, "lora_alpha": 16, "target_modules": PROJECTIONS}
     config |= {"megatron_core": "megatron.core", "fan_in_fan_out": False} | fields  # as PEFT writes them
     folder.mkdir(parents=True, exist_ok=True)

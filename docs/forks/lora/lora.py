@@ -57,11 +57,7 @@ class LoraConfig(nanopaged.EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_types("lora_modules", types=Mapping | None, description="a dict of names and folders")
-        folders = {}
-        for name, folder in (self.lora_modules or {}).items():
-            if not isinstance(name, str) or not isinstance(folder, str | Path):
-                raise TypeError(f"lora_modules has {name!r}: {folder!r}, but must map str to str or Path")
-            folders[name] = Path(folder).expanduser()
+        folders = {name: Path(folder).expanduser() for name, folder in (self.lora_modules or {}).items()}
         self.keep("lora_modules", folders)
         size = self.tensor_parallel_size
         if folders and size != 1:

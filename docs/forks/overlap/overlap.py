@@ -1,7 +1,5 @@
 """Overlapped scheduling: the next step is scheduled while this one computes.
 
-    from overlap import LLM  # instead of `from nanopaged import LLM`
-
 A worker thread computes. Step 1 is scheduled before the tokens of step 0 are known. The scheduler needs only
 their number, so it sees the place holder UNKNOWN. The worker sees a twin of each sequence, and appends the
 tokens there itself:

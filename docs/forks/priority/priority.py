@@ -1,10 +1,5 @@
 """Priority scheduling with ageing: an urgent request is served first, and may preempt others when it arrives.
 
-    from priority import LLM, SamplingParams  # in docs/forks/priority
-
-    llm = LLM(priority_ageing=10.0)
-    llm.generate("ROMEO:", SamplingParams(priority=-1))  # as in vLLM: smaller is served first, 0 by default
-
 The place of a request in the order of service is computed once, when it begins to wait:
 
     rank = priority + arrival time / ageing          ageing in seconds; None: the priority alone
@@ -64,10 +59,7 @@ class PriorityConfig(nanopaged.EngineConfig):
 
 
 class PriorityScheduler(Scheduler):
-    """Serves smaller priorities first, and preempts running requests for waiting ones before them.
-
-    `rank` may be set to any other order, which must not change while a request waits.
-    """
+    """Serves smaller priorities first, and preempts running requests for waiting ones before them."""
 
     ageing: float | None = None  # `PriorityEngine` sets it
 
@@ -123,9 +115,6 @@ class PriorityScheduler(Scheduler):
 
         The others must have room for their next tokens, too, or `schedule` would preempt one of them, or
         `request` itself, in this very step.
-
-            10 blocks: 4 and 3 belong to requests that stay, one of which needs a new block now, and the
-            watermark is 1: up to 10 - 7 - 1 - 1 = 1 block is left for `request`
         """
         others = [other for other in self.running if other not in victims]
         if sum(other.num_seqs for other in others) + request.num_seqs > self.max_num_seqs:

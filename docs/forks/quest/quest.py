@@ -1,7 +1,5 @@
 """Sparse pages: a generated token attends to few pages of its context (Quest, arXiv 2406.10774).
 
-    llm = LLM("Qwen/Qwen3-0.6B", num_pages_read=32)  # of this file; its other options are nanopaged's
-
 A page is a block. Its bounds are the minimum and the maximum of its keys, number by number. A query q times
 the maximum where q is positive, else the minimum, is at least its product with any key of the page (README.md
 has an example). The bounds lie in the KV cache, in planes behind the layers': a block is copied, swapped and

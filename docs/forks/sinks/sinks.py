@@ -1,7 +1,5 @@
 """Attention sinks and a sliding window: the memory of a long text is bounded.
 
-    llm = LLM(window=252, num_sink_tokens=4, num_blocks=30, max_num_batched_tokens=128)
-
 A token attends to the first `num_sink_tokens` tokens, the sinks, and to the last `window` tokens including
 itself (StreamingLLM, arXiv 2309.17453). A block that no later token sees is given back, and leaves a hole in
 the block table. 2 sinks, window 6, blocks of 4, and 15 tokens computed:
@@ -10,8 +8,7 @@ the block table. 2 sinks, window 6, blocks of 4, and 15 tokens computed:
     block table       7    │    _    │     5     │      2         7 has the sinks; 4 to 7 are a hole
 
 Attention gets the table without holes, [7, 5, 2], and a context 4 tokens shorter: K has its rotary position
-already, and only differences matter. A step makes room for the tokens that it may compute, not for a whole
-prompt. So a sequence holds blocks for sinks, window and `max_num_batched_tokens`.
+already, and only differences matter. A step makes room for the tokens that it may compute.
 """
 
 from collections.abc import Callable

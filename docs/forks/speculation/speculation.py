@@ -1,14 +1,8 @@
 """Speculative decoding by prompt look-up: a step verifies several guesses of a text's next tokens at once.
 
-    llm = speculation.LLM(num_speculative_tokens=4, ngram_size=2)
-
-README.md has an example. A decode becomes a short prefill of the last known token and of drafts, guesses of
-the next ones.
-
-A draw depends on the logits, the seed, the output index and the position alone. A token is drawn after each
-draft as the engine would draw it there, and a draft is accepted if it is the token drawn in its place: the
-outputs stay the same. An accepted draft is a step whose forward pass is done: `Scheduler.update` runs once
-more for it, so stop rules, prefix cache and counters need no change.
+README.md has an example. A draw depends on the logits, the seed, the output index and the position alone, so
+the token after a draft is the one that the engine would draw there. An accepted draft is a step whose forward
+pass is done: `Scheduler.update` runs once more for it, so stop rules and counters need no change.
 """
 
 from collections.abc import Callable

@@ -1,15 +1,10 @@
 """A second tier of the prefix cache: evicted blocks go to host memory, and are found there again.
 
-    llm = LLM(tier_bytes=1 << 30)
-
 An evicted block is stored under its key. An admitted request looks for the keys behind those in the pool:
 
     block_size = 2    prompt  a b │ c d │ e f │ g h │ i        keys  k0 k1 k2 k3
     the pool has k0 in block 7, the tier k1 and k2             table [7 0 1 2 3]
     blocks 0 and 1 are loaded, so 6 of 9 tokens are not computed; k1 and k2 can be found in the pool again
-
-`take` stores a block while the pool still has it. What `allocate` finds is written to the pool after the
-moves of the step, because its block may be one that the step swaps out first.
 """
 
 from collections import OrderedDict
@@ -118,7 +113,7 @@ class TierRunner(ModelRunner):
     tier: Any = None
 
     def forward(self, inputs: Any) -> torch.Tensor:
-        """As `ModelRunner.forward`; blocks are loaded between the moves and the model."""
+        """As `ModelRunner.forward`; blocks are loaded after the moves, which may swap them out."""
         self.kv_cache.move_blocks(inputs.moves)
         inputs.moves = Moves()
         for block_id, kv in self.tier.loads:
