@@ -22,10 +22,10 @@ FUNCTIONS = {f.__name__: f for f in (gather_context, attend, reference_paged_att
 FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
 MODS = {  # rule → score_mod
     "": None,
-    " (a score_mod makes near keys count more)": lambda s, q, k: s.tanh() - (q - k).to(s.dtype) / 10,
-    " (a score_mod makes all scores 0)": lambda s, q, k: 0 * s,
-    " (a score_mod masks all but the last three keys)": lambda s, q, k: s.masked_fill(k <= q - 3, -math.inf),
-    " (a score_mod masks all but the first two keys)": lambda s, q, k: s.masked_fill(k > 1, -math.inf),
+    " (a score_mod makes near keys count more)": lambda layer, s, q, k: s.tanh() - (q - k).to(s.dtype) / 10,
+    " (a score_mod makes all scores 0)": lambda layer, s, q, k: 0 * s,
+    " (a score_mod masks all but three keys)": lambda layer, s, q, k: s.masked_fill(k <= q - 3, -math.inf),
+    " (a score_mod masks all but the first two keys)": lambda layer, s, q, k: s.masked_fill(k > 1, -math.inf),
 }
 NONE, NEAR, ZERO, LAST, FIRST = MODS
 BY_HAND = (  # rule, scores, values, dtype, score_mod
@@ -80,10 +80,10 @@ def attend_cases() -> Iterator[Case]:
         for first in (0, last // 2):
             positions = torch.arange(first, last + 1).flip(0)
             queries = positions.repeat_interleave(q.shape[1])[:, None]
-            yield "attend", rule, (q.repeat(1, len(positions), 1), k, v, queries, first + 1, score_mod)
+            yield "attend", rule, (q.repeat(1, len(positions), 1), k, v, queries, first + 1, score_mod, 0)
         two = (torch.stack([x, x.flip(1)]) for x in (q, k, v))
         queries = torch.tensor([last, last // 2]).view(2, 1, 1, 1)
-        yield "attend", f"{rule}, two sequences", (*two, queries, 0, score_mod)
+        yield "attend", f"{rule}, two sequences", (*two, queries, 0, score_mod, 0)
 
 
 def scatter(x: Tensor, block_size: int, table: list[int]) -> Tensor:
@@ -102,10 +102,10 @@ def reference_cases() -> Iterator[Case]:
             num_blocks = num_keys // block_size + 2  # there is a block for tokens to come
             table = random.Random(6).sample(range(num_blocks + 3), num_blocks)
             caches = (scatter(x[:, :num_keys], block_size, table) for x in (k, v))
-            yield name, rule, (2 * q.flatten(0, 1), *caches, table, num_keys, 0.5, score_mod)
+            yield name, rule, (2 * q.flatten(0, 1), *caches, table, num_keys, 0.5, score_mod, 0)
     cache = torch.randn(4, 1, 2, 1)
     rule = "Read block by block: a score_mod adds to a score how many keys of its block are before it"
-    yield name, rule, (torch.ones(1, 1), cache, cache, [3, 0, 2], 5, 1.0, lambda s, q, k: s + k - k.min())
+    yield name, rule, (torch.ones(1, 1), cache, cache, [3, 0, 2], 5, 1.0, lambda _, s, q, k: s + k - k.min())
 
 
 CASES = [*gather_cases(), *attend_cases(), *reference_cases()]

@@ -67,8 +67,8 @@ WRONG: dict[int, dict[str, Pieces]] = {
         "siblings share only with the first": [
             (
                 "BlockManager.allocate",
-                "if key in taken:",
-                "if taken.get(key) in sequences[0].block_table:",
+                "if key not in block_of:",
+                "if block_of.get(key) not in sequences[0].block_table:",
             )
         ],
         "keys are cut after 64 blocks": [
@@ -122,11 +122,11 @@ WRONG: dict[int, dict[str, Pieces]] = {
         "the sums are float32": [
             (
                 "draw_tokens",
-                "    vocab_size = probs.shape[-1]\n",
-                "    vocab_size = probs.shape[-1]\n"
+                "    padded = F.pad(",
                 "    ends = probs.cumsum(-1)\n"
                 "    found = torch.searchsorted(ends, u.float() * ends[:, -1:], right=True)\n"
-                "    return found[:, 0].clamp(max=vocab_size - 1)\n",
+                "    return found[:, 0].clamp(max=probs.shape[-1] - 1)\n"
+                "    padded = F.pad(",
             )
         ],
     },
@@ -148,7 +148,7 @@ WRONG: dict[int, dict[str, Pieces]] = {
             )
         ],
         "KV heads in turns": [
-            ("_share", "rank * total // size // length * length", "rank % (total // length) * length")
+            ("_share", "first -= first % length", "first = rank % (total // length) * length")
         ],
     },
 }
