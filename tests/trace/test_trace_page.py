@@ -187,7 +187,7 @@ def test_what_is_said_of_forks_copies_hits_and_chunks(browser: Browser, tmp_path
         "scheduled: For the newest token of A1, A2 and A3 blocks 4 to 6 are taken.",
     ]
     assert said["decode"][0] == "computed: A1, A2 and A3 compute one token each."
-    assert said["finish"][0] == "updated: A is finished (length)."
+    assert said["finish"][0] == "updated: A is finished: it has as many tokens as were asked for."
     (chunk,) = said["chunk"]
     assert re.search("B computes a chunk of 8 tokens.* 3 of its 11 tokens are left", chunk)
     assert "computed: B computes 3 tokens." in said["prefill"]
