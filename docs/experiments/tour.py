@@ -60,8 +60,8 @@ STOPS = [
          "A forward pass computes the K/V of its input. The token it samples, framed here, becomes the "
          "input of the next step, a decode, and has no K/V until then."),
     Stop(9, "scheduled", "hit", "Why a prefix can be found", ("Block key", "Prefix cache"),
-         "A token's K/V depends only on the tokens up to it. This prompt begins like an earlier one, so "
-         "its block keys find blocks in the prefix cache."),
+         "A token's K/V depends only on the tokens up to it. C's prompt begins like B's, so its block keys "
+         "find blocks in the prefix cache."),
     Stop(13, "scheduled", "preempt", "Why preempt, and why the last", ("Preemption", "All-or-nothing"),
          "No block is free for the next tokens. A preemption takes all blocks of the request that came "
          "last (all-or-nothing), because a step reads all its K/V. Earlier requests finish."),
