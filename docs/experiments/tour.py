@@ -47,27 +47,27 @@ class Stop(NamedTuple):
 
 
 STOPS = [
-    Stop(1, "computed", "admit", "A block table", ("Slot", "Block", "Block table"),
-         "A block has four slots, each for one token's K/V. The block table lists this sentence's blocks in "
-         "order: 2, 4, 3, 5. Any free block in memory will do."),
+    Stop(1, "computed", "admit", "A block table", ("KV cache", "Slot", "Block", "Block table"),
+         "Blocks have four slots, each for a token's key and value (K/V). Sample A1's block table lists its "
+         "blocks in order: 2, 4, 3, 5. Any free block will do."),
     Stop(1, "updated", "fork", "Why share", ("Fork", "Reference count"),
          "All four samples begin with this prompt, so they share its K/V. A fork copies only the block "
          "table, and each block now has a reference count of four."),
     Stop(2, "copied", "copy", "Why copy on write", ("Copy-on-write",),
-         "The samples would overwrite each other's K/V in the next slot of block 5. So before they write, "
-         "A1, A2 and A3 copy the block (copy-on-write). A4 keeps the original."),
+         "“have”, “will”, “am” and “pray” all belong into the next slot of block 5. So A1, A2 and A3 copy "
+         "the block before they write (copy-on-write). A4 keeps the original."),
     Stop(2, "updated", "decode", "The newest token has no K/V", ("Decode",),
          "A forward pass computes the K/V of its input. The token it samples, framed here, becomes the "
          "input of the next step, a decode, and has no K/V until then."),
     Stop(9, "scheduled", "hit", "Why a prefix can be found", ("Block key", "Prefix cache"),
-         "A token's K/V depends only on the tokens up to it. This prompt begins like an earlier one, so "
-         "its block keys find blocks in the prefix cache."),
+         "A token's K/V depends only on the tokens up to it. C's prompt begins like B's, so its block keys "
+         "find blocks in the prefix cache."),
     Stop(13, "scheduled", "preempt", "Why preempt, and why the last", ("Preemption", "All-or-nothing"),
          "No block is free for the next tokens. A preemption takes all blocks of the request that came "
          "last (all-or-nothing), because a step reads all its K/V. Earlier requests finish."),
     Stop(17, "scheduled", "preempt", "No room to swap", ("Swap", "Recompute"),
-         "B, the last, is preempted. A swap needs 12 host blocks, but 4 are free. So B gives its blocks "
-         "back. Nine stay cached; B later recomputes the other three."),
+         "A1 to A4 each need a block, so B, the last, is preempted. A swap needs 12 host blocks, but 4 are "
+         "free. B gives its blocks back, and nine stay cached."),
     Stop(19, "scheduled", "evict", "Why evict the least recently used", ("Cached block", "Eviction", "LRU"),
          "A cached block has no user, but a later prompt may find its contents. When no block is free, an "
          "eviction takes the one unused for longest (LRU)."),

@@ -5,7 +5,8 @@
 // For a phone: places across the wide figure → across a narrow one, in which words keep their size. The arrows, the
 // words "2 references" (now "2 refs") and the slots become shorter.
 const PLACES = [
-  [0, 0], [22, 6], [74, 42], [128, 70], [158, 90], [454, 322], [552, 376], [606, 400], [658, 436], [680, 442],
+  [0, 0], [22, 6], [74, 42], [128, 66], [138, 78], [158, 90], [454, 322], [546, 368], [552, 378], [606, 402],
+  [658, 436], [680, 442],
 ];
 function squeeze(svg) {
   const at = (x) => {
