@@ -48,8 +48,8 @@ class Stop(NamedTuple):
 
 STOPS = [
     Stop(1, "computed", "admit", "A block table", ("KV cache", "Slot", "Block", "Block table"),
-         "Blocks have four slots, each for a token's key and value (K/V). Sample A1's block table lists its "
-         "blocks in order: 2, 4, 3, 5. Any free block will do."),
+         "Blocks of the KV cache have four slots, each for a token's key and value (K/V). A1's block table "
+         "lists its blocks, any free ones: 2, 4, 3, 5."),
     Stop(1, "updated", "fork", "Why share", ("Fork", "Reference count"),
          "All four samples begin with this prompt, so they share its K/V. A fork copies only the block "
          "table, and each block now has a reference count of four."),
@@ -67,7 +67,7 @@ STOPS = [
          "last (all-or-nothing), because a step reads all its K/V. Earlier requests finish."),
     Stop(17, "scheduled", "preempt", "No room to swap", ("Swap", "Recompute"),
          "A1 to A4 each need a block, so B, the last, is preempted. A swap needs 12 host blocks, but 4 are "
-         "free. B gives its blocks back, and nine stay cached."),
+         "free. So B recomputes what is not cached."),
     Stop(19, "scheduled", "evict", "Why evict the least recently used", ("Cached block", "Eviction", "LRU"),
          "A cached block has no user, but a later prompt may find its contents. When no block is free, an "
          "eviction takes the one unused for longest (LRU)."),
