@@ -31,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.model.checkpoint import find_model
+from nanopaged.model.model_config import read_model_config
 from nanopaged.terminal import load_fork, one_line, run_program
 
 Requests = list[tuple[list[int], int]]  # token ids of a prompt, number of tokens to generate
@@ -101,12 +102,12 @@ def compare(model: str, args: Namespace) -> None:
     Args:
         model: a folder or a hub id.
     """
-    requests = draw_requests(AutoConfig.from_pretrained(find_model(model)).vocab_size, args)
+    requests = draw_requests(read_model_config(find_model(model)).vocab_size, args)
     sides = make_sides(model, requests, args)
     num_prompt = sum(len(prompt) for prompt, _ in requests)
     num_output = sum(n for _, n in requests)
     print(f"{len(requests)} requests, {num_prompt} prompt and {num_output} output tokens", end="; ")
-    print(f"{args.model or args.shape}, {args.dtype}; torch {torch.__version__}, {args.threads} threads")
+    print(f"{args.model or args.shape}, {args.dtype}; torch {torch.__version__}, threads: {args.threads}")
     rates = {name: [] for name in sides}
     for _ in range(args.repeat):  # the sides take turns, so that a slow minute slows all of them
         for name, run_side in sides.items():
