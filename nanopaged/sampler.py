@@ -178,8 +178,9 @@ def count_tokens(seq: Sequence) -> dict[int, int]:
 def candidates(beam: Sequence, token: Sample) -> list[Sample]:
     """The most likely next tokens of a beam that may be drawn, the most likely first."""
     allowed = []
+    banned = beam.banned_token_ids
     for token_id, logprob in (token.logprobs or {}).items():
-        if token_id not in beam.banned_token_ids and logprob != -math.inf:
+        if token_id not in banned and logprob != -math.inf:
             allowed.append(Sample(token_id, float(logprob)))
     return allowed[: beam.request.num_candidates]
 
