@@ -4,8 +4,9 @@
 
 #include "panels.h"
 
-// More tokens are computed after one another, because their x must stay in a core's cache (L2) while all panels pass.
-constexpr int64_t BLOCK_TOKENS = 480;  // 1.4 MB of x with 768 inputs
+// More tokens than these are multiplied block by block, so that the x of a block stays in the caches while all panels
+// pass.
+constexpr int64_t BLOCK_TOKENS = 480;
 
 template <class T> void multiply_block(const Product<T, T>& block) {
     const int64_t num_panels = (block.outputs + LANES - 1) / LANES;

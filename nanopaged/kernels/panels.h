@@ -91,3 +91,9 @@ template <int TOKENS, int PANELS, class T, class Y> void multiply_panels(const P
     if (panel + PANELS <= num_panels) return panels_kernel<TOKENS, PANELS>(product, 0, panel);
     for (; panel < num_panels; panel++) panels_kernel<TOKENS, 1>(product, 0, panel);
 }
+
+// The whole product, on one thread.
+template <class T, class Y> void multiply_all(const Product<T, Y>& product) {
+    for (int64_t panel = 0; panel * LANES < product.outputs; panel += TILE_PANELS)
+        multiply_panels<TILE_TOKENS, TILE_PANELS>(product, panel);
+}

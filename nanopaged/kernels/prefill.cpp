@@ -99,15 +99,13 @@ template <class T> void prefill_kernel(const Prefill& p, const Context<T>& conte
         const int64_t num_keys = std::min(TILE_KEYS, end - key);
         const T *keys = &context.keys[key / LANES * key_panel], *values = &context.values[key * LANES];
         const Product<T, float> qk = {q.data(), keys, nullptr, scores.data(), num_q, dim, num_keys, key_panel};
-        for (int64_t panel = 0; panel * LANES < num_keys; panel += TILE_PANELS)
-            multiply_panels<TILE_TOKENS, TILE_PANELS>(qk, panel);
+        multiply_all(qk);
         for (int64_t i = 0; i < num_q; i++) {
             const int64_t num_seen = std::min(num_keys, first + i / group + 1 - key), row = i * num_keys;
             rescale[i] = softmax(&scores[row], &weights[row], num_keys, num_seen, p.scale_log2, m[i], l[i]);
         }
         const Product<T, float> pv = {weights.data(), values, nullptr, part.data(), num_q, num_keys, dim, value_panel};
-        for (int64_t panel = 0; panel * LANES < dim; panel += TILE_PANELS)
-            multiply_panels<TILE_TOKENS, TILE_PANELS>(pv, panel);
+        multiply_all(pv);
         for (int64_t i = 0; i < num_q * dim; i++) acc[i] = acc[i] * rescale[i / dim] + part[i];
     }
     for (int64_t i = 0; i < num_q; i++) {
