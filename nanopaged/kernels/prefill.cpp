@@ -106,7 +106,8 @@ template <class T> void prefill_kernel(const Prefill& p, const Context<T>& conte
         }
         const Product<T, float> pv = {weights.data(), values, nullptr, part.data(), num_q, num_keys, dim, value_panel};
         multiply_all(pv);
-        for (int64_t i = 0; i < num_q * dim; i++) acc[i] = acc[i] * rescale[i / dim] + part[i];
+        for (int64_t i = 0; i < num_q; i++)
+            for (int64_t c = i * dim; c < (i + 1) * dim; c++) acc[c] = acc[c] * rescale[i] + part[c];
     }
     for (int64_t i = 0; i < num_q; i++) {
         const float divisor = first + i / group < context.first_not_finite ? l[i] : NAN;
