@@ -151,6 +151,14 @@ def test_compiled_operations_give_the_same_tokens(oracle: Oracle, monkeypatch: p
     assert tokens_of(outputs) == [oracle.greedy(prompt, 12) for prompt in prompts]
 
 
+def test_an_mlp_computes_long_prompts_in_blocks(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanopaged.model.decoder.MLP_BLOCK", 3)
+    llm = LLM(qwen3.folder, dtype="float32", num_blocks=64)
+    prompts = random_prompts(4, seed=3)
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert tokens_of(outputs) == [qwen3.greedy(prompt, 12) for prompt in prompts]
+
+
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 def test_the_way_to_preempt_is_measured_only_if_it_is_open(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other = {"swap": "recompute", "recompute": "swap"}[way]
