@@ -8,7 +8,7 @@ write, a beam search, preemption by swapping and, once the host pool is full, by
 Captions say why. The picture in the README is one of the steps:
 
     cd docs/play
-    chromium --headless --window-size=1200,520 --screenshot=tour.png "file://$PWD/tour.html#2-copied"
+    chromium --headless --window-size=1280,500 --screenshot=tour.png "file://$PWD/tour.html#2-copied"
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ STOPS = [
          "No block is free for the next tokens. A preemption takes all blocks of the request that came "
          "last (all-or-nothing), because a step reads all its K/V. Earlier requests finish."),
     Stop(17, "scheduled", "preempt", "No room to swap", ("Swap", "Recompute"),
-         "The pool is full, so B, the last, must leave. A swap would copy its 12 blocks to the host, but "
-         "only 4 are free. B will recompute its K/V."),
+         "The pool is full, so B, the last request, leaves. A swap would copy its 12 blocks to the host, "
+         "but only 4 are free. B will recompute its K/V."),
     Stop(19, "scheduled", "evict", "Why evict the least recently used", ("Cached block", "Eviction", "LRU"),
          "A cached block has no user, but a later prompt may find its contents. When no block is free, an "
          "eviction takes the one unused for longest (LRU)."),
