@@ -8,7 +8,7 @@ write, a beam search, preemption by swapping and, once the host pool is full, by
 Captions say why. The picture in the README is one of the steps:
 
     cd docs/play
-    chromium --headless --window-size=1200,520 --screenshot=tour.png "file://$PWD/tour.html#2-copied"
+    chromium --headless --window-size=1280,500 --screenshot=tour.png "file://$PWD/tour.html#2-copied"
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Stop(NamedTuple):
 
 STOPS = [
     Stop(1, "computed", "admit", "A block table", ("KV cache", "Slot", "Block", "Block table"),
-         "Blocks of the KV cache have four slots, each for a token's key and value (K/V). A1's block table "
-         "lists its blocks, any free ones: 2, 4, 3, 5."),
+         "A block of the KV cache has four slots, each for a token's key and value (K/V). A1's block table "
+         "lists its blocks, which lie anywhere: 2, 4, 3, 5."),
     Stop(1, "updated", "fork", "Why share", ("Fork", "Reference count"),
          "All four samples begin with this prompt, so they share its K/V. A fork copies only the block "
          "table, and each block now has a reference count of four."),
     Stop(2, "copied", "copy", "Why copy on write", ("Copy-on-write",),
-         "“have”, “will”, “am” and “pray” all belong into the next slot of block 5. So A1, A2 and A3 copy "
+         "“have”, “will”, “am” and “pray” all belong in the next slot of block 5. So A1, A2 and A3 copy "
          "the block before they write (copy-on-write). A4 keeps the original."),
     Stop(2, "updated", "decode", "The newest token has no K/V", ("Decode",),
          "A forward pass computes the K/V of its input. The token it samples, framed here, becomes the "
@@ -66,8 +66,8 @@ STOPS = [
          "No block is free for the next tokens. A preemption takes all blocks of the request that came "
          "last (all-or-nothing), because a step reads all its K/V. Earlier requests finish."),
     Stop(17, "scheduled", "preempt", "No room to swap", ("Swap", "Recompute"),
-         "A1 to A4 each need a block, so B, the last, is preempted. A swap needs 12 host blocks, but 4 are "
-         "free. So B recomputes what is not cached."),
+         "The pool is full, so B, the last request, leaves. A swap would copy its 12 blocks to the host, "
+         "but only 4 are free. B will recompute its K/V."),
     Stop(19, "scheduled", "evict", "Why evict the least recently used", ("Cached block", "Eviction", "LRU"),
          "A cached block has no user, but a later prompt may find its contents. When no block is free, an "
          "eviction takes the one unused for longest (LRU)."),

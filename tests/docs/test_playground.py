@@ -318,13 +318,13 @@ def test_a_preset_opens_with_its_pictures(opened: Playground) -> None:
         pictures = [[run.header, *run.lines] for run in runs]
         assert opened.pictures() == pictures, "recorded"
         assert opened.run(STEPS) == [preset["from"]] * len(runs)
-        if name == "swap-or-recompute":
-            assert opened.run(HOST_CELLS) == [4, 0], "host blocks are drawn before they are used"
         opened.press_run()
         assert opened.pictures() == pictures
         opened.click("#ask summary")
         step = int(str(preset["step"]).partition("-")[0])  # of "3-scheduled"
         opened.until(f"{STEPS}.every((step) => step === {step})")
+        if name == "three-requests":
+            assert opened.run(HOST_CELLS) == [6], "the host is drawn when a block moves to it"
         kinds.update(kind for run in runs for events in run.events for kind in events)
     assert kinds >= {"copy", "preempt", "swap", "hit", "evict", "fork", "beams", "chunk"}
 
