@@ -11,9 +11,10 @@ So an unfinished text leaves out its end while later tokens could still change i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from nanopaged.config import Params
@@ -160,12 +161,12 @@ class StopRules:
         stop_token_ids = frozenset(params.stop_token_ids)
         if params.ignore_eos:
             eos_token_ids = frozenset()
-        max_tokens = params.max_tokens or max_model_len
+        max_length = num_prompt_tokens + (params.max_tokens or max_model_len)
         return cls(
             token_ids=eos_token_ids | stop_token_ids,
             eos_token_ids=eos_token_ids - stop_token_ids,
             min_length=num_prompt_tokens + params.min_tokens,
-            max_length=min(num_prompt_tokens + max_tokens, max_model_len),
+            max_length=min(max_length, max_model_len),
         )
 
 
@@ -184,7 +185,7 @@ def render_chat(
     """The text of a conversation in the model's own template, up to where its answer begins.
 
     Messages reach the template as they are. If it cannot take them so, parts become lines of one
-    text, and a missing content becomes an empty one.
+    text, and a missing content becomes an empty one. (transformers leaves out what is None.)
 
     Args:
         options: of transformers' `apply_chat_template`, or of the template itself.
@@ -193,51 +194,42 @@ def render_chat(
         TypeError, ValueError: the conversation is malformed or empty, no chat template works, or
             the template does not use an option.
     """
+    options = options or {}
     if not all(isinstance(message, dict) for message in messages):
         raise TypeError(f"a conversation is a list of {{'role', 'content'}}, got {messages!r}")
     if not messages:
         raise ValueError("the conversation is empty: it needs at least one message")
-    options = {"continue_final_message": False} | (options or {})
     if tokenizer is None or not (options.get("chat_template") or tokenizer.chat_template):
         raise ValueError("this model has no chat template: use generate, or give 'chat_template'")
-    given = []
-    for message in messages:  # without None, as in transformers: templates ask what is defined
-        given.append({name: value for name, value in message.items() if value is not None})
-    texts = [message | {"content": _text_of(message)} for message in given]
-    all_options: dict[str, Any] = {"add_generation_prompt": not options["continue_final_message"]}
-    all_options |= options | {"tokenize": False}
+    texts = [message | {"content": _text_of(message)} for message in messages]
+    defaults = {"add_generation_prompt": not options.get("continue_final_message")}
+    render = partial(tokenizer.apply_chat_template, **defaults | options | {"tokenize": False})
     try:
-        if given != texts and _takes(tokenizer, given, all_options):
-            texts = given
-        text = str(tokenizer.apply_chat_template(texts, **all_options))
+        text = str(render(messages if _takes(render, messages) else texts))
     except Exception as error:  # a template is a program, so it may raise anything
         raise ValueError(f"the chat template fails: {type(error).__name__}: {error}") from error
     _check_options(tokenizer, options)
     return text
 
 
-def _takes(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], options: dict[str, Any]
-) -> bool:
+def _takes(render: Callable[[Any], Any], messages: SequenceOf[Message]) -> bool:
     """Whether the template writes messages with parts or without a content.
 
     Instead of looping over the parts, a template may fail, drop them, or print the list. So their
     texts are marks in a trial run, and all marks must come out.
     """
     num_parts = 0
-    marked: list[Any] = []
+    marked = []
     for message in messages:
-        content = message.get("content", "")
-        if not isinstance(content, str):
+        content = message.get("content")
+        if isinstance(content, list | tuple):
             num_parts += len(content)
-            content = [part | {"text": MARK} for part in content]
-            message = message | {"content": content}
+            message = message | {"content": [{"type": "text", "text": MARK}] * len(content)}
         marked.append(message)
     try:
-        text = str(tokenizer.apply_chat_template(marked, **options))
+        return str(render(marked)).count(MARK) >= num_parts
     except Exception:
         return False
-    return text.count(MARK) >= num_parts
 
 
 def _check_options(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> None:
