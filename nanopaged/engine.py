@@ -130,13 +130,14 @@ class LLMEngine:
         if config.trace is not None:
             from nanopaged.trace import Recorder
 
-            recorder = Recorder(
-                config.trace,
-                scheduler=self.scheduler,
-                tokenizer=self.tokenizer,
-                model_name=self.model_name,
+            self.listeners.append(
+                Recorder(
+                    config.trace,
+                    scheduler=self.scheduler,
+                    tokenizer=self.tokenizer,
+                    model_name=self.model_name,
+                )
             )
-            self.listeners.append(recorder)
 
     def step(self) -> list[RequestOutput]:
         """Compute one batch. Returns the outputs of the requests that got a token or have ended.
