@@ -27,7 +27,6 @@ from typing import Any
 
 import nanopaged  # `nanopaged.LLM` imports PyTorch, which takes seconds, when it is first used
 from nanopaged import RequestOutput, SamplingParams
-from nanopaged.block_manager import blocks_needed
 from nanopaged.terminal import one_line, run_program
 
 
@@ -105,7 +104,7 @@ def describe(output: RequestOutput, llm: nanopaged.LLM) -> str:
     """Return what an answer took: "148 tokens, 112 from the cache, 10 blocks"."""
     num_tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
     # The K/V of the last token is not computed, so it has no slot.
-    num_blocks = blocks_needed(num_tokens - 1, llm.engine.config.block_size)
+    num_blocks = -(-(num_tokens - 1) // llm.engine.config.block_size)
     return f"{num_tokens} tokens, {output.num_cached_tokens} from the cache, {num_blocks} blocks"
 
 
