@@ -27,7 +27,7 @@ from statistics import median
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.model.checkpoint import find_model
@@ -35,15 +35,15 @@ from nanopaged.model.model_config import read_model_config
 from nanopaged.terminal import load_fork, one_line, run_program
 
 Requests = list[tuple[list[int], int]]  # token ids of a prompt, number of tokens to generate
-ROOT = Path(__file__).resolve().parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size"]
-SIZES += ["num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"]
-SHAPES = {  # name → the sizes in this order
-    "test": [2, 64, 96, 4, 2, 16, 12000],
-    "28m": [6, 384, 1024, 6, 2, 64, 32000],
-    "100m": [12, 768, 2048, 12, 4, 64, 32000],
-    "qwen3-0.6b": [28, 1024, 3072, 16, 8, 128, 151936],
+SIZES = {  # field of a config → shape → its size
+    "num_hidden_layers": {"test": 2, "28m": 6, "100m": 12, "qwen3-0.6b": 28},
+    "hidden_size": {"test": 64, "28m": 384, "100m": 768, "qwen3-0.6b": 1024},
+    "intermediate_size": {"test": 96, "28m": 1024, "100m": 2048, "qwen3-0.6b": 3072},
+    "num_attention_heads": {"test": 4, "28m": 6, "100m": 12, "qwen3-0.6b": 16},
+    "num_key_value_heads": {"test": 2, "28m": 2, "100m": 4, "qwen3-0.6b": 8},
+    "head_dim": {"test": 16, "28m": 64, "100m": 64, "qwen3-0.6b": 128},
+    "vocab_size": {"test": 12000, "28m": 32000, "100m": 32000, "qwen3-0.6b": 151936},
 }
 
 
@@ -69,7 +69,7 @@ def make_parser() -> ArgumentParser:
     on_gpu = DEVICE.type == "cuda"
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--shape", default="qwen3-0.6b" if on_gpu else "100m", choices=SHAPES, help="sizes of the model")
+    add("--shape", default="qwen3-0.6b" if on_gpu else "100m", choices=SIZES["head_dim"], help="model sizes")
     add("--dtype", default="bfloat16" if on_gpu else "float32", choices=["float32", "bfloat16", "float16"])
     add("--model", help="a model folder or hub id, instead of random weights")
     add("--requests", type=int, default=256 if on_gpu else 32)
@@ -88,12 +88,15 @@ def make_parser() -> ArgumentParser:
 
 def save_random_weights(folder: str, args: Namespace) -> None:
     """Save a checkpoint that all sides load."""
-    sizes = dict(zip(SIZES, SHAPES[args.shape], strict=True))
-    config = AutoConfig.for_model("qwen3", **sizes, max_position_embeddings=4096, tie_word_embeddings=True)
     torch.manual_seed(args.seed)
-    with DEVICE:
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
+    model = AutoModelForCausalLM.from_config(make_config(args.shape), dtype=getattr(torch, args.dtype))
     model.save_pretrained(folder)
+
+
+def make_config(shape: str) -> PreTrainedConfig:
+    """The config of a Qwen3 model."""
+    sizes = {field: by_shape[shape] for field, by_shape in SIZES.items()}
+    return AutoConfig.for_model("qwen3", **sizes, max_position_embeddings=4096, tie_word_embeddings=True)
 
 
 def compare(model: str, args: Namespace) -> None:
@@ -125,19 +128,17 @@ def draw_requests(vocab_size: int, args: Namespace) -> Requests:
 
 def make_sides(model: str, requests: Requests, args: Namespace) -> dict[str, Callable[[], float]]:
     """The name of each side → the function that runs it, and returns seconds."""
-    if args.baseline and args.baseline != "hf":
-        if not Path(args.baseline, "nanopaged").is_dir():
-            raise ValueError(f"{args.baseline} is neither hf nor a checkout of nanopaged")
-        return {
-            "nanopaged": partial(run_checkout, model, requests, folder=ROOT),
-            f"nanopaged in {args.baseline}": partial(run_checkout, model, requests, folder=args.baseline),
-        }
     make_llm = load_fork(args.fork) if args.fork else LLM
     sides = {"nanopaged": lambda: measure(make_llm(model, dtype=args.dtype, **args.options), requests)}
     if args.baseline == "hf":
         for size in sorted({args.requests // 4 or 1, args.requests // 2 or 1, args.requests}):
             run_side = partial(run_static, model, requests, dtype=args.dtype, size=size)
             sides[f"transformers, static batches of {size}"] = run_side
+    elif args.baseline:
+        if not Path(args.baseline, "nanopaged").is_dir():
+            raise ValueError(f"{args.baseline} is neither hf nor a checkout of nanopaged")
+        sides["nanopaged"] = partial(run_checkout, model, requests, Path(__file__).parent, fork=args.fork)
+        sides[f"nanopaged in {args.baseline}"] = partial(run_checkout, model, requests, args.baseline)
     return sides
 
 
@@ -159,13 +160,12 @@ def measure(llm: LLM, requests: Requests) -> float:
     return seconds
 
 
-def run_checkout(model: str, requests: Requests, folder: str | Path) -> float:
+def run_checkout(model: str, requests: Requests, folder: str | Path, fork: str | None = None) -> float:
     """Run this program in a new process that imports the package `nanopaged` of the folder."""
     code = f"import runpy, sys; sys.path[0] = {str(folder)!r}; "
-    code += f"runpy.run_path({str(ROOT / 'bench.py')!r}, run_name='__main__')"
-    command = [sys.executable, "-c", code, *sys.argv[1:], "--model", model, "--repeat=1", "--baseline="]
-    if folder != ROOT:
-        command.append("--fork=")
+    code += f"runpy.run_path({__file__!r}, run_name='__main__')"
+    options = ["--model", model, "--repeat=1", "--baseline=", f"--fork={fork or ''}"]
+    command = [sys.executable, "-c", code, *sys.argv[1:], *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     rate = re.search(r"^nanopaged +([\d.]+) output tokens/s", done.stdout, re.MULTILINE)
     if rate is None:
@@ -182,11 +182,10 @@ def run_static(model: str, requests: Requests, dtype: str, size: int) -> float:
     hf.generate(warm_up, attention_mask=warm_up, max_new_tokens=3, **options)
     start = time.perf_counter()
     for i in range(0, len(requests), size):
-        batch = requests[i : i + size]
-        prompts = [torch.tensor(prompt, device=DEVICE) for prompt, _ in batch]
+        prompts = [torch.tensor(prompt, device=DEVICE) for prompt, _ in requests[i : i + size]]
         ids = pad_sequence(prompts, batch_first=True, padding_side="left")
         mask = pad_sequence([torch.ones_like(p) for p in prompts], batch_first=True, padding_side="left")
-        longest = max(n for _, n in batch)
+        longest = max(n for _, n in requests[i : i + size])
         hf.generate(ids, attention_mask=mask, min_new_tokens=longest, max_new_tokens=longest, **options)
     return time.perf_counter() - start
 

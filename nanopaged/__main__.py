@@ -20,6 +20,7 @@ from __future__ import annotations
 import signal
 import sys
 from argparse import SUPPRESS, ArgumentParser, RawTextHelpFormatter
+from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import Any
@@ -34,19 +35,7 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
     is_terminal = sys.stdin.isatty()
     turns = []
     blocks: object = "there is no answer yet"
-    num_interrupts = 0  # at the prompt, in succession
-    while num_interrupts < 2:
-        try:
-            line = input("> " if is_terminal else "")
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            num_interrupts += 1
-            print()
-            continue
-        num_interrupts = 0
-        if line == "/quit":
-            return
+    while (line := read_line("> " if is_terminal else "")) != "/quit":
         if line == "/blocks":
             print(blocks)
         elif line == "/stats":
@@ -59,54 +48,73 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
         elif line.startswith("/"):
             print(f"there is no command {line}: /help lists them")
         elif line:
-            question = {"role": "user", "content": line}
+            turns.append({"role": "user", "content": line})
             try:
-                stream = llm.stream(make_prompt(llm, [*turns, question]), params)
+                stream = llm.stream(make_prompt(llm, turns), params)
             except ValueError as error:  # such as a conversation that has grown too long
                 print(f"{one_line(error)}; /reset forgets the conversation")
+                turns.pop()
                 continue
             text = ""
             output = None
-            signal.signal(signal.SIGINT, first_interrupt)
-            with suppress(KeyboardInterrupt), closing(stream):
-                for output in stream:
-                    longer_text = output.outputs[0].text
-                    print(longer_text[len(text) :], end="", flush=True)
-                    text = longer_text
-                    if not output.finished:
-                        blocks = llm.engine.snapshot()
-                    if signal.getsignal(signal.SIGINT) is not first_interrupt:
-                        break
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for output in until_interrupted(stream):
+                longer_text = output.outputs[0].text
+                print(longer_text[len(text) :], end="", flush=True)
+                text = longer_text
+                if not output.finished:
+                    blocks = llm.engine.snapshot()
             print()
+            turns.append({"role": "assistant", "content": text})
             if is_terminal and output is not None:
-                print(describe(output, number=len(turns) // 2 + 1, llm=llm))
-            turns += [question, {"role": "assistant", "content": text}]
+                print(f"turn {len(turns) // 2}: {describe(output, llm)}")
 
 
-def describe(output: RequestOutput, number: int, llm: nanopaged.LLM) -> str:
-    """Return what a turn took: "turn 3: 148 tokens, 112 from the cache, 10 blocks"."""
-    num_tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
-    # The K/V of the last token is not computed, so it has no slot.
-    num_blocks = -(-(num_tokens - 1) // llm.engine.config.block_size)
-    cached = output.metrics.num_cached_tokens
-    return f"turn {number}: {num_tokens} tokens, {cached} from the cache, {num_blocks} blocks"
+def read_line(prompt: str) -> str:
+    """Return the next line, or "/quit" at the end of the input and after a second Ctrl-C."""
+    for _ in range(2):
+        try:
+            return input(prompt)
+        except EOFError:
+            break
+        except KeyboardInterrupt:
+            print()
+    return "/quit"
 
 
-def first_interrupt(number: int, frame: object) -> None:
-    """Let a Ctrl-C end the answer after the step, and a second one right then.
+def until_interrupted(stream: Generator[RequestOutput]) -> Iterator[RequestOutput]:
+    """Go through a stream. A Ctrl-C ends it after the step, and a second one right then.
 
     KeyboardInterrupt in a step would lose the step's K/V, and with it the whole prefix cache.
     """
+    signal.signal(signal.SIGINT, first_interrupt)
+    with suppress(KeyboardInterrupt), closing(stream):
+        for output in stream:
+            yield output
+            if signal.getsignal(signal.SIGINT) is not first_interrupt:
+                break
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def first_interrupt(*_: object) -> None:
+    """Let a second Ctrl-C raise KeyboardInterrupt."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def describe(output: RequestOutput, llm: nanopaged.LLM) -> str:
+    """Return what an answer took: "148 tokens, 112 from the cache, 10 blocks"."""
+    num_tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
+    # The K/V of the last token is not computed, so it has no slot.
+    num_blocks = -(-(num_tokens - 1) // llm.engine.config.block_size)
+    return f"{num_tokens} tokens, {output.num_cached_tokens} from the cache, {num_blocks} blocks"
 
 
 def make_prompt(llm: nanopaged.LLM, turns: list[dict[str, str]]) -> str | dict[str, Any]:
     """Return the conversation in the model's chat template; without a template, the text so far."""
     template = getattr(llm.get_tokenizer(), "chat_template", None)
     if template is not None:
-        thinks = "enable_thinking" in template  # by default, as Qwen3's does
-        return llm.chat_prompt(turns, {"enable_thinking": False} if thinks else None)
+        # Qwen3's thinks by default.
+        options = {"enable_thinking": False} if "enable_thinking" in template else None
+        return llm.chat_prompt(turns, options)
     text = ""
     for turn in turns:
         text += turn["content"]

@@ -42,11 +42,10 @@ class Options:
                 self.keep(name, check_int(name, value, minimum))
 
     def check_numbers(self, *names: str, low: float, high: float) -> None:
-        """Raise unless the options are numbers from `low` to `high`. NaN fails both comparisons."""
+        """Raise unless the options are numbers from `low` to `high`. NaN fails the comparisons."""
+        self.check_types(*names, types=Real, description="a number")
         for name in names:
             value = getattr(self, name)
-            if not isinstance(value, Real) or isinstance(value, bool):
-                raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}, but must lie in [{low}, {high}]")
 
@@ -65,12 +64,9 @@ class Options:
 
     def check_list(self, name: str) -> list[Any]:
         """The items of an option that is a list. None is an empty list."""
+        self.check_types(name, types=Iterable | None, description="a list")
         values = getattr(self, name)
-        if values is None:
-            return []
-        if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-            raise TypeError(f"{name} must be a list, got {values!r} ({type(values).__name__})")
-        return list(values)
+        return [] if values is None else list(values)
 
     def keep(self, name: str, value: Any) -> None:
         """Keep a value in its plain form; the classes of options are frozen."""
@@ -123,7 +119,7 @@ class EngineConfig(Options):
     Raises:
         TypeError: an unknown name, or a value of the wrong type.
         ValueError: a value out of its range; the message names the value and the limit.
-        FileNotFoundError: the folder of `trace` is missing.
+        FileNotFoundError: `trace` is not a file in a folder that exists.
     """
 
     model: str | Path | None = None
@@ -149,12 +145,10 @@ class EngineConfig(Options):
     trace: str | Path | None = None
 
     def __post_init__(self) -> None:
-        dtype = str(self.dtype).removeprefix("torch.")  # torch.float16 and its names are welcome
+        # torch.float16 and torch.device("cuda:1") are welcome, and other names of the dtypes.
+        dtype = str(self.dtype).removeprefix("torch.")
         self.keep("dtype", {"half": "float16", "float": "float32"}.get(dtype, dtype))
-        if type(self.device).__module__ == "torch":
-            self.keep("device", str(self.device))
-        self.check_types("model", types=str | Path | None, description="a folder, a hub id or None")
-        self.check_types("device", types=str, description="a name such as 'cpu' or 'cuda:0'")
+        self.keep("device", str(self.device))
         self.check_choice("dtype", DTYPES)
         self.check_choice("preemption", ("auto", "swap", "recompute"))
         self.check_choice("attention_backend", ATTENTION_BACKENDS)
@@ -176,18 +170,12 @@ class EngineConfig(Options):
             description="True or False",
         )
         if self.trace is not None:
-            self._check_trace(self.trace)
-
-    def _check_trace(self, trace: str | Path) -> None:
-        """Raise unless a file of this name can be written."""
-        self.check_types("trace", types=str | Path, description="a file name such as 'run.html'")
-        path = Path(trace).absolute()
-        if path.is_dir():
-            raise ValueError(f"trace is {str(trace)!r}, which is a folder: name a file in it")
-        if not path.parent.is_dir():
-            raise FileNotFoundError(
-                f"trace is {str(trace)!r}, but there is no folder {str(path.parent)!r}"
-            )
+            self.check_types("trace", types=str | Path, description="a file name like 'run.html'")
+            path = Path(self.trace).absolute()
+            if path.is_dir() or not path.parent.is_dir():
+                raise FileNotFoundError(
+                    f"trace is {str(self.trace)!r}, but must be a file in a folder that exists"
+                )
 
 
 def choose_lengths(config: EngineConfig, model_limit: int) -> tuple[int, int]:
@@ -244,9 +232,8 @@ class RequestOptions(Options):
                 f"min_tokens is {self.min_tokens}, but max_tokens is only {self.max_tokens}"
             )
         self.check_types("ignore_eos", types=bool, description="True or False")
-        token_ids = []
-        for token_id in self.check_list("stop_token_ids"):
-            token_ids.append(check_int("stop_token_ids", token_id, minimum=0))
+        token_ids = self.check_list("stop_token_ids")
+        token_ids = [check_int("stop_token_ids", token_id, minimum=0) for token_id in token_ids]
         self.keep("stop_token_ids", tuple(token_ids))
 
 
@@ -302,10 +289,9 @@ class SamplingParams(RequestOptions):
         self.check_numbers("frequency_penalty", "presence_penalty", low=-2.0, high=2.0)
         if self.top_p == 0:
             raise ValueError("top_p is 0, but must be above 0: 1 keeps all tokens")
-        if isinstance(self.stop, str):
-            self.keep("stop", [self.stop])
-        self.keep("stop", tuple(self.check_list("stop")))
-        for text in self.stop:
+        stop = [self.stop] if isinstance(self.stop, str) else self.check_list("stop")
+        self.keep("stop", tuple(stop))
+        for text in stop:
             if not isinstance(text, str):
                 raise TypeError(f"stop must be a string or a list of strings, got {text!r}")
             if text == "":

@@ -1,6 +1,6 @@
 """The engine: the loop of continuous batching.
 
-`LLMEngine.run_step` is one turn of it. `Scheduler` chooses the batch, a `Runner` computes it.
+`LLMEngine.run_step` is one turn of it. `Scheduler` chooses the batch, `ModelRunner` computes it.
 """
 
 import time
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import EngineConfig, Params, choose_lengths
@@ -19,7 +19,7 @@ from nanopaged.outputs import EngineStats, RequestOutput
 from nanopaged.parallel import start
 from nanopaged.prompts import Prompt, PromptProcessor
 from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import Request, ScheduledBatch, StepResult
+from nanopaged.sequence import Request, StepResult
 from nanopaged.snapshot import (
     Snapshot,
     check_blocks,
@@ -29,27 +29,14 @@ from nanopaged.snapshot import (
 )
 
 
-class Runner(Protocol):
-    """What computes batches: `ModelRunner`; tests have their own."""
-
-    num_blocks: int
-    num_host_blocks: int
-    dtype: object
-    device: object
-
-    def execute(self, batch: ScheduledBatch) -> StepResult:
-        """Move blocks, compute the scheduled tokens, sample."""
-
-    def cheaper_preemption(self) -> str:
-        """The faster mode of preemption, "swap" or "recompute"; called once for "auto"."""
-
-
 class LLMEngine:
     """Continuous batching over a paged KV cache.
 
     Args:
         config: see `EngineConfig`.
-        runner: computes the batches; None makes a `ModelRunner` with the model of `config`.
+        runner: computes the batches; None makes a `ModelRunner` with the model of `config`. One of
+            another class, as in tests, has `execute`, `cheaper_preemption` (for "auto"),
+            `num_blocks` and `num_host_blocks`.
 
     Attributes:
         config: the options, with the lengths that were chosen for those that were None.
@@ -72,7 +59,7 @@ class LLMEngine:
     make_block_manager = BlockManager
     make_scheduler = Scheduler
 
-    def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
+    def __init__(self, config: EngineConfig, runner: Any = None) -> None:
         if not isinstance(config, EngineConfig):
             raise TypeError(f"config must be an EngineConfig, got {config!r}")
         folder = find_model(config.model, with_weights=config.load_format == "auto")
@@ -96,7 +83,7 @@ class LLMEngine:
                 max_num_batched_tokens=token_budget,
             )
             runner = start(config.tensor_parallel_size, make_runner)
-        self.runner: Runner = runner
+        self.runner = runner
         self.block_manager = self.make_block_manager(
             num_blocks=runner.num_blocks,
             block_size=config.block_size,
@@ -130,13 +117,14 @@ class LLMEngine:
         if config.trace is not None:
             from nanopaged.trace import Recorder
 
-            recorder = Recorder(
-                config.trace,
-                scheduler=self.scheduler,
-                tokenizer=self.tokenizer,
-                model_name=self.model_name,
+            self.listeners.append(
+                Recorder(
+                    config.trace,
+                    scheduler=self.scheduler,
+                    tokenizer=self.tokenizer,
+                    model_name=self.model_name,
+                )
             )
-            self.listeners.append(recorder)
 
     def step(self) -> list[RequestOutput]:
         """Compute one batch. Returns the outputs of the requests that got a token or have ended.

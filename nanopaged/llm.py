@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from threading import RLock, get_ident
+from threading import get_ident
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -45,9 +45,7 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **config: Any) -> None:
         self.engine = self.engine_class(self.engine_class.make_config(model=model, **config))
         self._count = count()
-        self._lock = RLock()  # for the next two
-        self._num_calls = 0  # unfinished calls: one `generate`, or several streams
-        self._thread = 0  # the thread that they belong to
+        self._threads: list[int] = []  # of the unfinished calls: one `generate`, or several streams
 
     def __repr__(self) -> str:
         runner = self.engine.runner
@@ -79,15 +77,10 @@ class LLM:
         # With None there is no bar if the error stream is not a terminal.
         disable = (os.environ.get("TQDM_DISABLE") or None) if use_tqdm else True
         requests = self._make_requests(pair_up(prompts, sampling_params))
-        own = set(requests)  # a step also serves the streams of this thread
-        with (
-            self._call(requests),
-            tqdm(total=len(requests), desc="Generating", unit="prompt", disable=disable) as bar,
-        ):
-            for request in requests:
-                while not request.finished:
-                    advanced = self._step(requests)
-                    bar.update(len([r for r in advanced if r.finished and r in own]))
+        with self._call(requests):
+            for request in tqdm(requests, desc="Generating", unit="prompt", disable=disable):
+                while not request.finished:  # a step serves all requests, also those of streams
+                    self._step(requests)
         return [request.output() for request in requests]
 
     def beam_search(
@@ -184,13 +177,17 @@ class LLM:
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────
 
     def _make_requests(self, pairs: list[tuple[Prompt, Params | None]]) -> list[Request]:
-        """Checked requests without an id."""
+        """Checked requests, which are not queued yet."""
         self._check_thread()
-        return [self.engine.prompts.make_request("", prompt, params) for prompt, params in pairs]
+        requests = []
+        for prompt, params in pairs:
+            request_id = f"llm-{next(self._count)}"
+            requests.append(self.engine.prompts.make_request(request_id, prompt, params))
+        return requests
 
     def _check_thread(self) -> None:
         """Raise RuntimeError while a call of another thread is unfinished."""
-        if self._num_calls > 0 and self._thread != get_ident():
+        if self._threads and self._threads[0] != get_ident():
             raise RuntimeError(
                 "another thread is using this LLM, which serves one thread at a time: "
                 "put a lock around your calls, or send the prompts to one thread"
@@ -199,14 +196,11 @@ class LLM:
     @contextmanager
     def _call(self, requests: list[Request]) -> Iterator[None]:
         """Around a call: queue its requests, and take them out of the engine at the end."""
-        with self._lock:
-            self._check_thread()
-            self._thread = get_ident()
-            self._num_calls += 1
+        thread = get_ident()
+        self._threads.append(thread)
         try:
+            self._check_thread()  # after the append, so that two threads cannot miss each other
             for request in requests:
-                while not request.request_id or request.request_id in self.engine.requests:
-                    request.request_id = f"llm-{next(self._count)}"
                 self.engine.queue(request)
             yield
         finally:
@@ -214,8 +208,7 @@ class LLM:
                 for request in requests:
                     self.engine.forget(request)
             finally:
-                with self._lock:
-                    self._num_calls -= 1
+                self._threads.remove(thread)
 
     def _step(self, requests: list[Request]) -> list[Request]:
         """Run a step of the engine. Returns the requests that got a token.

@@ -4,12 +4,10 @@ The runner has the model and the KV cache. It reads sequences and block tables, 
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -116,8 +114,8 @@ class ModelRunner:
         scale = model_config.attention_scale
         self.attention = self.make_attention(backend, self.kv_cache, scale)
         self.graphs = None
-        can_capture = self.device.type == "cuda" and self.attention.supports_cuda_graphs
-        if can_capture and not config.enforce_eager:
+        is_eager = config.enforce_eager or self.device.type != "cuda"
+        if self.attention.supports_cuda_graphs and not is_eager:
             from nanopaged.cuda_graphs import DecodeGraphs
 
             self.graphs = DecodeGraphs(
@@ -145,8 +143,9 @@ class ModelRunner:
             if inputs.sample_rows:
                 logits = self.model.logits(take_rows(hidden, inputs.sample_rows))
             prompt_logprobs = self.score_prompts(tiles, hidden)
-        no_samples = [[] for _ in batch.sequences]
-        samples = self.sample(batch, logits) if logits is not None else no_samples
+        samples = [[] for _ in batch.sequences]
+        if logits is not None:
+            samples = self.sample(batch, logits)
         return StepResult(samples, prompt_logprobs)
 
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -198,7 +197,11 @@ class ModelRunner:
 def choose_operations(
     backend: str, device: torch.device, dtype: torch.dtype, enforce_eager: bool
 ) -> Operations:
-    """Fused versions of a layer's small operations where this device has them, else plain ones."""
+    """Fused versions of a layer's small operations where this device has them, else plain ones.
+
+    torch.compile keeps eight versions of a function in a process, for all engines together. It runs
+    what needs a ninth one uncompiled, and warns.
+    """
     if backend == "cpp":
         return Operations(
             partial(add_norm, norm=cpp.rms_norm),
@@ -207,20 +210,9 @@ def choose_operations(
             packed_linear=cpp.PackedLinear if cpp.has_linear(dtype) else None,
         )
     if device.type == "cuda" and not enforce_eager:
+        compiled = partial(torch.compile, dynamic=True)  # for any number of tokens
         return Operations(compiled(add_norm), compiled(norm_rotate_to_compile), compiled(silu_mul))
     return PLAIN
-
-
-def compiled(function: FunctionType) -> Callable[..., Any]:
-    """The function by torch.compile, for any number of tokens.
-
-    torch.compile keeps eight versions of a code object, and then runs it uncompiled. Each engine
-    compiles a copy of its own, so that other engines do not use these up.
-    """
-    copy = FunctionType(
-        function.__code__.replace(), function.__globals__, argdefs=function.__defaults__
-    )
-    return torch.compile(copy, dynamic=True)
 
 
 def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[PromptTile]]:

@@ -6,8 +6,10 @@ What this model or pool cannot serve is refused here, before it is queued.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from nanopaged.block_manager import blocks_needed
@@ -25,30 +27,25 @@ both. Prompts with different values of "cache_salt" in it share no K/V."""
 MAX_TOKEN_LENGTH = 1024  # characters, more than any known tokenizer joins in one token
 
 
+@dataclass
 class PromptProcessor:
     """Checks prompts and parameters against the limits of one engine, and makes requests of them.
 
-    Args:
+    Fields:
         num_blocks: blocks of the whole KV cache.
         eos_token_ids: the model's end-of-sequence tokens.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        tokenizer: PreTrainedTokenizerBase | None,
-        vocab_size: int,
-        num_blocks: int,
-        max_model_len: int,
-        eos_token_ids: frozenset[int],
-    ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.num_blocks = num_blocks
-        self.max_model_len = max_model_len
-        self.eos_token_ids = frozenset(token for token in eos_token_ids if token < vocab_size)
-        self._seeds = random.Random(config.seed)
+    config: EngineConfig
+    tokenizer: PreTrainedTokenizerBase | None
+    vocab_size: int
+    num_blocks: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+    def __post_init__(self) -> None:
+        self.eos_token_ids &= frozenset(range(self.vocab_size))
+        self._seeds = random.Random(self.config.seed)
 
     def make_request(
         self, request_id: str, prompt: Prompt, params: Params | None = None
@@ -78,7 +75,7 @@ class PromptProcessor:
             max_model_len=self.max_model_len,
         )
         self._check_lengths(len(token_ids), params, rules)
-        self._check_params(params, rules)
+        self._check_params(params)
         request = Request(
             request_id=request_id,
             prompt=text,
@@ -140,7 +137,7 @@ class PromptProcessor:
                 f"whole pool has {self.num_blocks}: shorten it, lower max_tokens, or add blocks"
             )
 
-    def _check_params(self, params: Params, rules: StopRules) -> None:
+    def _check_params(self, params: Params) -> None:
         """Raise ValueError if the params ask for what this model does not have."""
         if params.stop:
             self._check_stop_strings(params.stop)
@@ -150,11 +147,6 @@ class PromptProcessor:
                 f"logprobs is {num_logprobs}, but the vocabulary has {self.vocab_size} tokens"
             )
         check_token_ids(params.stop_token_ids, self.vocab_size, kind="stop token")
-        if params.min_tokens > 0 and len(rules.token_ids) == self.vocab_size:
-            raise ValueError(
-                f"min_tokens is {params.min_tokens}, but stop_token_ids has all {self.vocab_size} "
-                "tokens (end-of-sequence included): leave out one that may be drawn"
-            )
 
     def _check_stop_strings(self, stop: SequenceOf[str]) -> None:
         """Raise ValueError if one of them can be in no output."""
@@ -191,10 +183,9 @@ def prompt_as_dict(prompt: Any) -> Mapping[str, Any]:
                 f"these are the tokens of {len(prompts)} texts: give them to LLM.generate"
             )
         prompt = prompts[0]
-    text = prompt.get("prompt")
     salt = prompt.get("cache_salt")
     unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
-    if unknown or not isinstance(text, str | None):
+    if unknown or not isinstance(prompt.get("prompt"), str | None):
         raise ValueError(
             "a prompt as a dict has a 'prompt' text or 'prompt_token_ids', and may have a "
             f"'cache_salt' (messages are for chat: llm.chat(messages, params)); got {prompt!r}"
@@ -215,10 +206,11 @@ def check_token_ids(token_ids: Any, vocab_size: int, kind: str = "token") -> lis
     if not isinstance(token_ids, SequenceOf) or isinstance(token_ids, bytes):
         raise TypeError(f"a prompt is a str or a list of token ids, got {type(token_ids).__name__}")
     for token_id in token_ids:
-        if isinstance(token_id, Mapping):
-            raise ValueError(f"messages are for chat: llm.chat(messages, params); got {token_id!r}")
         if not is_int(token_id):
-            raise TypeError(f"{kind} ids must be ints, got {token_id!r} in the prompt")
+            raise TypeError(
+                f"{kind} ids must be ints, got {token_id!r} "
+                "(messages are for chat: llm.chat(messages, params))"
+            )
         if not 0 <= token_id < vocab_size:
             raise ValueError(
                 f"{kind} id {token_id} is outside the vocabulary of {vocab_size} tokens"
@@ -230,10 +222,8 @@ def encoded_prompts(encoding: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The texts in the output of a transformers tokenizer as prompts, without padding."""
     rows = as_rows(encoding["input_ids"])
     if encoding.get("attention_mask") is not None:
-        padded = zip(rows, as_rows(encoding["attention_mask"]), strict=True)
-        rows = []
-        for row, mask in padded:
-            rows.append([token_id for token_id, is_text in zip(row, mask, strict=True) if is_text])
+        masks = as_rows(encoding["attention_mask"])
+        rows = [list(compress(row, mask)) for row, mask in zip(rows, masks, strict=True)]
     salt = encoding.get("cache_salt")
     return [{"prompt_token_ids": row, "cache_salt": salt} for row in rows]
 
@@ -254,10 +244,8 @@ def pair_up(prompts: Any, params: Any) -> list[tuple[Prompt, Params | None]]:
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         prompts = encoded_prompts(prompts)
     prompts = as_list(prompts)
-    is_many = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
-    if is_many:
-        prompts = list(prompts)
-    if not is_many or (prompts and is_int(prompts[0])):  # the token ids of one prompt
+    is_list = isinstance(prompts, SequenceOf) and not isinstance(prompts, str)
+    if not is_list or (prompts and is_int(prompts[0])):  # a text, a dict, or token ids
         prompts = [prompts]
     if not isinstance(params, SequenceOf):
         params = [params] * len(prompts)

@@ -42,5 +42,5 @@ def load_fork(file: str) -> Any:
 
 def one_line(error: object) -> str:
     """Return a message without the line breaks and control characters that a file may bring in."""
-    printable = [char if char.isprintable() else " " for char in str(error)]
-    return " ".join("".join(printable).split())
+    line = " ".join(str(error).split())
+    return "".join(filter(str.isprintable, line))

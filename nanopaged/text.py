@@ -11,9 +11,10 @@ So an unfinished text leaves out its end while later tokens could still change i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from nanopaged.config import Params
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"  # a decoder's character for bytes that are not (yet) a whole character
-WINDOW = 4  # tokens decoded again before a new one: at least 4 bytes, the most of one character
+WINDOW = 4  # tokens that are decoded again before new ones; they have all bytes of a character
 
 
 @lru_cache(maxsize=4)
@@ -47,96 +48,86 @@ class Detokenizer:
         self.stop = stop
         self.text = ""  # final, and cut before a stop string
         self._stopped = False  # whether a stop string was found
-        self._num_read = 0  # output tokens decoded so far
-        self._window: list[int] = []  # last tokens, decoded once more
-        self._num_shown = 0  # characters of the decoded window in `text`
+        self._num_read = 0  # output tokens read so far
+        self._context: list[int] = []  # the last tokens whose text is in `text`
+        self._waiting: list[int] = []  # byte tokens after them
 
     def find_stop(self, token_ids: list[int]) -> str | None:
-        """Decode the output so far. Returns the stop string that its last token completed, or None.
+        """Read the output so far. Returns the stop string that its last token completed, or None.
 
-        The text is cut before the stop string that begins first.
+        The text is cut before the stop string that begins first. One that was complete before the
+        last token does not count, because it came before `min_tokens`.
 
             stop = "END", text "...E", last token "ND.": the search begins len("END") - 1 = 2
             characters before the new text
         """
-        num_searched = len(self._read_whole(token_ids[self._num_read : -1]))
-        text = self._read_whole(token_ids[-1:])
+        num_searched = len(self._read(token_ids[:-1]))
+        text = self._read(token_ids)
         first_stop = None
         first_begin = len(text)
         for stop in self.stop:
             begin = text.find(stop, max(0, num_searched - len(stop) + 1))
             if 0 <= begin < first_begin:
-                first_begin = begin
                 first_stop = stop
+                first_begin = begin
         if first_stop is not None:
             self.text = text[:first_begin]
             self._stopped = True
         return first_stop
 
-    def _read_whole(self, token_ids: list[int]) -> str:
-        """Decode the next tokens. Returns the text with all whole characters, final or not."""
-        self._read(token_ids)
-        rest = self._decode(self._window)[self._num_shown :]
-        return self.text if rest.endswith(REPLACEMENT) else self.text + rest
-
     def visible(self, token_ids: list[int], finished: bool) -> str:
         """The text of the output `token_ids`, as far as it is final.
 
-        An unfinished text leaves out an end that could still become another character or a stop
-        string.
+        An unfinished text leaves out an end that could still become another character, and as many
+        characters as could begin the longest stop string.
         """
         if self._stopped:
             return self.text
         if finished:
             return self._decode(token_ids)
-        self._read(token_ids[self._num_read :])
-        begins = [possible_begin(self.text, stop) for stop in self.stop]
-        return self.text[: min(begins, default=None)]
+        self._read(token_ids)
+        longest = max(map(len, self.stop), default=1)
+        return self.text[: max(0, len(self.text) - longest + 1)]
 
-    def _read(self, token_ids: list[int]) -> None:
-        """Decode the next tokens, and add the characters that no later token can change to `text`.
+    def _read(self, token_ids: list[int]) -> str:
+        """Read the output's new tokens. Returns the text so far, with all whole characters.
+
+        What no later token can change is added to `text`. Byte tokens at the end wait for the token
+        after them, because a decoder reads a run of them as one text: an invalid byte after the
+        three of "€" turns all four into REPLACEMENT.
+        """
+        special_ids, byte_ids = special_and_byte_ids(self.tokenizer)
+        new = token_ids[self._num_read :]
+        self._num_read += len(new)
+        unread = self._waiting + [token_id for token_id in new if token_id not in special_ids]
+        end = len(unread)
+        while end > 0 and unread[end - 1] in byte_ids:
+            end -= 1
+        self.text += self._added(unread[:end])
+        # New lists, because a copy may have the old ones.
+        self._context = (self._context + unread[:end])[-WINDOW:]
+        self._waiting = unread[end:]
+        return self.text + self._added(self._waiting).rstrip(REPLACEMENT)
+
+    def _added(self, token_ids: list[int]) -> str:
+        """The text that tokens add to `text`, without a character that is not whole yet.
 
         Some decoders drop the space before a first word, so tokens are decoded after the ones
         before them:
 
-            window "▁To" is "To", window "▁To" "▁be" is "To be": the text grows by " be"
+            context "▁To" is "To", with "▁be" it is "To be": the text grows by " be"
 
-        Bytes that are not a whole character yet are decoded to one REPLACEMENT, which is left out.
-        Byte tokens wait for the token after them, because a decoder reads a run of them as one
-        text: an invalid byte after the three of "€" turns all four into REPLACEMENT.
+        A context may begin in the middle of a character, but it ends as the whole text does. If
+        that is with half a character, both texts have one REPLACEMENT for it, which is left out.
         """
-        special_ids, byte_ids = special_and_byte_ids(self.tokenizer)
-        self._num_read += len(token_ids)
-        new = [token_id for token_id in token_ids if token_id not in special_ids]
-        self._window = self._window + new  # a new list, because a copy may have the old one
-        end = len(self._window)
-        while end > 0 and self._window[end - 1] in byte_ids:
-            end -= 1
-        text = self._decode(self._window[:end])
-        num_final = len(text.removesuffix(REPLACEMENT))
-        if num_final > self._num_shown:
-            self.text += text[self._num_shown : num_final]
-            self._num_shown = num_final
-        if end > 2 * WINDOW:
-            # A shorter window may begin in the middle of a character, but its hidden end is the
-            # same: window "…쀤�" becomes "��쀤�", of which again only the last character is hidden.
-            num_hidden = len(text) - self._num_shown
-            self._window = self._window[end - WINDOW :]
-            self._num_shown = len(self._decode(self._window[:WINDOW])) - num_hidden
+        if not token_ids:
+            return ""
+        before = self._decode(self._context).removesuffix(REPLACEMENT)
+        text = self._decode(self._context + token_ids).removesuffix(REPLACEMENT)
+        return text[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
-
-
-def possible_begin(text: str, stop: str) -> int:
-    """Where the longest end of `text` begins that could become `stop`; or the length of `text`.
-
-    text = "to be or E", stop = "END": 9
-    """
-    begin = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-    while begin >= 0 and not stop.startswith(text[begin:]):
-        begin = text.find(stop[0], begin + 1)
-    return begin if begin >= 0 else len(text)
 
 
 # ── what ends an output ─────────────────────────────────────────────────────────────────────────
@@ -170,12 +161,12 @@ class StopRules:
         stop_token_ids = frozenset(params.stop_token_ids)
         if params.ignore_eos:
             eos_token_ids = frozenset()
-        max_tokens = params.max_tokens or max_model_len
+        max_length = num_prompt_tokens + (params.max_tokens or max_model_len)
         return cls(
             token_ids=eos_token_ids | stop_token_ids,
             eos_token_ids=eos_token_ids - stop_token_ids,
             min_length=num_prompt_tokens + params.min_tokens,
-            max_length=min(num_prompt_tokens + max_tokens, max_model_len),
+            max_length=min(max_length, max_model_len),
         )
 
 
@@ -194,7 +185,7 @@ def render_chat(
     """The text of a conversation in the model's own template, up to where its answer begins.
 
     Messages reach the template as they are. If it cannot take them so, parts become lines of one
-    text, and a missing content becomes an empty one.
+    text, and a missing content becomes an empty one. (transformers leaves out what is None.)
 
     Args:
         options: of transformers' `apply_chat_template`, or of the template itself.
@@ -203,51 +194,42 @@ def render_chat(
         TypeError, ValueError: the conversation is malformed or empty, no chat template works, or
             the template does not use an option.
     """
+    options = options or {}
     if not all(isinstance(message, dict) for message in messages):
         raise TypeError(f"a conversation is a list of {{'role', 'content'}}, got {messages!r}")
     if not messages:
         raise ValueError("the conversation is empty: it needs at least one message")
-    options = {"continue_final_message": False} | (options or {})
     if tokenizer is None or not (options.get("chat_template") or tokenizer.chat_template):
         raise ValueError("this model has no chat template: use generate, or give 'chat_template'")
-    given = []
-    for message in messages:  # without None, as in transformers: templates ask what is defined
-        given.append({name: value for name, value in message.items() if value is not None})
-    texts = [message | {"content": _text_of(message)} for message in given]
-    all_options: dict[str, Any] = {"add_generation_prompt": not options["continue_final_message"]}
-    all_options |= options | {"tokenize": False}
+    texts = [message | {"content": _text_of(message)} for message in messages]
+    defaults = {"add_generation_prompt": not options.get("continue_final_message")}
+    render = partial(tokenizer.apply_chat_template, **defaults | options | {"tokenize": False})
     try:
-        if given != texts and _takes(tokenizer, given, all_options):
-            texts = given
-        text = str(tokenizer.apply_chat_template(texts, **all_options))
+        text = str(render(messages if _takes(render, messages) else texts))
     except Exception as error:  # a template is a program, so it may raise anything
         raise ValueError(f"the chat template fails: {type(error).__name__}: {error}") from error
     _check_options(tokenizer, options)
     return text
 
 
-def _takes(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], options: dict[str, Any]
-) -> bool:
+def _takes(render: Callable[[Any], Any], messages: SequenceOf[Message]) -> bool:
     """Whether the template writes messages with parts or without a content.
 
     Instead of looping over the parts, a template may fail, drop them, or print the list. So their
     texts are marks in a trial run, and all marks must come out.
     """
     num_parts = 0
-    marked: list[Any] = []
+    marked = []
     for message in messages:
-        content = message.get("content", "")
-        if not isinstance(content, str):
+        content = message.get("content")
+        if isinstance(content, list | tuple):
             num_parts += len(content)
-            content = [part | {"text": MARK} for part in content]
-            message = message | {"content": content}
+            message = message | {"content": [{"type": "text", "text": MARK}] * len(content)}
         marked.append(message)
     try:
-        text = str(tokenizer.apply_chat_template(marked, **options))
+        return str(render(marked)).count(MARK) >= num_parts
     except Exception:
         return False
-    return text.count(MARK) >= num_parts
 
 
 def _check_options(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> None:

@@ -24,8 +24,8 @@ def llm() -> LLM:
 
 def test_what_is_no_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages; and 40 MB of text, which took two minutes and gigabytes to become tokens."""
-    for prompts in (HI, [HI]):
-        with pytest.raises(ValueError, match=r"messages are for chat: llm.chat\(messages, params\)"):
+    for prompts, error in ((HI, ValueError), ([HI], TypeError)):
+        with pytest.raises(error, match=r"messages are for chat: llm.chat\(messages, params\)"):
             llm.generate(prompts, GREEDY, use_tqdm=False)
     tokenizer = llm.get_tokenizer()
     longest = MAX_TOKEN_LENGTH * llm.engine.max_model_len

@@ -50,7 +50,7 @@ def test_what_ends_a_program(
 
 
 def test_one_line() -> None:
-    assert one_line(ValueError("a\n  b\tc\x1b[31m\x00\x9b d")) == "a b c [31m d"
+    assert one_line(ValueError("a\n  b\tc\x1b[31m\x00\x9b d")) == "a b c[31m d"
 
 
 def test_a_fork_says_that_it_runs(

@@ -266,9 +266,9 @@ def test_the_page_is_complete_after_every_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trace", "error", "message"),
     [
-        ("nowhere/run.html", FileNotFoundError, "there is no folder '.*nowhere'"),
-        (".", ValueError, "which is a folder: name a file in it"),
-        (True, TypeError, "trace must be a file name such as 'run.html', got True"),
+        ("nowhere/run.html", FileNotFoundError, "'nowhere/run.html', but must be a file in a folder that"),
+        (".", FileNotFoundError, "'.', but must be a file in a folder that exists"),
+        (True, TypeError, "trace must be a file name like 'run.html', got True"),
     ],
 )
 def test_mistakes(trace: Any, error: type[Exception], message: str) -> None:

@@ -58,14 +58,10 @@ def make_llm(shape: str, dtype: str, model: str = "", seed: int = 0, **config: A
     if model:
         return LLM(model, dtype=dtype, **config)
 
-    from transformers import AutoConfig
-
     import bench
 
-    sizes = dict(zip(bench.SIZES, bench.SHAPES[shape], strict=True))
-    hf_config = AutoConfig.for_model("qwen3", **sizes, max_position_embeddings=4096, tie_word_embeddings=True)
     with tempfile.TemporaryDirectory() as folder:
-        hf_config.save_pretrained(folder)
+        bench.make_config(shape).save_pretrained(folder)
         return LLM(folder, dtype=dtype, load_format="dummy", seed=seed, **config)
 
 

@@ -21,7 +21,6 @@ import torch
 import nanopaged
 from nanopaged import EngineConfig, LLMEngine
 from nanopaged.block_manager import BlockManager
-from nanopaged.engine import Runner
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 
@@ -41,7 +40,7 @@ class Step:
 
 
 def compute(
-    runner: Runner, batch: ScheduledBatch, places: list[Place], before: Future[StepResult] | None
+    runner: Any, batch: ScheduledBatch, places: list[Place], before: Future[StepResult] | None
 ) -> StepResult:
     """The work of the worker: one step, of the twins. If the step `before` has failed, so does this one."""
     if before is not None:
@@ -92,7 +91,7 @@ class OverlappedEngine(LLMEngine):
     make_block_manager = LateBlockManager
     make_scheduler = OverlappedScheduler
 
-    def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
+    def __init__(self, config: EngineConfig, runner: Any = None) -> None:
         if config.trace is not None:
             what = f"trace={str(config.trace)!r} shows one step after the other, but here two overlap"
             raise ValueError(f"{what}: leave it out, or use nanopaged.LLM")
