@@ -43,9 +43,10 @@ class Options:
 
     def check_numbers(self, *names: str, low: float, high: float) -> None:
         """Raise unless the options are numbers from `low` to `high`. NaN fails the comparisons."""
-        self.check_types(*names, types=Real, description="a number")
         for name in names:
             value = getattr(self, name)
+            if not isinstance(value, Real) or isinstance(value, bool):
+                raise TypeError(f"{name} must be a number, got {value!r}")
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}, but must lie in [{low}, {high}]")
 

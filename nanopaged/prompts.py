@@ -75,7 +75,7 @@ class PromptProcessor:
             max_model_len=self.max_model_len,
         )
         self._check_lengths(len(token_ids), params, rules)
-        self._check_params(params)
+        self._check_params(params, rules)
         request = Request(
             request_id=request_id,
             prompt=text,
@@ -137,7 +137,7 @@ class PromptProcessor:
                 f"whole pool has {self.num_blocks}: shorten it, lower max_tokens, or add blocks"
             )
 
-    def _check_params(self, params: Params) -> None:
+    def _check_params(self, params: Params, rules: StopRules) -> None:
         """Raise ValueError if the params ask for what this model does not have."""
         if params.stop:
             self._check_stop_strings(params.stop)
@@ -147,6 +147,11 @@ class PromptProcessor:
                 f"logprobs is {num_logprobs}, but the vocabulary has {self.vocab_size} tokens"
             )
         check_token_ids(params.stop_token_ids, self.vocab_size, kind="stop token")
+        if params.min_tokens > 0 and len(rules.token_ids) == self.vocab_size:
+            raise ValueError(
+                f"min_tokens is {params.min_tokens}, but stop_token_ids has all {self.vocab_size} "
+                "tokens (end-of-sequence included): leave out one that may be drawn"
+            )
 
     def _check_stop_strings(self, stop: SequenceOf[str]) -> None:
         """Raise ValueError if one of them can be in no output."""

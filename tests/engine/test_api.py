@@ -56,6 +56,7 @@ def generate(llm: LLM, prompts: object, params: object) -> list[list[int]]:
         (SamplingParams, "stop", [3], TypeError, "stop must be a string"),
         (SamplingParams, "stop", b"x", TypeError, "stop must be a string or a list of strings, got 120"),
         (SamplingParams, "stop_token_ids", ["a"], TypeError, "stop_token_ids must be an int, got 'a'"),
+        (SamplingParams, "temperature", True, TypeError, "temperature must be a number"),
         (SamplingParams, "prompt_logprobs", True, TypeError, "prompt_logprobs must be an int"),
         (SamplingParams, "repetition_penalty", 0, ValueError, "repetition_penalty is 0"),
         (BeamSearchParams, "beam_width", 0, ValueError, "beam_width is 0"),
@@ -120,12 +121,16 @@ def test_a_bad_prompt_leaves_the_others_alone(
     assert engine.stats().num_used_blocks == 0
 
 
+NOT_7 = [token_id for token_id in range(VOCAB_SIZE) if token_id != 7]  # 7 is end-of-sequence
+
+
 @pytest.mark.parametrize(
     ("request_id", "params", "error", "message"),
     [
         ("x", SamplingParams(stop="x"), ValueError, "stop strings need a tokenizer"),
         ("x", SamplingParams(logprobs=98), ValueError, "logprobs is 98, but the vocabulary has 97"),
         ("x", SamplingParams(stop_token_ids=[97]), ValueError, "stop token id 97"),
+        ("x", SamplingParams(stop_token_ids=NOT_7, min_tokens=2), ValueError, "stop_token_ids has all 97"),
         ("x", {"max_tokens": 3}, TypeError, "must be SamplingParams or BeamSearchParams, got dict"),
         (7, GREEDY, TypeError, "request_id must be a str"),
         ("taken", GREEDY, ValueError, "'taken' is taken"),
