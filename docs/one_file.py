@@ -140,7 +140,8 @@ class Scheduler:
             request = self.waiting[0]
             prefix = self.pool.prefix(request.tokens)
             num_new = math.ceil(len(request.tokens) / BLOCK_SIZE) - len(prefix)
-            num_cached = sum(block in self.pool.cached for block in prefix)  # num_free() counts these, but sharing uses them up
+            # num_free() counts the cached ones, but sharing uses them up.
+            num_cached = sum(block in self.pool.cached for block in prefix)
             if num_new + num_cached > self.pool.num_free():
                 break
             for block in prefix:
