@@ -24,13 +24,7 @@ from nanopaged.kernels import cpp
 from nanopaged.kv_cache import KVCache, KVShape, take_rows, to_device
 from nanopaged.memory import cheaper_preemption, count_blocks, pick_device, pick_dtype
 from nanopaged.model.checkpoint import load_model
-from nanopaged.model.decoder import (
-    PLAIN,
-    Operations,
-    add_norm,
-    norm_rotate_to_compile,
-    silu_mul,
-)
+from nanopaged.model.decoder import PLAIN, Operations, add_norm, norm_rotate, silu_mul
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.outputs import Logprobs
 from nanopaged.parallel import Ranks
@@ -207,7 +201,7 @@ def choose_operations(
             packed_linear=cpp.PackedLinear if cpp.has_linear(dtype) else None,
         )
     if device.type == "cuda" and not enforce_eager:
-        return Operations(compiled(add_norm), compiled(norm_rotate_to_compile), compiled(silu_mul))
+        return Operations(compiled(add_norm), compiled(norm_rotate), compiled(silu_mul))
     return PLAIN
 
 

@@ -21,18 +21,8 @@ from nanopaged.parallel import Ranks
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """x / √(mean(x²) + ε) · w over the last dimension of x, computed in float32 (arXiv 1910.07467).
-
-    On a CPU, `F.rms_norm` makes several temporary tensors. This function makes one, and changes it
-    in place.
-    """
-    if x.is_cuda:  # one kernel
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    y = x.to(torch.float32, copy=True)
-    # ‖y‖² / n is mean(y²), without a temporary tensor.
-    mean_square = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-    y = y.mul_(mean_square.add_(eps).rsqrt_()).to(x.dtype)
-    return y if weight is None else y.mul_(weight)
+    """x / √(mean(x²) + ε) · w over the last dimension of x, in float32 (arXiv 1910.07467)."""
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def add_norm(
@@ -57,47 +47,21 @@ def norm_rotate(
     sin: Tensor,
 ) -> Tensor:
     """Normalise the queries and keys of the new tokens, if there are weights, and rotate them.
+    Nothing is changed in place, so torch.compile makes one kernel of it.
+
 
     Args:
-        qk: [num_tokens, heads, head_dim], like the result. The first `num_q` heads are queries. The
-            function may change this tensor.
+        qk: [num_tokens, heads, head_dim], like the result. The first `num_q` heads are queries.
         weights: the weights of the query norm and of the key norm, each [head_dim].
         cos, sin: the rows of `Rotary` at the tokens' positions.
     """
     if weights is not None:
-        qk = rms_norm(qk, eps)
-        qk[:, :num_q].mul_(weights[0])
-        qk[:, num_q:].mul_(weights[1])
-    rotated = qk * cos
-    first, second = qk.chunk(2, dim=-1)
-    out_first, out_second = rotated.chunk(2, dim=-1)
-    out_first.addcmul_(second, sin, value=-1)
-    out_second.addcmul_(first, sin)
-    return rotated
-
-
-def norm_rotate_to_compile(
-    qk: Tensor,
-    num_q: int,
-    weights: tuple[Tensor, Tensor] | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-) -> Tensor:
-    """`norm_rotate` without changes in place: torch.compile makes one kernel of it, not three.
-
-    The halves of a head are the two rows of [2, half], so `flip` exchanges x_i and x_{i + half}.
-    """
-    half = sin.shape[-1]
-    pairs = qk.unflatten(-1, (2, half))
-    if weights is not None:
-        is_query = torch.arange(qk.shape[1], device=qk.device)[:, None, None] < num_q
         q_weight, k_weight = weights
-        weight = torch.where(is_query, q_weight.view(2, half), k_weight.view(2, half))
-        pairs = F.rms_norm(pairs, (2, half), None, eps) * weight
-    signs = torch.arange(-1, 2, 2, device=qk.device)[:, None]
-    turned = pairs.flip(-2) * (sin.unsqueeze(-2) * signs)
-    return (pairs * cos.unflatten(-1, (2, half)) + turned).flatten(-2)
+        is_query = torch.arange(qk.shape[1], device=qk.device)[:, None] < num_q
+        qk = rms_norm(qk, eps) * torch.where(is_query, q_weight, k_weight)
+    first, second = qk.chunk(2, dim=-1)
+    turned = torch.cat((second * -sin, first * sin), dim=-1)
+    return qk * cos + turned
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
