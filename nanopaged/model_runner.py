@@ -107,7 +107,7 @@ class ModelRunner:
             device=self.device,
             num_host_blocks=self.num_host_blocks,
         )
-        scale = model_config.attention_scale
+        scale = model_config.head_dim**-0.5  # the factor of q · k
         self.attention = self.make_attention(backend, self.kv_cache, scale)
         self.graphs = None
         can_capture = self.device.type == "cuda" and self.attention.supports_cuda_graphs

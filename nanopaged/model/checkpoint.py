@@ -102,8 +102,8 @@ def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
             copy = weights.pop(name)[...].float()
             if copy.shape != frequencies.shape or not copy.allclose(frequencies, rtol=0.05):
                 raise ValueError(
-                    f"{name} in {folder} is not what config.json says, with rope_theta"
-                    f" {model.config.rope_theta} and scaling {model.config.rope_scaling}"
+                    f"{name} in {folder} is not what config.json says, with"
+                    f" {model.config.rope_parameters}"
                 )
     missing = sorted(slots.keys() - weights.keys())[:8]
     unexpected = sorted(weights.keys() - slots.keys())[:8]

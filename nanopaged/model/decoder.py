@@ -172,14 +172,14 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     Llama 3 divides the low frequencies by `factor`, keeps the high ones, and blends in between.
     """
     dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
-    frequencies = 1.0 / config.rope_theta ** (dims / config.head_dim)
-    scaling = config.rope_scaling
-    if scaling is None:
+    rope = config.rope_parameters
+    frequencies = 1.0 / rope["rope_theta"] ** (dims / config.head_dim)
+    if rope["rope_type"] == "default":
         return frequencies
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low = scaling["low_freq_factor"]
-    keep = ((turns - low) / (scaling["high_freq_factor"] - low)).clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / scaling["factor"])
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low = rope["low_freq_factor"]
+    keep = ((turns - low) / (rope["high_freq_factor"] - low)).clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / rope["factor"])
 
 
 class Rotary:
