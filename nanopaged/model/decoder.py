@@ -2,8 +2,8 @@
 
 The model computes a flat batch, in which the tokens of all sequences stand end to end without
 padding. It does not know about sequences, blocks or caches. Only the `attention` function that it
-is given does. A model is created without memory, on PyTorch's meta device; `checkpoint.py` reads
-its weights.
+is given does. A model is created without memory, on PyTorch's meta device; `checkpoint.py` gives it
+memory and reads its weights.
 """
 
 import math
@@ -27,14 +27,13 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
 
 def add_norm(
     x: Tensor,
-    added: Tensor | None,
+    added: Tensor,
     eps: float,
     weight: Tensor,
     norm: Callable[..., Tensor] = rms_norm,
 ) -> tuple[Tensor, Tensor]:
-    """The sum x + added, if there is something to add, and the norm of the sum."""
-    if added is not None:
-        x = x + added
+    """The sum x + added, and its norm."""
+    x = x + added
     return x, norm(x, eps, weight)
 
 
@@ -47,13 +46,13 @@ def norm_rotate(
     sin: Tensor,
 ) -> Tensor:
     """Normalise the queries and keys of the new tokens, if there are weights, and rotate them.
-    Nothing is changed in place, so torch.compile makes one kernel of it.
 
+    Nothing is changed in place, so torch.compile makes one kernel of it.
 
     Args:
         qk: [num_tokens, heads, head_dim], like the result. The first `num_q` heads are queries.
         weights: the weights of the query norm and of the key norm, each [head_dim].
-        cos, sin: the rows of `Rotary` at the tokens' positions.
+        cos, sin: the rows of `rotary_tables` at the tokens' positions.
     """
     if weights is not None:
         q_weight, k_weight = weights
@@ -90,19 +89,8 @@ PLAIN = Operations()
 
 
 def empty_weight(*shape: int) -> nn.Parameter:
-    """A weight of this shape, without memory and without gradient."""
+    """A weight of this shape, without memory (see `load_model`) and without gradient."""
     return nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"), requires_grad=False)
-
-
-def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give the weights of a module memory. A weight that has two names keeps both."""
-    allocated = {}
-    for part in module.modules():
-        for name, weight in list(part.named_parameters(recurse=False)):
-            if weight not in allocated:
-                memory = torch.empty(weight.shape, dtype=dtype, device=device)
-                allocated[weight] = nn.Parameter(memory, requires_grad=False)
-            setattr(part, name, allocated[weight])
 
 
 class Linear(nn.Module):
@@ -123,17 +111,13 @@ class Linear(nn.Module):
 
     def pack(self, operations: Operations) -> None:
         """Replace W by a copy in the order in which the kernel reads it, if there is a kernel."""
-        if operations.packed_linear is not None and self.weight is not None:
+        if operations.packed_linear is not None:
             self.packed = operations.packed_linear(self.weight.data, self.bias)
-            self.weight = None  # frees its memory
+            del self.weight  # frees its memory
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, in_features] → [num_tokens, out_features]."""
-        if self.packed is not None:
-            out = self.packed(x)
-        else:
-            assert self.weight is not None
-            out = F.linear(x, self.weight, self.bias)
+        out = self.packed(x) if self.packed is not None else F.linear(x, self.weight, self.bias)
         return out if self.ranks is None else self.ranks.all_reduce(out)
 
 
@@ -146,7 +130,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.add_norm = operations.add_norm
 
-    def forward(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         """x, added [num_tokens, size] → the sum and its norm, of the same shape."""
         return self.add_norm(x, added, self.eps, self.weight)
 
@@ -182,26 +166,23 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     return frequencies * (keep + (1 - keep) / rope["factor"])
 
 
-class Rotary:
+def rotary_tables(
+    config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """The tables of rotary position embedding (Su et al., arXiv 2104.09864), which rotates q and k.
 
     At position p the pair (x_i, x_{i + half}) is rotated by the angle a_i = p · frequency_i:
 
         x_i cos a_i - x_{i + half} sin a_i        x_{i + half} cos a_i + x_i sin a_i
 
-    Attributes:
-        cos: [max_positions, 1, head_dim]. The second half repeats the first.
-        sin: [max_positions, 1, head_dim / 2].
+    Returns:
+        cos [max_positions, 1, head_dim], whose second half repeats the first
+        sin [max_positions, 1, head_dim / 2]
     """
-
-    def compute(
-        self, config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
-        angles = torch.outer(positions, rotary_frequencies(config))[:, None]
-        cos = angles.cos().to(device, dtype)
-        self.cos = torch.cat((cos, cos), dim=-1)
-        self.sin = angles.sin_().to(device, dtype)
+    positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
+    angles = torch.outer(positions, rotary_frequencies(config))[:, None]
+    cos = angles.cos().to(device, dtype)
+    return torch.cat((cos, cos), dim=-1), angles.sin().to(device, dtype)
 
 
 # ── the decoder ───────────────────────────────────────────────────────────────────────────────────
@@ -258,7 +239,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, ranks, operations)
 
     def forward(
-        self, x: Tensor, added: Tensor | None, cos: Tensor, sin: Tensor, attention: AttentionFn
+        self, x: Tensor, added: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn
     ) -> tuple[Tensor, Tensor]:
         """The layer of x + added → two tensors whose sum is its output."""
         x, normed = self.input_layernorm(x, added)
@@ -273,7 +254,13 @@ class Model(nn.Module):
     Args:
         ranks: the ranks that share the model, None if this process has all of it.
         operations: the functions that compute the small operations of all layers.
+
+    Attributes:
+        cos, sin: the `rotary_tables`, once the model is loaded.
     """
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(
         self, config: ModelConfig, ranks: Ranks | None = None, operations: Operations = PLAIN
@@ -281,20 +268,16 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.ranks = ranks
-        self.rotary = Rotary()
         share = config.share(ranks.size if ranks is not None else 1)
         self.share = share  # the sizes of this rank's layers
         embedding = empty_weight(share.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding)
-        layers = [
+        self.layers = nn.ModuleList(
             DecoderLayer(share, layer, ranks=ranks, operations=operations)
             for layer in range(config.num_layers)
-        ]
-        self.layers = nn.ModuleList(layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, operations)
         self.lm_head = Linear(config.hidden_size, share.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
         """input_ids, positions [num_tokens] → hidden states [num_tokens, hidden_size]."""
@@ -302,8 +285,9 @@ class Model(nn.Module):
             x = self.embed_tokens(input_ids)
         else:
             x = self._embed_share(input_ids, self.ranks)
-        cos, sin = self.rotary.cos[positions], self.rotary.sin[positions]
-        added = None
+        cos = self.cos[positions]
+        sin = self.sin[positions]
+        added = torch.zeros_like(x)
         for layer in self.layers:
             x, added = layer(x, added, cos, sin, attention)
         return self.norm(x, added)[1]
