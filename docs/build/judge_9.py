@@ -132,7 +132,7 @@ def test_an_exchange(function: str, rule: str, x: Tensor, monkeypatch: pytest.Mo
 
 def fill(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(1)
-    module.to(dtype).to_empty(device=CPU)
+    module.requires_grad_(False).to(dtype).to_empty(device=CPU)
     for weight in module.parameters():
         weight.data.normal_()
     return module

@@ -60,7 +60,8 @@ def load_model(
 ) -> Model:
     """The model of `folder` on `device`, ready to run. Each rank reads its part of the weights."""
     try:
-        model = Model(model_config, ranks, operations).to(dtype).to_empty(device=device)
+        model = Model(model_config, ranks, operations).requires_grad_(False)
+        model.to(dtype).to_empty(device=device)
         model.cos, model.sin = rotary_tables(model_config, max_model_len, dtype, device)
     except (RuntimeError, OverflowError, TypeError) as error:  # of the first kind: out of memory
         raise ValueError(

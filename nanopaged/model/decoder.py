@@ -88,12 +88,7 @@ PLAIN = Operations()
 # ── layers ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def empty_weight(*shape: int) -> nn.Parameter:
-    """A weight of this shape, without memory (see `load_model`) and without gradient."""
-    return nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"), requires_grad=False)
-
-
-class Linear(nn.Module):
+class Linear(nn.Linear):
     """y = x Wᵀ + b, with W [out_features, in_features].
 
     Args:
@@ -103,10 +98,8 @@ class Linear(nn.Module):
     def __init__(
         self, in_features: int, out_features: int, bias: bool, ranks: Ranks | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(in_features, out_features, bias, device="meta")
         self.ranks = ranks
-        self.weight = empty_weight(out_features, in_features)
-        self.bias = empty_weight(out_features) if bias else None
         self.packed = None
 
     def pack(self, operations: Operations) -> None:
@@ -115,9 +108,12 @@ class Linear(nn.Module):
             self.packed = operations.packed_linear(self.weight.data, self.bias)
             del self.weight  # frees its memory
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [num_tokens, in_features] → [num_tokens, out_features]."""
-        out = self.packed(x) if self.packed is not None else F.linear(x, self.weight, self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        """input [num_tokens, in_features] → [num_tokens, out_features]."""
+        if self.packed is not None:
+            out = self.packed(input)
+        else:
+            out = F.linear(input, self.weight, self.bias)
         return out if self.ranks is None else self.ranks.all_reduce(out)
 
 
@@ -126,7 +122,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, operations: Operations) -> None:
         super().__init__()
-        self.weight = empty_weight(size)
+        self.weight = nn.Parameter(torch.empty(size, device="meta"))
         self.eps = eps
         self.add_norm = operations.add_norm
 
@@ -270,8 +266,7 @@ class Model(nn.Module):
         self.ranks = ranks
         share = config.share(ranks.size if ranks is not None else 1)
         self.share = share  # the sizes of this rank's layers
-        embedding = empty_weight(share.vocab_size, config.hidden_size)
-        self.embed_tokens = nn.Embedding.from_pretrained(embedding)
+        self.embed_tokens = nn.Embedding(share.vocab_size, config.hidden_size, device="meta")
         self.layers = nn.ModuleList(
             DecoderLayer(share, layer, ranks=ranks, operations=operations)
             for layer in range(config.num_layers)
