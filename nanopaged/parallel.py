@@ -95,7 +95,7 @@ class Ranks:
         try:
             self.send(inputs)
             yield
-            # On a GPU, the sums are wrong without an error if a rank is lost, so wait for them.
+            # On a GPU, sums may be wrong without an error if a rank is lost, so wait for them.
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             self.check()
