@@ -13,6 +13,7 @@ a CUDA graph replays exactly what was recorded: the same kernels, tensor sizes a
 import copy
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,28 +28,35 @@ from nanopaged.model.decoder import Model
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture: 1 2 4 8 16 24 32 ..., and `max_num_seqs` itself."""
-    sizes = {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs}
-    return sorted([size for size in sizes if size <= max_num_seqs])
+    sizes = [1, 2, 4, *range(8, max_num_seqs, 8)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def split_inputs(inputs: Any, size: int) -> tuple[Any, Any, Any]:
+    """The parts of a graph's inputs, which stand end to end in one array, as views of it.
+
+    Args:
+        inputs: int64, of NumPy on the host or of PyTorch on the device.
+
+    Returns:
+        rows [4, size]: token ids, positions, slots, and rows of the block tables
+        firsts [size + 1] and splits [size + max_splits, 3], see `split_contexts`
+    """
+    rows = inputs[: 4 * size].reshape(4, size)
+    firsts = inputs[4 * size : 5 * size + 1]
+    splits = inputs[5 * size + 1 :].reshape(-1, 3)
+    return rows, firsts, splits
 
 
 class DecodeGraphs:
-    """The graphs of a model, captured when this object is made. `run` computes a batch of decodes.
-
-    Args:
-        capture: records the kernels of a function. It is `Capture`, or another one in tests.
-    """
+    """The graphs of a model, captured when this object is made. `run` computes some decodes."""
 
     def __init__(
-        self,
-        model: Model,
-        attention: TritonAttention,
-        max_num_seqs: int,
-        max_context_len: int,
-        capture: Callable[..., tuple[Tensor, Callable[[], None]]] | None = None,
+        self, model: Model, attention: TritonAttention, max_num_seqs: int, max_context_len: int
     ) -> None:
         self.model = model
         self.attention = attention
-        self.capture = capture or Capture()
+        self.capture = Capture()
         max_blocks = -(-max_context_len // attention.cache.block_size)  # ceil division
         attention.tables.reserve(max_num_seqs, max_blocks)
         self.sizes = graph_sizes(max_num_seqs)
@@ -59,34 +67,20 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture_size(self, size: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
-        """The packed inputs of a graph, its output [size, hidden_size], and its replay."""
-        inputs = self._inputs(size, np.empty((5, 0)))
-        packed = to_device(np.concatenate(inputs), self.attention.device)
-        views = packed.split([len(array) for array in inputs])
-        input_ids, positions, slot_mapping, table_rows, firsts, splits = views
+        """The inputs of a graph, its output [size, hidden_size], and its replay."""
+        length = 5 * size + 1 + 3 * (size + self.attention.max_splits)
+        inputs = torch.zeros(length, dtype=torch.int64, device=self.attention.device)
+        rows, firsts, splits = split_inputs(inputs, size)
+        input_ids, positions, slot_mapping, table_rows = rows
+        slot_mapping.fill_(-1)  # nothing is stored now
         attention = copy.copy(self.attention)  # the same cache and tables, but this graph's inputs
         attention.num_decodes = size
         attention.slot_mapping = slot_mapping
         attention.table_rows = table_rows
         attention.firsts = firsts
-        attention.splits = splits.view(-1, 3)
+        attention.splits = splits
         hidden, replay = self.capture(lambda: self.model(input_ids, positions, attention))
-        return packed, hidden, replay
-
-    def _inputs(self, size: int, rows: np.ndarray) -> list[np.ndarray]:
-        """The inputs of a graph, which are sent end to end.
-
-        Args:
-            rows: token ids, positions, slots, rows of the tables and context lengths [5, num_seqs].
-        """
-        padded = np.zeros((5, size), dtype=np.int64)
-        padded[2] = -1  # the slot of padding
-        padded[:, : rows.shape[1]] = rows
-        input_ids, positions, slot_mapping, table_rows, context_lens = padded
-        splits, firsts = split_contexts(context_lens, self.attention.max_splits)
-        all_splits = np.zeros((size + self.attention.max_splits, 3), dtype=np.int64)
-        all_splits[: len(splits)] = splits
-        return [input_ids, positions, slot_mapping, table_rows, firsts, all_splits.ravel()]
+        return inputs, hidden, replay
 
     def run(
         self, input_ids: np.ndarray, positions: np.ndarray, metadata: AttentionMetadata
@@ -97,11 +91,17 @@ class DecodeGraphs:
         """
         n = len(input_ids)
         size = next(size for size in self.sizes if size >= n)
-        packed, hidden, replay = self.graphs[size]
+        inputs, hidden, replay = self.graphs[size]
         table_rows = self.attention.tables.update(metadata.seq_ids, metadata.block_tables)
-        rows = [input_ids, positions, metadata.slot_mapping, table_rows, metadata.context_lens]
-        inputs = np.concatenate(self._inputs(size, np.array(rows)))
-        to_device(inputs, packed.device, out=packed)
+        splits, firsts = split_contexts(metadata.context_lens, self.attention.max_splits)
+        padded = np.zeros(len(inputs), dtype=np.int64)
+        padded_rows, padded_firsts, padded_splits = split_inputs(padded, size)
+        padded_rows[2] = -1  # the slots of padding
+        padded_rows[:, :n] = [input_ids, positions, metadata.slot_mapping, table_rows]
+        padded_firsts[:n] = firsts[:n]
+        padded_firsts[n:] = len(splits)
+        padded_splits[: len(splits)] = splits
+        to_device(padded, inputs.device, out=inputs)
         replay()
         return hidden[:n]
 

@@ -22,13 +22,7 @@ from nanopaged.kernels import cpp
 from nanopaged.kv_cache import KVCache, KVShape, take_rows, to_device
 from nanopaged.memory import cheaper_preemption, count_blocks, pick_device, pick_dtype
 from nanopaged.model.checkpoint import load_model
-from nanopaged.model.decoder import (
-    PLAIN,
-    Operations,
-    add_norm,
-    norm_rotate_to_compile,
-    silu_mul,
-)
+from nanopaged.model.decoder import PLAIN, Operations, add_norm, norm_rotate, silu_mul
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.outputs import Logprobs
 from nanopaged.parallel import Ranks
@@ -111,7 +105,7 @@ class ModelRunner:
             device=self.device,
             num_host_blocks=self.num_host_blocks,
         )
-        scale = model_config.attention_scale
+        scale = model_config.head_dim**-0.5  # the factor of q · k
         self.attention = self.make_attention(backend, self.kv_cache, scale)
         self.graphs = None
         is_eager = config.enforce_eager or self.device.type != "cuda"
@@ -211,7 +205,7 @@ def choose_operations(
         )
     if device.type == "cuda" and not enforce_eager:
         compiled = partial(torch.compile, dynamic=True)  # for any number of tokens
-        return Operations(compiled(add_norm), compiled(norm_rotate_to_compile), compiled(silu_mul))
+        return Operations(compiled(add_norm), compiled(norm_rotate), compiled(silu_mul))
     return PLAIN
 
 

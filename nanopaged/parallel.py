@@ -50,7 +50,7 @@ class Ranks:
     Attributes:
         local_rank: its number among the ranks of this machine, each of which has a GPU of its own.
         workers: on rank 0, PyTorch's context of the processes that `start` has started.
-        ended: why the engine has ended, "" while it runs.
+        failure: which rank has failed and how, "" while the engine runs.
         messages, group: the connections for messages and for tensors, once the ranks have met.
     """
 
@@ -59,7 +59,7 @@ class Ranks:
     local_rank: int
     store: Any
     workers: Any = None
-    ended: str = ""
+    failure: str = ""
     messages: Any = None
     group: Any = None
 
@@ -74,6 +74,7 @@ class Ranks:
         timeout = timedelta(seconds=STEP_TIMEOUT if self.rank == 0 else 1e7)
         options: Any = timeout  # listens on the interface that GLOO_SOCKET_IFNAME names
         if not UNDER_TORCHRUN:
+            torch.set_num_threads(max(1, NUM_THREADS // self.size))  # the ranks share the cores
             options = dist.ProcessGroupGloo._Options()  # ty: ignore[missing-attribute]
             options._timeout = timeout
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -94,9 +95,16 @@ class Ranks:
         try:
             self.send(inputs)
             yield
+            # On a GPU, sums may be wrong without an error if a rank is lost, so wait for them.
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             self.check()
         except BaseException as error:
             self.end(error)
+            # Later steps fail, too, because some ranks may have computed this one and others not.
+            self.failure = f"rank 0 failed within a step: {error!r}"
+            if isinstance(error, Exception):  # Ctrl-C itself passes through
+                self.check()
             raise
 
     def send(self, message: object) -> None:
@@ -132,41 +140,25 @@ class Ranks:
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
-    def find_failure(self, seconds: float = 0.0) -> str:
-        """Why the engine has ended, or "". A worker that fails within `seconds` ends it."""
+    def check(self, seconds: float = 0.0) -> None:
+        """Raise RuntimeError if a rank has failed, or if a worker fails within `seconds`."""
         try:
-            if self.workers is not None and not self.ended:
+            if self.workers is not None and not self.failure:
                 self.workers.join(seconds)  # ends all workers if one has failed
         except ProcessException as error:  # counts the workers from 0
-            self.ended = f"rank {error.error_index + 1} has failed: {error.msg.strip()}"
-        return self.ended
+            self.failure = f"rank {error.error_index + 1} has failed: {error.msg.strip()}"
+        if self.failure:
+            raise RuntimeError(f"the engine has ended: {self.failure}")
 
-    def check(self) -> None:
-        """Raise RuntimeError if the engine has ended, or if a worker has failed.
-
-        On a GPU, sums may be wrong without an error if a rank is lost, so wait for them first.
-        """
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        if self.find_failure():
-            raise RuntimeError(self.ended)
-
-    def end(self, error: BaseException, within_step: bool = True) -> None:
-        """End the workers. Raise RuntimeError if the engine cannot go on.
-
-        It cannot if a worker has caused the error, or if the error is within a step, because then
-        the ranks are out of step. Later steps raise the same.
-        """
-        if isinstance(error, RuntimeError):
-            self.find_failure(seconds=3.0)  # a connection may end before its process does
-        self.workers = None  # `_end_workers` ends them
-        if self.group is not self.messages:
-            self.group.abort()
-        if within_step and not self.ended:
-            self.ended = f"rank 0 failed within a step: {error!r}"
-        if self.ended and isinstance(error, Exception):
-            event = "has ended" if within_step else "cannot start"
-            raise RuntimeError(f"the engine {event}: {self.ended}") from error
+    def end(self, error: BaseException) -> None:
+        """End the workers after an error. Raise RuntimeError if one of them has caused it."""
+        try:
+            if isinstance(error, RuntimeError):
+                self.check(seconds=3.0)  # a connection may end before its process does
+        finally:
+            self.workers = None  # `_end_workers` ends them
+            if self.group is not self.messages:
+                self.group.abort()
 
 
 def _end_workers(pid: int, processes: list[Any], folder: str) -> None:
@@ -214,7 +206,6 @@ def start(size: int, make_runner: Any) -> Any:
         if rank > 0:
             make_runner(ranks=ranks).serve()
     else:
-        torch.set_num_threads(max(1, NUM_THREADS // size))
         folder = tempfile.mkdtemp(prefix="nanopaged-")
         ranks = Ranks(0, size, local_rank=0, store=dist.FileStore(f"{folder}/store"))
         try:
@@ -233,7 +224,7 @@ def start(size: int, make_runner: Any) -> Any:
     try:
         return make_runner(ranks=ranks)
     except BaseException as error:
-        ranks.end(error, within_step=False)
+        ranks.end(error)
         raise
 
 
@@ -241,7 +232,6 @@ def _work(index: int, size: int, folder: str, make_runner: Any) -> None:
     """Serve as one of the workers that `start` has started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     threading.Thread(target=_end_with_rank_0, args=(folder,), daemon=True).start()
-    torch.set_num_threads(max(1, NUM_THREADS // size))  # the ranks share the cores
     rank = index + 1
     ranks = Ranks(rank, size, local_rank=rank, store=dist.FileStore(f"{folder}/store"))
     make_runner(ranks=ranks).serve()

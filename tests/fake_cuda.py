@@ -79,7 +79,7 @@ class FakeCuda(TorchDispatchMode):
         out = func(*args, **kwargs)
         if kwargs.get("pin_memory"):
             self._pin(out)
-        host = [tensor for tensor in given if not tensor.is_cuda]
+        host = [tensor for tensor in given if tensor.is_cpu]
         if not any(tensor.is_cuda for tensor in given + _tensors(out)):
             return out
         assert not self.capturing or not host, f"{func} reads {host} of the host, while a graph is captured"
@@ -250,6 +250,14 @@ def fake_capture(cuda: FakeCuda) -> Callable[[Callable[[], Tensor]], tuple[Tenso
     return capture
 
 
+def fake_apply(module: torch.nn.Module, function: Callable[[Tensor], Tensor]) -> torch.nn.Module:
+    """What `to` and `to_empty` of a module do. PyTorch would swap tensors, which fake ones refuse."""
+    for part in module.modules():
+        for name, weight in list(part.named_parameters(recurse=False)):
+            setattr(part, name, torch.nn.Parameter(function(weight), requires_grad=False))
+    return module
+
+
 @contextmanager
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """In this context all tensors are fake, "cuda:0" is a device, and weights are not read."""
@@ -270,6 +278,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(flash_backend, "load_varlen", lambda: fake_varlen(cuda))
     monkeypatch.setattr(cuda_graphs, "Capture", lambda: fake_capture(cuda))
     monkeypatch.setattr("nanopaged.model.checkpoint._read_weights", lambda *_: None)
+    monkeypatch.setattr(torch.nn.Module, "_apply", lambda module, function, **_: fake_apply(module, function))
     driver = {
         "synchronize": lambda: cuda.note("wait"),
         "get_device_properties": lambda _: SimpleNamespace(multi_processor_count=132),

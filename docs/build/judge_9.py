@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanopaged import EngineConfig, parallel
 from nanopaged.model.checkpoint import TINY_MODEL, _share, _weight_slots, load_model
-from nanopaged.model.decoder import Linear, Model, allocate
+from nanopaged.model.decoder import Linear, Model
 from nanopaged.model.model_config import read_model_config
 from nanopaged.parallel import Ranks
 
@@ -132,7 +132,7 @@ def test_an_exchange(function: str, rule: str, x: Tensor, monkeypatch: pytest.Mo
 
 def fill(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(1)
-    allocate(module, dtype, CPU)
+    module.requires_grad_(False).to(dtype).to_empty(device=CPU)
     for weight in module.parameters():
         weight.data.normal_()
     return module

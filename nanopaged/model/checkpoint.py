@@ -19,8 +19,8 @@ from nanopaged.model.decoder import (
     Linear,
     Model,
     Operations,
-    allocate,
     rotary_frequencies,
+    rotary_tables,
 )
 from nanopaged.model.model_config import WEIGHT_DTYPES, ModelConfig, find_weights, read_json
 from nanopaged.parallel import Ranks
@@ -60,17 +60,21 @@ def load_model(
 ) -> Model:
     """The model of `folder` on `device`, ready to run. Each rank reads its part of the weights."""
     try:
-        model = Model(model_config, ranks, operations)
-        allocate(model, dtype, device)
-        model.rotary.compute(model_config, max_model_len, dtype, device)
+        model = Model(model_config, ranks, operations).requires_grad_(False)
+        model.to(dtype).to_empty(device=device)
+        model.cos, model.sin = rotary_tables(model_config, max_model_len, dtype, device)
     except (RuntimeError, OverflowError, TypeError) as error:  # of the first kind: out of memory
         raise ValueError(
             f"the model cannot be allocated on {device}: lower max_model_len, which is"
             f" {max_model_len} ({model_config})"
         ) from error
+    if model_config.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight
     rank = ranks.rank if ranks is not None else 0
-    if config.load_format == "dummy":
-        _draw_weights(model, config.seed + rank)
+    if config.load_format == "dummy":  # for benchmarks: random weights with the usual scale
+        generator = torch.Generator(device).manual_seed((config.seed + rank) % 2**63)
+        for weight in model.parameters():
+            weight.normal_(0.0, 0.02, generator=generator)
     else:
         with torch.device("cpu"):  # the tensors of the files, whatever torch's default is
             _read_weights(model, folder, rank, ranks.size if ranks is not None else 1)
@@ -79,17 +83,7 @@ def load_model(
             part.pack(operations)
     if ranks is not None:
         ranks.meet(device)
-    return model.eval()
-
-
-def _draw_weights(model: Model, seed: int) -> None:
-    """For benchmarks: random weights with the usual scale."""
-    generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(seed % 2**63)
-    for name, weight in model.named_parameters():
-        if name.endswith("norm.weight"):
-            weight.fill_(1.0)
-        else:
-            weight.normal_(0.0, 0.02, generator=generator)
+    return model
 
 
 def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
@@ -102,8 +96,8 @@ def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
             copy = weights.pop(name)[...].float()
             if copy.shape != frequencies.shape or not copy.allclose(frequencies, rtol=0.05):
                 raise ValueError(
-                    f"{name} in {folder} is not what config.json says, with rope_theta"
-                    f" {model.config.rope_theta} and scaling {model.config.rope_scaling}"
+                    f"{name} in {folder} is not what config.json says, with"
+                    f" {model.config.rope_parameters}"
                 )
     missing = sorted(slots.keys() - weights.keys())[:8]
     unexpected = sorted(weights.keys() - slots.keys())[:8]
@@ -121,10 +115,10 @@ def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
         if found != shape or dtype not in WEIGHT_DTYPES:
             raise ValueError(f"{name} is {dtype} {found}, but must be F32, F16 or BF16 {shape}")
         part = weight[_share(name, slot, shape, rank, size)]
-        if rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias")):
-            part = part[:0]  # the ranks' results are added up, so only rank 0 has the bias
         slot[: len(part)].copy_(part)
         slot[len(part) :].zero_()  # rows beyond the vocabulary
+        if rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias")):
+            slot.zero_()  # the ranks' results are added up, so only rank 0 has the bias
         if not torch.stack(slot.aminmax()).isfinite().all():
             raise ValueError(f"{name} is not finite in {slot.dtype}: use a wider dtype")
 

@@ -2,8 +2,8 @@
 
 The model computes a flat batch, in which the tokens of all sequences stand end to end without
 padding. It does not know about sequences, blocks or caches. Only the `attention` function that it
-is given does. A model is created without memory, on PyTorch's meta device; `checkpoint.py` reads
-its weights.
+is given does. A model is created without memory, on PyTorch's meta device; `checkpoint.py` gives it
+memory and reads its weights.
 """
 
 import math
@@ -21,30 +21,19 @@ from nanopaged.parallel import Ranks
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """x / √(mean(x²) + ε) · w over the last dimension of x, computed in float32 (arXiv 1910.07467).
-
-    On a CPU, `F.rms_norm` makes several temporary tensors. This function makes one, and changes it
-    in place.
-    """
-    if x.is_cuda:  # one kernel
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    y = x.to(torch.float32, copy=True)
-    # ‖y‖² / n is mean(y²), without a temporary tensor.
-    mean_square = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-    y = y.mul_(mean_square.add_(eps).rsqrt_()).to(x.dtype)
-    return y if weight is None else y.mul_(weight)
+    """x / √(mean(x²) + ε) · w over the last dimension of x, in float32 (arXiv 1910.07467)."""
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def add_norm(
     x: Tensor,
-    added: Tensor | None,
+    added: Tensor,
     eps: float,
     weight: Tensor,
     norm: Callable[..., Tensor] = rms_norm,
 ) -> tuple[Tensor, Tensor]:
-    """The sum x + added, if there is something to add, and the norm of the sum."""
-    if added is not None:
-        x = x + added
+    """The sum x + added, and its norm."""
+    x = x + added
     return x, norm(x, eps, weight)
 
 
@@ -58,46 +47,20 @@ def norm_rotate(
 ) -> Tensor:
     """Normalise the queries and keys of the new tokens, if there are weights, and rotate them.
 
+    Nothing is changed in place, so torch.compile makes one kernel of it.
+
     Args:
-        qk: [num_tokens, heads, head_dim], like the result. The first `num_q` heads are queries. The
-            function may change this tensor.
+        qk: [num_tokens, heads, head_dim], like the result. The first `num_q` heads are queries.
         weights: the weights of the query norm and of the key norm, each [head_dim].
-        cos, sin: the rows of `Rotary` at the tokens' positions.
+        cos, sin: the rows of `rotary_tables` at the tokens' positions.
     """
     if weights is not None:
-        qk = rms_norm(qk, eps)
-        qk[:, :num_q].mul_(weights[0])
-        qk[:, num_q:].mul_(weights[1])
-    rotated = qk * cos
-    first, second = qk.chunk(2, dim=-1)
-    out_first, out_second = rotated.chunk(2, dim=-1)
-    out_first.addcmul_(second, sin, value=-1)
-    out_second.addcmul_(first, sin)
-    return rotated
-
-
-def norm_rotate_to_compile(
-    qk: Tensor,
-    num_q: int,
-    weights: tuple[Tensor, Tensor] | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-) -> Tensor:
-    """`norm_rotate` without changes in place: torch.compile makes one kernel of it, not three.
-
-    The halves of a head are the two rows of [2, half], so `flip` exchanges x_i and x_{i + half}.
-    """
-    half = sin.shape[-1]
-    pairs = qk.unflatten(-1, (2, half))
-    if weights is not None:
-        is_query = torch.arange(qk.shape[1], device=qk.device)[:, None, None] < num_q
         q_weight, k_weight = weights
-        weight = torch.where(is_query, q_weight.view(2, half), k_weight.view(2, half))
-        pairs = F.rms_norm(pairs, (2, half), None, eps) * weight
-    signs = torch.arange(-1, 2, 2, device=qk.device)[:, None]
-    turned = pairs.flip(-2) * (sin.unsqueeze(-2) * signs)
-    return (pairs * cos.unflatten(-1, (2, half)) + turned).flatten(-2)
+        is_query = torch.arange(qk.shape[1], device=qk.device)[:, None] < num_q
+        qk = rms_norm(qk, eps) * torch.where(is_query, q_weight, k_weight)
+    first, second = qk.chunk(2, dim=-1)
+    turned = torch.cat((second * -sin, first * sin), dim=-1)
+    return qk * cos + turned
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -125,23 +88,7 @@ PLAIN = Operations()
 # ── layers ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def empty_weight(*shape: int) -> nn.Parameter:
-    """A weight of this shape, without memory and without gradient."""
-    return nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"), requires_grad=False)
-
-
-def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give the weights of a module memory. A weight that has two names keeps both."""
-    allocated = {}
-    for part in module.modules():
-        for name, weight in list(part.named_parameters(recurse=False)):
-            if weight not in allocated:
-                memory = torch.empty(weight.shape, dtype=dtype, device=device)
-                allocated[weight] = nn.Parameter(memory, requires_grad=False)
-            setattr(part, name, allocated[weight])
-
-
-class Linear(nn.Module):
+class Linear(nn.Linear):
     """y = x Wᵀ + b, with W [out_features, in_features].
 
     Args:
@@ -151,25 +98,22 @@ class Linear(nn.Module):
     def __init__(
         self, in_features: int, out_features: int, bias: bool, ranks: Ranks | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(in_features, out_features, bias, device="meta")
         self.ranks = ranks
-        self.weight = empty_weight(out_features, in_features)
-        self.bias = empty_weight(out_features) if bias else None
         self.packed = None
 
     def pack(self, operations: Operations) -> None:
         """Replace W by a copy in the order in which the kernel reads it, if there is a kernel."""
-        if operations.packed_linear is not None and self.weight is not None:
+        if operations.packed_linear is not None:
             self.packed = operations.packed_linear(self.weight.data, self.bias)
-            self.weight = None  # frees its memory
+            del self.weight  # frees its memory
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [num_tokens, in_features] → [num_tokens, out_features]."""
+    def forward(self, input: Tensor) -> Tensor:
+        """input [num_tokens, in_features] → [num_tokens, out_features]."""
         if self.packed is not None:
-            out = self.packed(x)
+            out = self.packed(input)
         else:
-            assert self.weight is not None
-            out = F.linear(x, self.weight, self.bias)
+            out = F.linear(input, self.weight, self.bias)
         return out if self.ranks is None else self.ranks.all_reduce(out)
 
 
@@ -178,11 +122,11 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, operations: Operations) -> None:
         super().__init__()
-        self.weight = empty_weight(size)
+        self.weight = nn.Parameter(torch.empty(size, device="meta"))
         self.eps = eps
         self.add_norm = operations.add_norm
 
-    def forward(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         """x, added [num_tokens, size] → the sum and its norm, of the same shape."""
         return self.add_norm(x, added, self.eps, self.weight)
 
@@ -215,36 +159,33 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     Llama 3 divides the low frequencies by `factor`, keeps the high ones, and blends in between.
     """
     dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
-    frequencies = 1.0 / config.rope_theta ** (dims / config.head_dim)
-    scaling = config.rope_scaling
-    if scaling is None:
+    rope = config.rope_parameters
+    frequencies = 1.0 / rope["rope_theta"] ** (dims / config.head_dim)
+    if rope["rope_type"] == "default":
         return frequencies
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low = scaling["low_freq_factor"]
-    keep = ((turns - low) / (scaling["high_freq_factor"] - low)).clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / scaling["factor"])
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low = rope["low_freq_factor"]
+    keep = ((turns - low) / (rope["high_freq_factor"] - low)).clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / rope["factor"])
 
 
-class Rotary:
+def rotary_tables(
+    config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """The tables of rotary position embedding (Su et al., arXiv 2104.09864), which rotates q and k.
 
     At position p the pair (x_i, x_{i + half}) is rotated by the angle a_i = p · frequency_i:
 
         x_i cos a_i - x_{i + half} sin a_i        x_{i + half} cos a_i + x_i sin a_i
 
-    Attributes:
-        cos: [max_positions, 1, head_dim]. The second half repeats the first.
-        sin: [max_positions, 1, head_dim / 2].
+    Returns:
+        cos [max_positions, 1, head_dim], whose second half repeats the first
+        sin [max_positions, 1, head_dim / 2]
     """
-
-    def compute(
-        self, config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
-        angles = torch.outer(positions, rotary_frequencies(config))[:, None]
-        cos = angles.cos().to(device, dtype)
-        self.cos = torch.cat((cos, cos), dim=-1)
-        self.sin = angles.sin_().to(device, dtype)
+    positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
+    angles = torch.outer(positions, rotary_frequencies(config))[:, None]
+    cos = angles.cos().to(device, dtype)
+    return torch.cat((cos, cos), dim=-1), angles.sin().to(device, dtype)
 
 
 # ── the decoder ───────────────────────────────────────────────────────────────────────────────────
@@ -301,7 +242,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, ranks, operations)
 
     def forward(
-        self, x: Tensor, added: Tensor | None, cos: Tensor, sin: Tensor, attention: AttentionFn
+        self, x: Tensor, added: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn
     ) -> tuple[Tensor, Tensor]:
         """The layer of x + added → two tensors whose sum is its output."""
         x, normed = self.input_layernorm(x, added)
@@ -316,7 +257,13 @@ class Model(nn.Module):
     Args:
         ranks: the ranks that share the model, None if this process has all of it.
         operations: the functions that compute the small operations of all layers.
+
+    Attributes:
+        cos, sin: the `rotary_tables`, once the model is loaded.
     """
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(
         self, config: ModelConfig, ranks: Ranks | None = None, operations: Operations = PLAIN
@@ -324,20 +271,15 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.ranks = ranks
-        self.rotary = Rotary()
         share = config.share(ranks.size if ranks is not None else 1)
         self.share = share  # the sizes of this rank's layers
-        embedding = empty_weight(share.vocab_size, config.hidden_size)
-        self.embed_tokens = nn.Embedding.from_pretrained(embedding)
-        layers = [
+        self.embed_tokens = nn.Embedding(share.vocab_size, config.hidden_size, device="meta")
+        self.layers = nn.ModuleList(
             DecoderLayer(share, layer, ranks=ranks, operations=operations)
             for layer in range(config.num_layers)
-        ]
-        self.layers = nn.ModuleList(layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, operations)
         self.lm_head = Linear(config.hidden_size, share.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
         """input_ids, positions [num_tokens] → hidden states [num_tokens, hidden_size]."""
@@ -345,8 +287,9 @@ class Model(nn.Module):
             x = self.embed_tokens(input_ids)
         else:
             x = self._embed_share(input_ids, self.ranks)
-        cos, sin = self.rotary.cos[positions], self.rotary.sin[positions]
-        added = None
+        cos = self.cos[positions]
+        sin = self.sin[positions]
+        added = torch.zeros_like(x)
         for layer in self.layers:
             x, added = layer(x, added, cos, sin, attention)
         return self.norm(x, added)[1]

@@ -37,7 +37,14 @@ CHOICES = {
     "transformers_weights": (None,),  # another file in place of model.safetensors
 }
 WEIGHT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' name → ours
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+NUMBERS = (  # settings that must be finite numbers above 0, if they are there
+    "rms_norm_eps",
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -51,10 +58,8 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    attention_scale: float  # the factor of q · k
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, float] | None  # the values of LLAMA3, see `decoder.rotary_frequencies`
+    rope_parameters: dict[str, Any]  # as transformers has them, see `decoder.rotary_frequencies`
     max_position_embeddings: int
     qkv_bias: bool
     o_bias: bool
@@ -145,23 +150,17 @@ def read_model_config(folder: Path) -> ModelConfig:
     dtypes = [WEIGHT_DTYPES.get(weight.get_dtype()) for weight in weights.values()]
     first_dtype = next(filter(None, dtypes), "float32")  # what transformers takes
     dtype = str(hf.dtype or first_dtype).removeprefix("torch.")
-    rope = hf.rope_parameters
-    settings = raw | rope | {"dtype": dtype}
+    settings = raw | hf.rope_parameters | {"dtype": dtype}
     _check_settings(settings, hf, file)
     sizes = _sizes_of(hf, file)
-    rope_scaling = None
-    if rope["rope_type"] == "llama3":
-        rope_scaling = {name: rope[name] for name in LLAMA3}
     bias = settings.get("attention_bias", False)
     family = {"qkv_bias": bias, "o_bias": bias, "qk_norm": False} | FAMILIES[raw["model_type"]]
     return ModelConfig(
         **sizes,
         **family,
         mlp_bias=settings.get("mlp_bias", False),
-        attention_scale=sizes["head_dim"] ** -0.5,
         rms_norm_eps=hf.rms_norm_eps,
-        rope_theta=rope["rope_theta"],
-        rope_scaling=rope_scaling,
+        rope_parameters=hf.rope_parameters,
         # As in transformers, an output projection in the checkpoint counts, whatever the file says.
         tie_word_embeddings=hf.tie_word_embeddings and "lm_head.weight" not in weights,
         dtype=dtype,
@@ -191,7 +190,7 @@ def _parse(raw: dict[str, Any], file: Path) -> Any:
 
 def _check_settings(settings: dict[str, Any], hf: Any, file: Path) -> None:
     """Raise ValueError for a setting that is not supported."""
-    for name in ("rms_norm_eps", "rope_theta") + LLAMA3:  # transformers fails later
+    for name in NUMBERS:  # transformers fails later
         value = settings.get(name, 1)
         if type(value) not in (int, float) or not 0 < value < 1e300:
             raise ValueError(

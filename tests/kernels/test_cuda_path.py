@@ -231,7 +231,7 @@ def test_the_largest_step(qwen3: Oracle, cuda: FakeCuda, backend: str, dtype: st
     llm = on_cuda(qwen3, num_blocks=None, attention_backend=backend, dtype=dtype, enforce_eager=True)
     events = cuda.taken()
     assert where(events, "wait") == DRAWN
-    assert set(where(events, "blocking send")) == {"decoder.py compute"}  # the tables of rotary embedding
+    assert set(where(events, "blocking send")) == {"decoder.py rotary_tables"}
     assert llm.engine.stats().num_blocks == 4 * MAX_MODEL_LEN // 4
     assert "sort" in cuda.launched
     if backend != "torch":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="decodes in graphs read their pages by Triton kernels")
 
-from nanopaged import LLM, SamplingParams
+from nanopaged import LLM, SamplingParams, cuda_graphs
 from nanopaged.attention import triton_backend
 from nanopaged.cuda_graphs import DecodeGraphs, graph_sizes
 
@@ -28,7 +28,9 @@ def with_graphs(folder: Path, max_num_seqs: int, **options: object) -> LLM:
     options |= {"dtype": "float32", "attention_backend": "triton", "preemption": "recompute"}
     llm = LLM(folder, max_num_seqs=max_num_seqs, **options)
     runner = llm.engine.runner
-    runner.graphs = DecodeGraphs(runner.model, runner.attention, max_num_seqs, MAX_MODEL_LEN, compute_again)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graphs, "Capture", lambda: compute_again)
+        runner.graphs = DecodeGraphs(runner.model, runner.attention, max_num_seqs, MAX_MODEL_LEN)
     return llm
 
 

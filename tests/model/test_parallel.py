@@ -200,7 +200,7 @@ def test_a_worker_that_fails_ends_the_engine(qwen3: Oracle, orders: Path, order:
 
 def test_a_worker_that_cannot_start(qwen3: Oracle, orders: Path) -> None:
     orders.write_text("start raise", encoding="utf-8")
-    with pytest.raises(RuntimeError, match=r"cannot start: rank 1 [^$]*ValueError: sabotage"):
+    with pytest.raises(RuntimeError, match=r"has ended: rank 1 [^$]*ValueError: sabotage"):
         sabotaged(qwen3, orders)
 
 

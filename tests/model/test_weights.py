@@ -92,8 +92,8 @@ def test_memory_of_weights_that_was_never_written(
     Its biases of o and down are 0, since rank 0 adds them."""
     whole = make_checkpoint("llama", tmp_path, attention_bias=True, mlp_bias=True)
     entries(tie_word_embeddings=True)(tmp_path)  # it has a head of its own
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *sizes, **kwargs: empty(*sizes, **kwargs).fill_(math.nan))
+    empty = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: empty(*args, **kwargs).fill_(math.nan))
     model = load_model(
         config=EngineConfig(),
         model_config=read_model_config(tmp_path),

@@ -57,7 +57,6 @@ class Int8Linear(Linear):
 
         The sums are in float32: in float16, those of numbers up to 127 could overflow.
         """
-        assert self.weight is not None
         floats = x.float()
         tiles = self.weight.split(max(1, TILE // x.shape[1]))
         out = torch.cat([F.linear(floats, rows.float()) for rows in tiles], dim=-1)
