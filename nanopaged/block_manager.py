@@ -135,9 +135,7 @@ class BlockManager:
 
     # ── block tables: allocate, grow, fork, free ──────────────────────────────────────────────────
 
-    def allocate(
-        self, sequences: list[Sequence], look_up: bool = True, num_reserved: int = 0
-    ) -> bool:
+    def allocate(self, sequences: list[Sequence], num_reserved: int = 0) -> bool:
         """Give the sequences of one request, which have no blocks yet, tables for all their tokens.
 
         A sequence's table begins with the blocks found in the prefix cache; the others are taken.
@@ -151,25 +149,20 @@ class BlockManager:
             abcde  abcdf  abxyz      tables [0 1 2] [0 1 3] [0 4 5]: 3 keys and 3 last blocks
 
         Args:
-            look_up: whether to look into the prefix cache.
             num_reserved: blocks that must stay free, see `Scheduler._admit`.
 
         Returns:
             False, and nothing is changed, if the pool has too few blocks.
         """
         size = self.block_size
-        keys_of_seqs = []
         distinct_keys = set()
         block_of = {}  # key → block: those found in the cache, then the new ones as well
         for seq in sequences:
             # The last block of a sequence is its own, even if it is full, because the last token is
             # always computed.
             keys = self.keys_of(seq, (seq.num_tokens - 1) // size)
-            keys_of_seqs.append(keys)
             distinct_keys.update(keys)
-            if look_up:
-                prefix = self.find_prefix(seq)
-                block_of.update(zip(keys, prefix, strict=False))  # the prefix may end earlier
+            block_of.update(zip(keys, self.find_prefix(seq), strict=False))  # which may be shorter
         # A block for each key, and a last block for each sequence. Hits in use take no free block.
         hits_in_use = [hit for hit in block_of.values() if self.blocks[hit].ref_count > 0]
         num_needed = len(distinct_keys) + len(sequences) - len(hits_in_use)
@@ -177,7 +170,8 @@ class BlockManager:
             return False
         for block_id in block_of.values():  # share all hits first, because `take` may evict them
             self.share(block_id)
-        for seq, keys in zip(sequences, keys_of_seqs, strict=True):
+        for seq in sequences:
+            keys = self.keys_of(seq, (seq.num_tokens - 1) // size)
             seq.num_computed_tokens = size * len([key for key in keys if key in block_of])
             for key in keys:
                 if key not in block_of:
@@ -286,13 +280,16 @@ class BlockManager:
 
             block_size = 4, 8 tokens: (8 - 1) // 4 = 1 block is looked up, tokens 4 to 7 are
             computed
+
+        A prompt to be scored is not looked up at all, because each of its tokens must be computed.
         """
+        if seq.request.wants_prompt_logprobs:
+            return []
         prefix = []
-        if self.enable_prefix_caching:
-            for key in self.keys_of(seq, (seq.num_tokens - 1) // self.block_size):
-                if key not in self.index:
-                    break
-                prefix.append(self.index[key].block_id)
+        for key in self.keys_of(seq, (seq.num_tokens - 1) // self.block_size):
+            if key not in self.index:
+                break
+            prefix.append(self.index[key].block_id)
         return prefix
 
     def publish(self, seq: Sequence) -> None:

@@ -174,11 +174,9 @@ class Scheduler:
             assert copies is not None  # `swap_in` counted them
             batch.moves.copies += copies
         else:
-            # A token found in the cache is not computed, so a prompt to be scored is not looked up.
-            look_up = not request.wants_prompt_logprobs
-            if not self.enable_chunked_prefill and not self._fits_whole(request, look_up, budget):
+            if not self.enable_chunked_prefill and not self._fits_whole(request, budget):
                 return False
-            if not self.block_manager.allocate(request.live, look_up, num_reserved):
+            if not self.block_manager.allocate(request.live, num_reserved):
                 return False
         insort_right(self.running, request, key=BY_RANK)
         batch.admitted.append(request)
@@ -186,11 +184,11 @@ class Scheduler:
             request.num_cached_tokens = request.live[0].num_computed_tokens
         return True
 
-    def _fits_whole(self, request: Request, look_up: bool, budget: int) -> bool:
+    def _fits_whole(self, request: Request, budget: int) -> bool:
         """Whether the tokens of the first sequence that are not cached fit in the budget."""
         seq = request.live[0]
-        hits = self.block_manager.find_prefix(seq) if look_up else []
-        return seq.num_tokens - len(hits) * self.block_size <= budget
+        prefix = self.block_manager.find_prefix(seq)
+        return seq.num_tokens - len(prefix) * self.block_size <= budget
 
     # ── after the forward pass ────────────────────────────────────────────────────────────────────
 
