@@ -234,13 +234,11 @@ class BlockManager:
         self.trim(seq, 0)
         seq.num_computed_tokens = 0
 
-    def trim(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Give back the blocks beyond the first `num_tokens` tokens, or beyond all its tokens.
+    def trim(self, seq: Sequence, num_tokens: int) -> None:
+        """Give back the blocks beyond the first `num_tokens` tokens.
 
         block_size = 4, table [7, 2, 5], 6 tokens: block 5 is given back
         """
-        if num_tokens is None:
-            num_tokens = seq.num_tokens
         num_kept = blocks_needed(num_tokens, self.block_size)
         for block_id in reversed(seq.block_table[num_kept:]):
             self.release(block_id)

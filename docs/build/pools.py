@@ -195,8 +195,8 @@ class Pool:
         after = [other.block_table for other in seq.request.sequences]
         return renumbered([*before, *after, *map(list, copies)])[2 * len(before) :]
 
-    def trim(self, name: str, num_tokens: str | None = None) -> None:
-        self.manager.trim(self.sequences[name], None if num_tokens is None else int(num_tokens))
+    def trim(self, name: str, num_tokens: str) -> None:
+        self.manager.trim(self.sequences[name], int(num_tokens))
 
     def free(self, name: str) -> None:
         self.manager.free(self.sequences[name])
