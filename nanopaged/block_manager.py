@@ -303,12 +303,12 @@ class BlockManager:
             return
         first = seq.num_computed_tokens // self.block_size
         end = (seq.num_computed_tokens + seq.num_scheduled_tokens) // self.block_size
-        keys = self.keys_of(seq, end)
         for i in range(first, end):
-            if keys[i] not in self.index:
+            key = self.keys_of(seq, i + 1)[-1]
+            if key not in self.index:
                 block = self.blocks[seq.block_table[i]]
-                block.key = keys[i]
-                self.index[keys[i]] = block
+                block.key = key
+                self.index[key] = block
 
     def reset_prefix_cache(self) -> None:
         """Make all cached blocks free. Blocks in use can still be found."""

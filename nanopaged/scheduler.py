@@ -102,9 +102,7 @@ class Scheduler:
 
         # A request that was preempted above waits in this queue as well. It may run again in this
         # very step if it fits, because swaps out are moved first.
-        num_seqs = 0
-        if self.waiting:
-            num_seqs = sum(request.num_seqs for request in self.running)
+        num_seqs = sum(request.num_seqs for request in self.running)
         for request in self.waiting:
             num_seqs += request.num_seqs
             if budget == 0 or num_seqs > self.max_num_seqs:
@@ -135,8 +133,7 @@ class Scheduler:
                 batch.num_decodes += 1
             elif num_tokens > 1:
                 batch.sequences.append(seq)
-            if seq.num_computed_tokens % self.block_size + num_tokens >= self.block_size:
-                self.block_manager.publish(seq)  # a block becomes full
+            self.block_manager.publish(seq)  # the blocks that become full
         return budget
 
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
