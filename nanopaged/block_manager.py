@@ -43,7 +43,8 @@ def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_siz
         newest = (seq.num_tokens - 1) // block_size  # logical block of the newest token
         if newest < len(table):
             written.append(table[newest])
-        num_new += max(0, blocks_needed(seq.num_tokens, block_size) - len(table))
+        else:
+            num_new += newest + 1 - len(table)
     num_copies = len(written) - len(set(written))
     return num_new + num_copies
 
