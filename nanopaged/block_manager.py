@@ -43,7 +43,8 @@ def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_siz
         newest = (seq.num_tokens - 1) // block_size  # logical block of the newest token
         if newest < len(table):
             written.append(table[newest])
-        num_new += max(0, blocks_needed(seq.num_tokens, block_size) - len(table))
+        else:
+            num_new += newest + 1 - len(table)
     num_copies = len(written) - len(set(written))
     return num_new + num_copies
 
@@ -135,9 +136,7 @@ class BlockManager:
 
     # ── block tables: allocate, grow, fork, free ──────────────────────────────────────────────────
 
-    def allocate(
-        self, sequences: list[Sequence], look_up: bool = True, num_reserved: int = 0
-    ) -> bool:
+    def allocate(self, sequences: list[Sequence], num_reserved: int = 0) -> bool:
         """Give the sequences of one request, which have no blocks yet, tables for all their tokens.
 
         A sequence's table begins with the blocks found in the prefix cache; the others are taken.
@@ -151,25 +150,20 @@ class BlockManager:
             abcde  abcdf  abxyz      tables [0 1 2] [0 1 3] [0 4 5]: 3 keys and 3 last blocks
 
         Args:
-            look_up: whether to look into the prefix cache.
             num_reserved: blocks that must stay free, see `Scheduler._admit`.
 
         Returns:
             False, and nothing is changed, if the pool has too few blocks.
         """
         size = self.block_size
-        keys_of_seqs = []
         distinct_keys = set()
         block_of = {}  # key → block: those found in the cache, then the new ones as well
         for seq in sequences:
             # The last block of a sequence is its own, even if it is full, because the last token is
             # always computed.
             keys = self.keys_of(seq, (seq.num_tokens - 1) // size)
-            keys_of_seqs.append(keys)
             distinct_keys.update(keys)
-            if look_up:
-                prefix = self.find_prefix(seq)
-                block_of.update(zip(keys, prefix, strict=False))  # the prefix may end earlier
+            block_of.update(zip(keys, self.find_prefix(seq), strict=False))  # which may be shorter
         # A block for each key, and a last block for each sequence. Hits in use take no free block.
         hits_in_use = [hit for hit in block_of.values() if self.blocks[hit].ref_count > 0]
         num_needed = len(distinct_keys) + len(sequences) - len(hits_in_use)
@@ -177,7 +171,8 @@ class BlockManager:
             return False
         for block_id in block_of.values():  # share all hits first, because `take` may evict them
             self.share(block_id)
-        for seq, keys in zip(sequences, keys_of_seqs, strict=True):
+        for seq in sequences:
+            keys = self.keys_of(seq, (seq.num_tokens - 1) // size)
             seq.num_computed_tokens = size * len([key for key in keys if key in block_of])
             for key in keys:
                 if key not in block_of:
@@ -240,13 +235,11 @@ class BlockManager:
         self.trim(seq, 0)
         seq.num_computed_tokens = 0
 
-    def trim(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Give back the blocks beyond the first `num_tokens` tokens, or beyond all its tokens.
+    def trim(self, seq: Sequence, num_tokens: int) -> None:
+        """Give back the blocks beyond the first `num_tokens` tokens.
 
         block_size = 4, table [7, 2, 5], 6 tokens: block 5 is given back
         """
-        if num_tokens is None:
-            num_tokens = seq.num_tokens
         num_kept = blocks_needed(num_tokens, self.block_size)
         for block_id in reversed(seq.block_table[num_kept:]):
             self.release(block_id)
@@ -286,13 +279,16 @@ class BlockManager:
 
             block_size = 4, 8 tokens: (8 - 1) // 4 = 1 block is looked up, tokens 4 to 7 are
             computed
+
+        A prompt to be scored is not looked up at all, because each of its tokens must be computed.
         """
+        if seq.request.wants_prompt_logprobs:
+            return []
         prefix = []
-        if self.enable_prefix_caching:
-            for key in self.keys_of(seq, (seq.num_tokens - 1) // self.block_size):
-                if key not in self.index:
-                    break
-                prefix.append(self.index[key].block_id)
+        for key in self.keys_of(seq, (seq.num_tokens - 1) // self.block_size):
+            if key not in self.index:
+                break
+            prefix.append(self.index[key].block_id)
         return prefix
 
     def publish(self, seq: Sequence) -> None:
@@ -308,12 +304,12 @@ class BlockManager:
             return
         first = seq.num_computed_tokens // self.block_size
         end = (seq.num_computed_tokens + seq.num_scheduled_tokens) // self.block_size
-        keys = self.keys_of(seq, end)
         for i in range(first, end):
-            if keys[i] not in self.index:
+            key = self.keys_of(seq, i + 1)[-1]
+            if key not in self.index:
                 block = self.blocks[seq.block_table[i]]
-                block.key = keys[i]
-                self.index[keys[i]] = block
+                block.key = key
+                self.index[key] = block
 
     def reset_prefix_cache(self) -> None:
         """Make all cached blocks free. Blocks in use can still be found."""

@@ -13,6 +13,7 @@ import torch
 from nanopaged.attention import make_attention
 from nanopaged.attention.metadata import GATHER_KEYS, AttentionMetadata
 from nanopaged.attention.torch_backend import is_fast_on_cpu
+from nanopaged.block_manager import blocks_needed
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.kernels import build
 from nanopaged.kv_cache import KVCache, KVShape, to_device
@@ -57,8 +58,8 @@ def pick_device(name: str, ranks: Ranks | None) -> torch.device:
 def pick_dtype(config: EngineConfig, checkpoint: str, device: torch.device) -> torch.dtype:
     """The dtype of weights, activations and K/V. "auto" is the checkpoint's, if it is fast here."""
     dtype = checkpoint if config.dtype == "auto" else config.dtype
-    faster = faster_than_bfloat16(config, device) if dtype == "bfloat16" else None
-    if faster is not None:
+    if dtype == "bfloat16" and not has_fast_bfloat16(config, device):
+        faster = "float16" if device.type == "cuda" else "float32"
         advice = f"dtype={faster!r} is faster"
         if config.dtype == "auto":
             dtype = faster
@@ -67,15 +68,14 @@ def pick_dtype(config: EngineConfig, checkpoint: str, device: torch.device) -> t
     return getattr(torch, dtype)
 
 
-def faster_than_bfloat16(config: EngineConfig, device: torch.device) -> str | None:
-    """The dtype that is faster where bfloat16 has no instructions, else None."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "float16"
+def has_fast_bfloat16(config: EngineConfig, device: torch.device) -> bool:
+    """Whether the device has instructions for bfloat16, or needs none."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu" or is_fast_on_cpu(torch.bfloat16):
+        return True
     # Our C++ kernels are fast without such instructions, PyTorch is not (reference/cpu.md).
-    if device.type == "cpu" and not is_fast_on_cpu(torch.bfloat16):
-        may_use_cpp = config.attention_backend in ("auto", "cpp") and build.can_build_or_load()
-        return None if may_use_cpp else "float32"
-    return None
+    return config.attention_backend in ("auto", "cpp") and build.can_build_or_load()
 
 
 def count_blocks(
@@ -132,39 +132,37 @@ def measure_num_blocks(
 ) -> int:
     """The number of blocks that fit in memory next to the largest step, if so many can be used.
 
-    On a GPU the largest step is run once, to set aside the memory that it takes beyond the weights:
+    On a GPU the largest step is run once. PyTorch then still holds the memory that it took, which
+    counts as in use:
 
-        total · memory_utilization = in use (weights, other programs) + the largest step + blocks
+        total · memory_utilization = in use (weights, other programs, largest step) + blocks
 
     CUDA graphs, which are captured later, use the memory that is left, 10 % by default. On a CPU
     all ranks together take at most `HOST_BYTES`, unless `memory_utilization` is set or one sequence
     needs more.
     """
+    block_bytes = shape.block_bytes(config.block_size)
+    num_needed = blocks_needed(max_model_len, config.block_size)  # for one sequence
     device = model.embed_tokens.weight.device
     if device.type == "cuda":
-        peak = peak_memory(
-            lambda: largest_step(config, model, shape, max_model_len, max_num_batched_tokens),
-            device,
-        )
+        torch.cuda.empty_cache()  # of what loading left behind
+        largest_step(config, model, shape, max_model_len, max_num_batched_tokens)
         free, total = torch.cuda.mem_get_info(device)
-        num_bytes = int(total * (config.memory_utilization or 0.9)) - (total - free) - peak
+        torch.cuda.empty_cache()
+        num_bytes = total * (config.memory_utilization or 0.9) - (total - free)
     else:
-        usable = available_memory() * (config.memory_utilization or 0.5)
-        num_bytes = int(usable / config.tensor_parallel_size)
-    block_bytes = shape.block_bytes(config.block_size)
-    num_fitting = max(0, num_bytes) // block_bytes
-    num_needed = -(-max_model_len // config.block_size)  # blocks of one sequence: ceil division
+        num_ranks = config.tensor_parallel_size
+        num_bytes = available_memory() * (config.memory_utilization or 0.5) / num_ranks
+        if config.memory_utilization is None:
+            num_bytes = min(num_bytes, max(HOST_BYTES / num_ranks, num_needed * block_bytes))
+    num_fitting = max(0, int(num_bytes)) // block_bytes
     if num_fitting < num_needed:
         raise ValueError(
             f"one sequence of max_model_len={max_model_len} tokens needs {num_needed} blocks of"
             f" {block_bytes:,} bytes, but only {num_fitting} fit in memory: lower max_model_len,"
             " raise memory_utilization, or set num_blocks yourself"
         )
-    num_useful = num_needed * config.max_num_seqs
-    if device.type != "cuda" and config.memory_utilization is None:
-        maximum = HOST_BYTES // config.tensor_parallel_size // block_bytes
-        num_useful = min(num_useful, max(num_needed, maximum))
-    return min(num_fitting, num_useful)
+    return min(num_fitting, num_needed * config.max_num_seqs)
 
 
 def available_memory() -> int:
@@ -177,16 +175,6 @@ def available_memory() -> int:
     return available
 
 
-def peak_memory(work: Callable[[], None], device: torch.device) -> int:
-    """The most bytes of GPU memory that `work` uses beyond those in use before."""
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    work()
-    peak = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
-    return peak
-
-
 @torch.inference_mode()
 def largest_step(
     config: EngineConfig,
@@ -197,19 +185,18 @@ def largest_step(
 ) -> None:
     """Run the step that needs the most memory, with the most tokens, keys and samples.
 
-    The prefills are the ends of contexts of `max_model_len` tokens. There are enough of them for a
-    backend to gather as many keys as it ever gathers together. All contexts share the blocks of one
-    small cache with a single layer.
+    The prefills are the ends of contexts of `max_model_len` tokens, and have the same number of
+    tokens each. There are enough of them for a backend to gather as many keys as it ever gathers
+    together. All contexts share the blocks of one small cache with a single layer.
     """
     device = model.embed_tokens.weight.device
-    num_for_keys = -(-GATHER_KEYS // max_model_len)
+    num_for_keys = -(-GATHER_KEYS // max_model_len)  # ceil division
     num_for_tokens = -(-max_num_batched_tokens // max_model_len)
     num_seqs = min(config.max_num_seqs, max_num_batched_tokens, num_for_keys)
     num_seqs = max(num_seqs, num_for_tokens)
-    ends = np.arange(num_seqs + 1) * max_num_batched_tokens // num_seqs
-    query_lens = np.diff(ends)  # a budget of 10 tokens for 3 sequences: 3 3 4
-    positions = np.concatenate([np.arange(max_model_len - n, max_model_len) for n in query_lens])
-    num_blocks = -(-max_model_len // config.block_size)
+    query_len = -(-max_num_batched_tokens // num_seqs)
+    positions = np.tile(np.arange(max_model_len - query_len, max_model_len), num_seqs)
+    num_blocks = blocks_needed(max_model_len, config.block_size)
     cache = KVCache(
         replace(shape, num_layers=1),
         num_blocks=num_blocks,
@@ -220,7 +207,7 @@ def largest_step(
     backend = "auto" if config.attention_backend == "reference" else config.attention_backend
     attention = make_attention(backend, cache, 1.0)
     metadata = AttentionMetadata(
-        query_lens=query_lens,
+        query_lens=np.full(num_seqs, query_len),
         context_lens=np.full(num_seqs, max_model_len),
         block_tables=[list(range(num_blocks))] * num_seqs,
         slot_mapping=positions,  # because the blocks are 0, 1, 2, …
@@ -245,13 +232,11 @@ def cheaper_preemption(model: Model, kv_cache: KVCache, budget: int) -> str:
     without attention. That prefill has 64 tokens on a CPU. On a GPU it has the whole budget,
     because a short one takes as long as its launches.
     """
-    device = kv_cache.data.device
-    num_moves = min(8, len(kv_cache.data), len(kv_cache.host))
-    if num_moves == 0:
+    if len(kv_cache.host) == 0:
         return "recompute"
-    blocks = [(i, i) for i in range(num_moves)]
-    moves = Moves(swap_out=blocks, swap_in=blocks)
-    swap = seconds(lambda: kv_cache.move_blocks(moves), device) / num_moves
+    device = kv_cache.data.device
+    moves = Moves(swap_out=[(0, 0)], swap_in=[(0, 0)])
+    swap = seconds(lambda: kv_cache.move_blocks(moves), device)
     num_tokens = budget if device.type == "cuda" else min(64, budget)
     ids = torch.arange(num_tokens, device=device) % model.config.vocab_size
     prefill = seconds(lambda: model(ids, ids * 0, lambda layer, q, k, v: q), device)

@@ -102,9 +102,7 @@ class Scheduler:
 
         # A request that was preempted above waits in this queue as well. It may run again in this
         # very step if it fits, because swaps out are moved first.
-        num_seqs = 0
-        if self.waiting:
-            num_seqs = sum(request.num_seqs for request in self.running)
+        num_seqs = sum(request.num_seqs for request in self.running)
         for request in self.waiting:
             num_seqs += request.num_seqs
             if budget == 0 or num_seqs > self.max_num_seqs:
@@ -135,8 +133,7 @@ class Scheduler:
                 batch.num_decodes += 1
             elif num_tokens > 1:
                 batch.sequences.append(seq)
-            if seq.num_computed_tokens % self.block_size + num_tokens >= self.block_size:
-                self.block_manager.publish(seq)  # a block becomes full
+            self.block_manager.publish(seq)  # the blocks that become full
         return budget
 
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
@@ -145,15 +142,16 @@ class Scheduler:
         Its tokens stay. Its K/V goes to host memory, or is computed again later, except for what
         the prefix cache still has then.
         """
-        moves = self.swapper.swap_out(request) if self.preemption == "swap" else None
+        mode = self.preemption
+        moves = self.swapper.swap_out(request) if mode == "swap" else None
         if moves is not None:
             batch.moves.swap_out += moves
-            batch.preempted.append((request, "swap"))
         else:
+            mode = "recompute"
             for seq in request.live:
                 self.block_manager.free(seq)
                 seq.candidates = None  # a beam that is computed again proposes them again
-            batch.preempted.append((request, "recompute"))
+        batch.preempted.append((request, mode))
         request.num_preemptions += 1
         request.rank = self.rank(request)
         insort_left(self.waiting, request, key=BY_RANK)  # before those of equal rank
@@ -174,11 +172,9 @@ class Scheduler:
             assert copies is not None  # `swap_in` counted them
             batch.moves.copies += copies
         else:
-            # A token found in the cache is not computed, so a prompt to be scored is not looked up.
-            look_up = not request.wants_prompt_logprobs
-            if not self.enable_chunked_prefill and not self._fits_whole(request, look_up, budget):
+            if not self.enable_chunked_prefill and not self._fits_whole(request, budget):
                 return False
-            if not self.block_manager.allocate(request.live, look_up, num_reserved):
+            if not self.block_manager.allocate(request.live, num_reserved):
                 return False
         insort_right(self.running, request, key=BY_RANK)
         batch.admitted.append(request)
@@ -186,11 +182,11 @@ class Scheduler:
             request.num_cached_tokens = request.live[0].num_computed_tokens
         return True
 
-    def _fits_whole(self, request: Request, look_up: bool, budget: int) -> bool:
+    def _fits_whole(self, request: Request, budget: int) -> bool:
         """Whether the tokens of the first sequence that are not cached fit in the budget."""
         seq = request.live[0]
-        hits = self.block_manager.find_prefix(seq) if look_up else []
-        return seq.num_tokens - len(hits) * self.block_size <= budget
+        prefix = self.block_manager.find_prefix(seq)
+        return seq.num_tokens - len(prefix) * self.block_size <= budget
 
     # ── after the forward pass ────────────────────────────────────────────────────────────────────
 
@@ -199,6 +195,7 @@ class Scheduler:
         for request, logprobs in result.prompt_logprobs.items():
             assert request.prompt_logprobs is not None
             request.prompt_logprobs.extend(logprobs)
+        counters = self.counters
         advanced: dict[Request, None] = {}  # used as an ordered set
         now = time.monotonic()
         for seq, samples in zip(batch.sequences, result.samples, strict=True):
@@ -223,12 +220,19 @@ class Scheduler:
             if request.first_token_time is None:
                 request.first_token_time = now
                 self._count_prompt(request)
-            self.counters.num_generated_tokens += num_new_tokens
+            counters.num_generated_tokens += num_new_tokens
             advanced[request] = None
             if request.finished:
                 request.finish_time = now
                 self.running.remove(request)
-        self._count_moves(batch)
+        counters.num_blocks_copied += len(batch.moves.copies)
+        counters.num_blocks_swapped_out += len(batch.moves.swap_out)
+        counters.num_blocks_swapped_in += len(batch.moves.swap_in)
+        for _, mode in batch.preempted:
+            if mode == "swap":
+                counters.num_preemptions_swap += 1
+            else:
+                counters.num_preemptions_recompute += 1
         return list(advanced)
 
     def _count_prompt(self, request: Request) -> None:
@@ -238,17 +242,6 @@ class Scheduler:
         if self.block_manager.enable_prefix_caching and was_looked_up:
             self.counters.prefix_cache_queries += request.num_prompt_tokens
             self.counters.prefix_cache_hits += request.num_cached_tokens or 0
-
-    def _count_moves(self, batch: ScheduledBatch) -> None:
-        """Count the blocks that a step moved, and the requests that it preempted."""
-        self.counters.num_blocks_copied += len(batch.moves.copies)
-        self.counters.num_blocks_swapped_out += len(batch.moves.swap_out)
-        self.counters.num_blocks_swapped_in += len(batch.moves.swap_in)
-        for _, mode in batch.preempted:
-            if mode == "swap":
-                self.counters.num_preemptions_swap += 1
-            else:
-                self.counters.num_preemptions_recompute += 1
 
     def start_over(self, requests: Iterable[Request]) -> None:
         """After a failed step, put all unfinished `requests` back into the waiting queue.

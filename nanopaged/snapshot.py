@@ -78,12 +78,11 @@ class Snapshot:
 
     def __str__(self) -> str:
         """Block tables as in the paper (logical → physical block, # filled), then the pool."""
-        num_blocks = len(self.blocks)
-        num_cached = len(self.cached)
         lines = [
-            f"after step {self.num_steps}: of {num_blocks} blocks with {self.block_size} slots, "
-            f"{num_blocks - self.num_free_blocks} in use, {num_cached} cached, "
-            f"{self.num_free_blocks - num_cached} free"
+            f"after step {self.num_steps}: "
+            f"of {len(self.blocks)} blocks with {self.block_size} slots, "
+            f"{len(self.blocks) - self.num_free_blocks} in use, {len(self.cached)} cached, "
+            f"{self.num_free_blocks - len(self.cached)} free"
         ]
         for request in self.requests:
             for seq in request.sequences:
@@ -137,9 +136,11 @@ class Snapshot:
             is_free = block.state == "free"
             drawings.append("free" if is_free else f"{slots} {notes.get(block.block_id, '')}")
         rows = {}  # block ids → what is drawn of them
-        for drawing, run in groupby(range(len(drawings)), key=drawings.__getitem__):
-            ids = list(run)
-            rows[f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else str(ids[0])] = drawing
+        first = 0
+        for drawing, run in groupby(drawings):
+            last = first + len(list(run)) - 1
+            rows[f"{first}-{last}" if last > first else str(first)] = drawing
+            first = last + 1
         width = max(len(ids) for ids in rows)
         return [f"  {ids:>{width}}  {drawing}" for ids, drawing in rows.items()]
 
@@ -152,25 +153,25 @@ def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Reque
     """
     manager = scheduler.block_manager
     filled = filled_slots(manager, scheduler.running_sequences)
-    filled |= dict.fromkeys(manager.cached, manager.block_size)
+    blocks = []
+    for block in manager.blocks:
+        num_filled = filled[block.block_id]
+        state = "full" if num_filled == manager.block_size else "partial"
+        if block.block_id in manager.cached:
+            num_filled = manager.block_size
+            state = "cached"
+        elif block.ref_count == 0:
+            state = "free"
+        blocks.append(BlockState(**asdict(block), state=state, num_filled=num_filled))
     states = [_request_state(request) for request in requests if request.live]
     return Snapshot(
         num_steps=num_steps,
         block_size=manager.block_size,
         requests=tuple(states),
-        blocks=tuple(_block_state(block, filled, manager.block_size) for block in manager.blocks),
+        blocks=tuple(blocks),
         num_free_blocks=manager.num_free_blocks,
         cached=tuple(manager.cached),
     )
-
-
-def _block_state(block: Block, filled: dict[int, int], block_size: int) -> BlockState:
-    num_filled = filled.get(block.block_id, 0)
-    if block.ref_count > 0:
-        state = "full" if num_filled == block_size else "partial"
-    else:
-        state = "free" if block.key is None else "cached"
-    return BlockState(**asdict(block), state=state, num_filled=num_filled)
 
 
 def _request_state(request: Request) -> RequestState:
@@ -199,13 +200,13 @@ def short_key(key: bytes) -> str:
     return sha256(key).hexdigest()[:8]
 
 
-def filled_slots(manager: BlockManager, sequences: Iterable[Sequence]) -> dict[int, int]:
+def filled_slots(manager: BlockManager, sequences: Iterable[Sequence]) -> Counter[int]:
     """Each block of the sequences' tables → its slots that hold K/V. A shared block counts once."""
-    filled = {}
+    filled = Counter()
     for seq in sequences:
         for i, block_id in enumerate(seq.block_table):
             num_filled = num_filled_slots(seq.num_computed_tokens, i, manager.block_size)
-            filled[block_id] = max(filled.get(block_id, 0), num_filled)
+            filled[block_id] = max(filled[block_id], num_filled)
     return filled
 
 
@@ -223,7 +224,7 @@ def engine_stats(num_steps: int, scheduler: Scheduler) -> EngineStats:
     swapper = scheduler.swapper
     sequences = scheduler.running_sequences
     filled = filled_slots(manager, sequences)
-    shared = [block_id for block_id in filled if manager.blocks[block_id].ref_count > 1]
+    shared = [block for block in manager.blocks if block.ref_count > 1]
     swapped = [request for request in scheduler.waiting if request.is_swapped]
     num_used_blocks = manager.num_blocks - manager.num_free_blocks
     return EngineStats(
@@ -269,45 +270,35 @@ def check_blocks(manager: BlockManager, sequences: Collection[Sequence]) -> None
         )
     published = {block.key: block for block in manager.blocks if block.key is not None}
     assert manager.index == published, "the index points to another block"
-    for seq in sequences:
-        _check_table(manager, seq)
-    _check_sharing(manager, sequences)
+    _check_tables(manager, sequences)
 
 
-def _check_table(manager: BlockManager, seq: Sequence) -> None:
-    """Check one table: its length, that its blocks are distinct, that keys match the tokens."""
-    num_blocks = len(seq.block_table)
+def _check_tables(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
+    """Check the length of each table, and that its blocks hold the sequence's tokens.
+
+    A key identifies all tokens up to the end of its block, so it is compared with the sequence's
+    own key. Blocks without a key are compared with the first sequence that uses them.
+    """
     size = manager.block_size
-    assert len(set(seq.block_table)) == num_blocks, "a block stands twice in one table"
-    assert seq.num_computed_tokens <= seq.num_tokens, "more tokens are computed than known"
-    assert seq.num_computed_tokens <= num_blocks * size, "a computed token has no slot"
-    assert num_blocks <= blocks_needed(seq.num_tokens, size), "a table has too many blocks"
-    keys = manager.keys_of(seq, seq.num_tokens // size)
-    for i, block_id in enumerate(seq.block_table):
-        key = manager.blocks[block_id].key
-        if key is not None:
-            assert [key] == keys[i : i + 1], f"block {block_id} is found under other tokens"
-
-
-def _check_sharing(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
-    """Check that tables share only blocks of equal tokens. Findable blocks must be computed."""
-    size = manager.block_size
-    first_holders = {}  # block → logical block, sequence
-    computed = set()  # (request, block)
+    first_users = {}  # block without a key → its place in a table, the first sequence that uses it
     for seq in sequences:
+        num_blocks = len(seq.block_table)
+        assert seq.num_computed_tokens <= seq.num_tokens, "more tokens are computed than known"
+        assert seq.num_computed_tokens <= num_blocks * size, "a computed token has no slot"
+        assert num_blocks <= blocks_needed(seq.num_tokens, size), "a table has too many blocks"
+        keys = manager.keys_of(seq, seq.num_computed_tokens // size)
         for i, block_id in enumerate(seq.block_table):
-            is_private = manager.blocks[block_id].key is None
-            logical_block, other = first_holders.setdefault(block_id, (i, seq))
-            if other is not seq:
-                assert logical_block == i, "a block stands at different places of two tables"
-                if is_private:
-                    assert seq.request is other.request, "requests share a private block"
+            key = manager.blocks[block_id].key
+            if key is None:
+                place, other = first_users.setdefault(block_id, (i, seq))
+                assert place == i, f"block {block_id} stands at two places"
+                assert seq.request is other.request, "requests share a block without a key"
                 end = min((i + 1) * size, seq.num_computed_tokens, other.num_computed_tokens)
                 assert seq.token_ids[:end] == other.token_ids[:end], "shared, with different tokens"
-            # The first sequence of a request that has a block computes it for its siblings.
-            if not is_private and (seq.request, block_id) not in computed:
-                assert seq.num_computed_tokens >= (i + 1) * size, "a findable block is not computed"
-                computed.add((seq.request, block_id))
+            else:
+                assert [key] == keys[i : i + 1], (
+                    f"block {block_id} can be found, but is not computed, or has other tokens"
+                )
 
 
 def check_host_blocks(swapper: Swapper, requests: Iterable[Request]) -> None:

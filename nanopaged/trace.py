@@ -10,7 +10,6 @@ The page makes the states from the changes, and compares them.
 
 import json
 import logging
-from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -73,10 +72,10 @@ class Recorder:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.disk_is_full = False
-        self.numbers: dict[Request, int] = {}  # of the unfinished requests
+        self.numbers: dict[Request, int] = {}  # of requests that did not end before this step
         self.num_requests = 0
         self.known: State = {}
-        self.known_texts: set[int] = set()
+        self.known_texts = set[int]()
         self.scheduled: State = {}  # the next line will tell it, if it is written
         header = {
             "model": Path(model_name).name,
@@ -90,11 +89,14 @@ class Recorder:
 
     def batch_scheduled(self, batch: ScheduledBatch) -> None:
         """Keep the state. If the step then fails, it is never written."""
+        self.numbers = {
+            request: number for request, number in self.numbers.items() if not request.finished
+        }
         self.scheduled = self._state()
 
     def step_ended(self, batch: ScheduledBatch) -> None:
         """Write the line of a step that has just ended."""
-        updated = self._state(seq.request for seq in batch.sequences)
+        updated = self._state()
         numbers = self.numbers
         line = {
             "scheduled": _changes(self.known, self.scheduled),
@@ -116,24 +118,23 @@ class Recorder:
         state = self._state()
         self._write({"failed": type(error).__name__, "updated": _changes({}, state)}, state)
 
-    def _state(self, ended: Iterable[Request] = ()) -> State:
-        """Return the state now, with the requests that have just `ended`. Number the new ones."""
-        running = self.scheduler.running
-        waiting = self.scheduler.waiting
-        for request in sorted(running + waiting, key=attrgetter("arrival_time")):
+    def _state(self) -> State:
+        """Return the state now, with the requests that end in this step. Number the new ones."""
+        queue = self.scheduler.running + self.scheduler.waiting
+        for request in sorted(queue, key=attrgetter("arrival_time")):
             if request not in self.numbers:
                 self.numbers[request] = self.num_requests
                 self.num_requests += 1
-        index = self.scheduler.block_manager.index
+        manager = self.scheduler.block_manager
         state = {
-            "queue": [[self.numbers[request] for request in running + waiting]],
-            "running": [[len(running)]],
-            "cached": [list(self.scheduler.block_manager.cached)],
-            "keys": [[(block.block_id, key) for key, block in index.items()]],
+            "queue": [[self.numbers[request] for request in queue]],
+            "running": [[len(self.scheduler.running)]],
+            "cached": [list(manager.cached)],
+            "keys": [[(block.block_id, key) for key, block in manager.index.items()]],
         }
-        for request in dict.fromkeys([*running, *waiting, *ended]):
+        for request, number in self.numbers.items():
             for seq in request.sequences:
-                state[f"{self.numbers[request]}.{seq.index}"] = [
+                state[f"{number}.{seq.index}"] = [
                     [seq.finish_reason, seq.num_computed_tokens],
                     list(seq.token_ids),
                     list(seq.block_table),
@@ -176,8 +177,6 @@ class Recorder:
             logger.warning("the trace %s ends here: %s", self.path, error)
         self.known = state
         self.known_texts |= tokens
-        for request in self.numbers.keys() - {*self.scheduler.running, *self.scheduler.waiting}:
-            del self.numbers[request]
 
 
 def _changes(old: State, new: State) -> State:

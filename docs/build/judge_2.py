@@ -37,7 +37,7 @@ test_a_case = table([
     ("append_slots", "Cached blocks count in `num_free_blocks`", "4 blocks of 4",
      "take x; take y; key x y; allocate A 1..4; release x; release y; append A 5..16"),
     ("trim", "The blocks beyond the tokens are given back", "5 blocks of 4",
-     "allocate A 1..17; trim A; trim A 13; trim A 12; trim A 1; trim A 0"),
+     "allocate A 1..17; trim A 17; trim A 13; trim A 12; trim A 1; trim A 0"),
     ("trim", "A block that another table has stays in use", "2 blocks of 4",
      "allocate A 1..4; share A[0]; trim A 0"),
     ("trim", "The last block goes first, so that it is evicted first", "3 blocks of 4",

@@ -148,21 +148,29 @@ class Pool:
 
     # ── commands: sequences ───────────────────────────────────────────────────────────────────────
 
-    def request(self, groups: dict[str, list[int]], salt: int = 0, max_tokens: int = 99) -> Request:
-        params = SamplingParams(n=len(groups), max_tokens=max_tokens, ignore_eos=True)
+    def request(
+        self,
+        groups: dict[str, list[int]],
+        salt: int = 0,
+        max_tokens: int = 99,
+        prompt_logprobs: int | None = None,
+    ) -> Request:
+        params = SamplingParams(
+            n=len(groups), max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=prompt_logprobs
+        )
         request = make_request("r", next(iter(groups.values())), params, bytes(salt))
         request.sequences = [Sequence(request, tokens, index) for index, tokens in enumerate(groups.values())]
         request.live = list(request.sequences)
         return request
 
-    def allocate(self, *words: str, salt: int = 0, max_tokens: int = 99, **options: int) -> bool:
+    def allocate(self, *words: str, num_reserved: int = 0, **options: int) -> bool:
         groups = groups_of(words)
-        request = self.request(groups, salt, max_tokens)
+        request = self.request(groups, **options)
         self.sequences |= zip(groups, request.sequences, strict=True)
-        return self.manager.allocate(request.live, **options)
+        return self.manager.allocate(request.live, num_reserved=num_reserved)
 
-    def find(self, *tokens: str, salt: int = 0) -> int:
-        request = self.request({"sought": numbers_of(tokens)}, salt)
+    def find(self, *tokens: str, **options: int) -> int:
+        request = self.request({"sought": numbers_of(tokens)}, **options)
         return len(self.manager.find_prefix(request.live[0]))
 
     def compute(self, name: str, num_tokens: str | None = None) -> None:
@@ -187,8 +195,8 @@ class Pool:
         after = [other.block_table for other in seq.request.sequences]
         return renumbered([*before, *after, *map(list, copies)])[2 * len(before) :]
 
-    def trim(self, name: str, num_tokens: str | None = None) -> None:
-        self.manager.trim(self.sequences[name], None if num_tokens is None else int(num_tokens))
+    def trim(self, name: str, num_tokens: str) -> None:
+        self.manager.trim(self.sequences[name], int(num_tokens))
 
     def free(self, name: str) -> None:
         self.manager.free(self.sequences[name])

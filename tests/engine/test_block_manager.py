@@ -166,9 +166,9 @@ def test_trimming_gives_back_the_blocks_beyond_the_tokens() -> None:
     seq = admit(manager, 1, 2, 3)
     table = list(seq.block_table)
     seq.block_table += [manager.take(), manager.take()]  # room for guesses, of which none was right
-    for options, num in (((), 2), ((2,), 1), ((0,), 0)):
-        manager.trim(seq, *options)
-        assert seq.block_table == table[:num]
+    for num_tokens, num_blocks in ((3, 2), (2, 1), (0, 0)):
+        manager.trim(seq, num_tokens)
+        assert seq.block_table == table[:num_blocks]
     assert manager.num_free_blocks == 4
     with pytest.raises(RuntimeError, match=f"block {table[0]} was released more often"):
         manager.release(table[0])

@@ -207,6 +207,7 @@ def test_requests_are_told_apart_not_ids(tmp_path: Path) -> None:
     _, *lines = read_trace(tmp_path / "run.html")
     assert names_of(lines[:1]) | names_of(lines[1:]) == {"a": "C", "b": "B"}
     assert lines[1]["scheduled"]["running"] == [1, 2]
+    assert [row[0] for row in lines[1]["scheduled"]["seqs"]] == [1, 2], "the aborted one is forgotten"
 
 
 def test_a_line_that_was_not_written_has_told_nothing(

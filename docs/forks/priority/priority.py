@@ -95,8 +95,8 @@ class PriorityScheduler(Scheduler):
                 return
             ahead = self.running[: -len(later)]
             left = sum(seq.num_tokens - seq.num_computed_tokens for other in ahead for seq in other.live)
-            budget, look_up = self.max_num_batched_tokens - left, not request.wants_prompt_logprobs
-            if budget <= 0 or not (self.enable_chunked_prefill or self._fits_whole(request, look_up, budget)):
+            budget = self.max_num_batched_tokens - left
+            if budget <= 0 or not (self.enable_chunked_prefill or self._fits_whole(request, budget)):
                 return  # it would get no tokens in this step, so it can wait
             if not self._fits_without(later, request):
                 return  # nothing is preempted in vain

@@ -88,10 +88,11 @@ class RadixBlockManager(BlockManager):
         self.being_computed = set[int]()
         self.copies: list[tuple[int, int]] = []
 
-    def allocate(self, sequences: list[Sequence], look_up: bool = True, num_reserved: int = 0) -> bool:
+    def allocate(self, sequences: list[Sequence], num_reserved: int = 0) -> bool:
         """As `BlockManager.allocate`; then each sequence's first block to compute is looked for in part."""
-        fits = super().allocate(sequences, look_up, num_reserved)
-        if fits and look_up and self.enable_prefix_caching and self.min_partial > 0:
+        fits = super().allocate(sequences, num_reserved)
+        is_scored = sequences[0].request.wants_prompt_logprobs  # then each token must be computed
+        if fits and not is_scored and self.enable_prefix_caching and self.min_partial > 0:
             for seq in sequences:
                 self.copy_part(seq)
         return fits

@@ -88,6 +88,7 @@ class Asker:
     """All that a block manager reads of a request."""
 
     cache_salt = b""
+    wants_prompt_logprobs = False
 
 
 @pytest.mark.parametrize("min_partial", [0, 1, 2, 3])

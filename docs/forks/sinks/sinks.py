@@ -107,9 +107,8 @@ class SinkBlocks(BlockManager):
     def append_slots(self, sequences: list[Sequence]) -> list[tuple[int, int]] | None:
         return self.on_heads(super().append_slots, sequences)
 
-    def allocate(self, sequences: list[Sequence], look_up: bool = True, num_reserved: int = 0) -> bool:
-        limits = {"look_up": look_up, "num_reserved": num_reserved}
-        if not self.on_heads(partial(super().allocate, **limits), sequences):
+    def allocate(self, sequences: list[Sequence], num_reserved: int = 0) -> bool:
+        if not self.on_heads(partial(super().allocate, num_reserved=num_reserved), sequences):
             return False
         for seq in sequences:  # what the prefix cache had counts as computed, so the step goes further
             self.slide(seq)

@@ -135,7 +135,7 @@ class SpeculatingScheduler(Scheduler):
             advanced += super().update(ScheduledBatch(going), StepResult(its))
             self.num_accepted_tokens += len(going)
         for seq, draft_ids in drafts.items():
-            self.block_manager.trim(seq)
+            self.block_manager.trim(seq, seq.num_tokens)
             self.num_draft_tokens += len(draft_ids)
         return list(dict.fromkeys(advanced))
 

@@ -89,10 +89,11 @@ class TierBlockManager(BlockManager):
             self.tier.store(next(iter(self.cached.values())))
         return super().take()
 
-    def allocate(self, sequences: list[Sequence], look_up: bool = True, num_reserved: int = 0) -> bool:
+    def allocate(self, sequences: list[Sequence], num_reserved: int = 0) -> bool:
         """As `BlockManager.allocate`; then what follows in the tier is loaded into blocks just taken."""
-        fits = super().allocate(sequences, look_up, num_reserved)
-        for seq in sequences if fits and look_up else ():
+        fits = super().allocate(sequences, num_reserved)
+        is_scored = sequences[0].request.wants_prompt_logprobs  # then each token must be computed
+        for seq in sequences if fits and not is_scored else ():
             first = seq.num_computed_tokens // self.block_size  # no sibling before `seq` has this block
             keys = self.keys_of(seq, (seq.num_tokens - 1) // self.block_size)[first:]
             for key, block_id, kv in zip(keys, seq.block_table[first:], self.tier.load(keys), strict=False):
