@@ -251,6 +251,21 @@ def test_a_mask_that_allows_nothing_is_an_error(
     engine.check_invariants()
 
 
+def test_a_greedy_request_takes_the_first_of_equal_tokens(qwen3: Oracle) -> None:
+    """Next to a request that draws as well, whose batch it shares."""
+    engine = LLM(qwen3.folder, num_blocks=50).engine
+    model = engine.runner.model
+    model.logits = lambda hidden: type(model).logits(model, hidden) * 0
+    engine.add_request("draws", [4, 5], seeded(1, temperature=1.0))
+    engine.add_request("greedy", [1, 2, 3], seeded(1, temperature=0))
+    texts = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            texts[output.request_id] = output.outputs[0].token_ids
+    assert texts["greedy"] == [0] * 15
+    assert len(set(texts["draws"])) > 1
+
+
 # ── log-probabilities ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -324,7 +339,7 @@ def test_different_seeds_and_no_seeds_differ(qwen3: Oracle) -> None:
 def test_penalties_follow_the_formula(qwen3: Oracle) -> None:
     """Requests with different penalties in one batch, in a pool so small that some are preempted."""
     names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    penalties = [(1, 2, 0), (1, 0, 2), (1, 0.5, 1.5), (1, -0.3, 0), (0.7, 0, -2), (1.2, 0.5, 0.7), (1, 0, 0)]
+    penalties = [(0.5, 0, 0), (1, 2, 0), (1, 0, 2), (1, 0.5, 1.5), (1, -0.3, 0), (0.7, 0, -2), (1.2, 0.5, 0.7), (1, 0, 0)]
     rules = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "logprobs": 0}
     params = [SamplingParams(**rules, **dict(zip(names, row, strict=True))) for row in penalties]
     prompts = random_prompts(len(params), seed=4, longest=20)
