@@ -26,6 +26,7 @@ from nanopaged.sampler import (
     Draw,
     SamplingMetadata,
     filtered_probs,
+    penalize,
     sample,
 )
 from nanopaged.sequence import NonFiniteLogits, Sequence
@@ -251,6 +252,17 @@ def test_a_mask_that_allows_nothing_is_an_error(
     engine.check_invariants()
 
 
+def test_beams_take_what_a_mask_allows(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However unlikely the allowed tokens are: here five of the vocabulary."""
+    monkeypatch.setattr(Sequence, "banned_token_ids", range(VOCAB_SIZE - 5))
+    llm = LLM(qwen3.folder, num_blocks=50)
+    params = replace(KINDS["beams"], max_tokens=6, ignore_eos=True)
+    (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    beams = [completion.token_ids for completion in output.outputs]
+    assert len(beams) == 3
+    assert min(min(beam) for beam in beams) >= VOCAB_SIZE - 5
+
+
 def test_a_greedy_request_takes_the_first_of_equal_tokens(qwen3: Oracle) -> None:
     """Next to a request that draws as well, whose batch it shares."""
     engine = LLM(qwen3.folder, num_blocks=50).engine
@@ -335,11 +347,18 @@ def test_different_seeds_and_no_seeds_differ(qwen3: Oracle) -> None:
     assert first != other
 
 
+def test_penalties_of_single_logits() -> None:
+    """Tokens 0 and 1 were generated four times, and 2 is in the prompt."""
+    logits = torch.tensor([[7.0, 7.0, 7.0, 7.0], [3.0, -3.0, -3.0, 3.0]])
+    penalties = torch.tensor([[1, token_id, count, 2, 0.5, 1] for token_id, count in enumerate((4, 4, 0))])
+    assert penalize(logits, penalties.T).tolist() == [[7.0] * 4, [-1.5, -9.0, -6.0, 3.0]]
+
+
 @torch.no_grad()
 def test_penalties_follow_the_formula(qwen3: Oracle) -> None:
     """Requests with different penalties in one batch, in a pool so small that some are preempted."""
     names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    penalties = [(0.5, 0, 0), (1, 2, 0), (1, 0, 2), (1, 0.5, 1.5), (1, -0.3, 0), (0.7, 0, -2), (1.2, 0.5, 0.7), (1, 0, 0)]
+    penalties = [(1, 2, 0), (1, 0, 2), (1, 0.5, 1.5), (1, -0.3, -2), (0.5, 0, 0), (2.0, 0.5, 0.7), (1, 0, 0)]
     rules = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "logprobs": 0}
     params = [SamplingParams(**rules, **dict(zip(names, row, strict=True))) for row in penalties]
     prompts = random_prompts(len(params), seed=4, longest=20)
