@@ -57,37 +57,36 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     """
     params = request.params
     assert isinstance(params, BeamSearchParams)
-    beams = request.live
     width = request.width
-    stop_token_ids = request.stop_rules.token_ids
+    beams = request.live
     candidates = []
     for beam in beams:
         logprob_so_far = beam.cumulative_logprob
         for sample in beam.candidates or ():
             candidates.append(Candidate(beam, sample, logprob_so_far + sample.logprob))
     candidates.sort(key=attrgetter("cumulative_logprob"), reverse=True)
-    at_limit = beams[0].num_tokens + 1 >= request.stop_rules.max_length
 
-    # As in transformers, a candidate becomes a hypothesis only if it is among the best `width`.
+    next_beams = []
     hypotheses = list(request.hypotheses)
-    for candidate in candidates[:width]:
-        if at_limit or candidate.sample.token_id in stop_token_ids:
-            hypothesis = candidate.beam.copy_tokens(0)
-            hypothesis.append(candidate.sample)
-            num_tokens = hypothesis.num_output_tokens
-            hypothesis.score = _score(params, candidate.cumulative_logprob, num_tokens)
-            hypotheses.append(hypothesis)
+    for rank, candidate in enumerate(candidates):
+        if len(next_beams) == width:
+            break
+        child = block_manager.fork(candidate.beam, index=len(next_beams))
+        if not child.append(candidate.sample):
+            next_beams.append(child)
+        else:  # it has ended
+            block_manager.free(child)
+            if rank < width:  # as in transformers, any other text that ends is dropped
+                num_tokens = child.num_output_tokens
+                child.score = candidate.cumulative_logprob / num_tokens**params.length_penalty
+                hypotheses.append(child)
     hypotheses.sort(key=attrgetter("score"), reverse=True)
     hypotheses = hypotheses[:width]
 
-    going_on = [c for c in candidates if c.sample.token_id not in stop_token_ids][:width]
-    next_beams = []
-    if going_on and not at_limit and not _is_over(params, hypotheses, going_on[0]):
-        for index, candidate in enumerate(going_on):
-            child = block_manager.fork(candidate.beam, index)
-            child.append(candidate.sample)
-            next_beams.append(child)
-    for beam in beams:  # the children have references of their own
+    if next_beams and _is_over(params, hypotheses, next_beams[0]):
+        beams = next_beams + beams
+        next_beams = []
+    for beam in beams:
         block_manager.free(beam)
     for index, hypothesis in enumerate(hypotheses):
         hypothesis.index = index
@@ -96,11 +95,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     request.sequences = next_beams or hypotheses
 
 
-def _score(params: BeamSearchParams, cumulative_logprob: float, num_tokens: int) -> float:
-    return cumulative_logprob / num_tokens**params.length_penalty
-
-
-def _is_over(params: BeamSearchParams, hypotheses: list[Sequence], best: Candidate) -> bool:
+def _is_over(params: BeamSearchParams, hypotheses: list[Sequence], best: Sequence) -> bool:
     """Whether the search has `beam_width` hypotheses, and the best next beam cannot improve them.
 
     With early_stopping "never" and a positive length penalty, a beam counts with the score that it
@@ -110,10 +105,10 @@ def _is_over(params: BeamSearchParams, hypotheses: list[Sequence], best: Candida
         return False
     if params.early_stopping is True or params.beam_width == 1:  # a width of 1 is greedy decoding
         return True
-    num_tokens = best.beam.num_output_tokens + 1
+    num_tokens = best.num_output_tokens
     if params.early_stopping == "never" and params.length_penalty > 0:
-        request = best.beam.request
+        request = best.request
         num_tokens = request.stop_rules.max_length - request.num_prompt_tokens
     worst = hypotheses[-1].score
     assert worst is not None
-    return _score(params, best.cumulative_logprob, num_tokens) <= worst
+    return best.cumulative_logprob / num_tokens**params.length_penalty <= worst

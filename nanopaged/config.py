@@ -300,11 +300,13 @@ class SamplingParams(RequestOptions):
 
     @cached_property
     def filters(self) -> tuple[float, ...]:
-        """(temperature, top-k, top-p, min-p); one that is not set has a value that keeps all."""
-        if self.temperature == 0:
-            return 1.0, NO_TOP_K, 1.0, 0.0
+        """(temperature, top-k, top-p, min-p); one that is not set has a value that keeps all.
+
+        At the temperature 2^-64, which stands for 0, only the most likely tokens keep a probability
+        above 0.
+        """
         top_k = min(self.top_k, NO_TOP_K) if self.top_k > 0 else NO_TOP_K
-        return max(self.temperature, 1e-6), top_k, self.top_p, self.min_p
+        return max(self.temperature, 2.0**-64), top_k, self.top_p, self.min_p
 
     @cached_property
     def penalties(self) -> tuple[float, ...]:

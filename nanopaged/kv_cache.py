@@ -6,7 +6,6 @@ All layers of a block are contiguous, so moving a block is one copy; a layer see
 Inside a block the slots of one head are contiguous, so attention has long contiguous reads.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,26 +76,28 @@ class KVCache:
         self.no_wait = device.type == "cuda"  # see `to_device`
         # Not initialised: a slot without a token is not read, or is zeroed by `TorchAttention`.
         self.data = self._allocate(num_blocks, device)
-        can_pin = self.no_wait and num_host_blocks > 0
-        self.host = self._allocate(num_host_blocks, torch.device("cpu"), pin_memory=can_pin)
+        self.host = self._allocate(num_host_blocks, torch.device("cpu"), pin_memory=self.no_wait)
 
     def _allocate(self, num_blocks: int, device: torch.device, pin_memory: bool = False) -> Tensor:
-        sizes = (
-            num_blocks,
-            self.shape.num_layers,
-            2,
-            self.shape.num_kv_heads,
-            self.block_size,
-            self.shape.head_dim,
-        )
-        dtype = self.shape.dtype
+        shape = self.shape
         try:
-            return torch.empty(sizes, dtype=dtype, device=device, pin_memory=pin_memory)
+            return torch.empty(
+                num_blocks,
+                shape.num_layers,
+                2,
+                shape.num_kv_heads,
+                self.block_size,
+                shape.head_dim,
+                dtype=shape.dtype,
+                device=device,
+                pin_memory=pin_memory,
+            )
         except (RuntimeError, TypeError, OverflowError) as error:  # no memory, or above 64 bits
             raise ValueError(
                 f"{num_blocks:,} blocks of {self.block_size:,} tokens need "
-                f"{math.prod(sizes) * dtype.itemsize:,} bytes on {device}, more than there are: "
-                "lower num_blocks, num_host_blocks or block_size, or leave them at their defaults"
+                f"{num_blocks * shape.block_bytes(self.block_size):,} bytes on {device}, more "
+                "than there are: lower num_blocks, num_host_blocks or block_size, or leave them at "
+                "their defaults"
             ) from error
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:

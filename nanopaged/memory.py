@@ -219,7 +219,7 @@ def largest_step(
     hidden = model(tokens * 0, tokens, lambda layer, q, k, v: attention(0, q, k, v))
     # Top-p sorts all probabilities. Penalties, bans and forks copy the logits.
     params = SamplingParams(top_p=0.9, min_p=0.1)
-    draw = Draw(params, seed=0, index=0, position=0, banned_token_ids=[0], token_counts={0: 1})
+    draw = Draw(params, uniform=0.5, banned_token_ids=[0], token_counts={0: 1})
     num_rows = max(config.max_num_seqs, LOGITS_TILE)
     logits = model.logits(hidden[:1].expand(num_rows, -1))
     sample(logits.clone(), SamplingMetadata([draw] * num_rows, device))

@@ -162,8 +162,8 @@ class ModelRunner:
             logits = self.model.logits(take_rows(hidden, tile.rows))
             token_ids = to_device(np.array(tile.token_ids), logits.device)
             num_logprobs = [tile.request.params.prompt_logprobs] * len(tile.rows)
-            tokens = gather_logprobs(logits, token_ids, num_logprobs, allowed=logits)
-            scores[tile.request] += [token.logprobs or {} for token in tokens]
+            tokens = gather_logprobs(logits, token_ids, num_logprobs)
+            scores[tile.request] += [token.logprobs for token in tokens]
         return scores
 
     @torch.inference_mode()

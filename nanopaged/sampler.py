@@ -10,7 +10,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.kv_cache import take_rows, to_device
 from nanopaged.outputs import Logprob
-from nanopaged.sequence import NonFiniteLogits, NoTokenAllowed, Sample, ScheduledBatch, Sequence
+from nanopaged.sequence import NonFiniteLogits, Sample, ScheduledBatch, Sequence
 
 LOGITS_TILE = 256  # positions of a prompt that are scored together: [256, vocab_size] logits
 VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
@@ -33,19 +33,18 @@ GREEDY = SamplingParams(temperature=0)
 
 @dataclass(slots=True)
 class Draw:
-    """The parameters of one draw: the token at `position` of output `index` of a request.
+    """The parameters of one draw.
 
     Fields:
-        token_counts: see `count_tokens`; if the params have penalties.
+        uniform: a number in [0, 1) that chooses the token; see `draw_tokens`.
+        token_counts: each token that penalties change → how often it was generated.
         num_candidates: of a beam, the number of most likely tokens to return. Else 0.
     """
 
     params: SamplingParams
-    seed: int
-    index: int
-    position: int
+    uniform: float
     banned_token_ids: Collection[int]
-    token_counts: dict[int, int] | None = None
+    token_counts: dict[int, int] = field(default_factory=dict)
     num_candidates: int = 0
 
 
@@ -57,47 +56,31 @@ class SamplingMetadata:
     """
 
     def __init__(self, draws: list[Draw], device: torch.device) -> None:
-        self.num_logprobs = [draw.num_candidates or draw.params.logprobs for draw in draws]
-        self._list_banned(draws, device)
-        self._list_penalties(draws, device)
-        is_greedy = [draw.params.temperature == 0 for draw in draws]
-        self.all_greedy = all(is_greedy)
-        self.any_greedy = any(is_greedy)
-        if self.all_greedy:
-            return
-        filters = [draw.params.filters for draw in draws]
-        noise = [uniform(draw.seed, draw.index, draw.position) for draw in draws]
-        table = np.column_stack((filters, noise, is_greedy)).astype(np.float32)  # [num_draws, 6]
-        # On the host as well, to decide which filters to run.
-        self.top_ks = table[:, 1]
-        self.top_ps = table[:, 2]
-        self.min_ps = table[:, 3]
-        columns = to_device(table, device).split(1, dim=1)  # each [num_draws, 1]
-        self.temperature, self.top_k, self.top_p, self.min_p, self.uniform, self.is_greedy = columns
-
-    def _list_banned(self, draws: list[Draw], device: torch.device) -> None:
-        """Nothing is banned in row 0, tokens 3 and 5 in row 1: rows 1 1, token ids 3 5."""
-        rows = []
+        rows = []  # of the banned tokens
         token_ids = []
+        penalties = []
         for row, draw in enumerate(draws):
             rows += [row] * len(draw.banned_token_ids)
             token_ids += draw.banned_token_ids
+            for token_id, count in draw.token_counts.items():
+                penalties.append((row, token_id, count, *draw.params.penalties))
         self.banned = None
         if rows:
-            self.banned = to_device(np.array((rows, token_ids)), device)  # [2, num_banned]
-
-    def _list_penalties(self, draws: list[Draw], device: torch.device) -> None:
-        """The logits to penalise, and how; see `penalize`."""
-        places = []
-        numbers = []
-        for row, draw in enumerate(draws):
-            for token_id, count in (draw.token_counts or {}).items():
-                places.append((row, token_id))
-                numbers.append((count, *draw.params.penalties))
-        self.has_penalties = len(places) > 0
-        if self.has_penalties:
-            self.penalty_places = to_device(np.array(places).T, device)
-            self.penalty_numbers = to_device(np.array(numbers, dtype=np.float32).T, device)
+            # Nothing is banned in row 0, tokens 3 and 5 in row 1: [[1, 1], [3, 5]]
+            self.banned = to_device(np.array((rows, token_ids)), device)
+        self.penalties = None
+        if penalties:  # see `penalize`
+            self.penalties = to_device(np.array(penalties, dtype=np.float32).T, device)
+        self.num_logprobs = [draw.num_candidates or draw.params.logprobs for draw in draws]
+        self.all_greedy = all(draw.params.temperature == 0 for draw in draws)
+        if self.all_greedy:
+            return
+        numbers = [(*draw.params.filters, draw.uniform) for draw in draws]
+        table = np.array(numbers, dtype=np.float32)  # [num_draws, 5]
+        # On the host as well, to decide which filters to run.
+        _, self.top_ks, self.top_ps, self.min_ps, _ = table.T
+        columns = to_device(table, device).split(1, dim=1)  # each [num_draws, 1]
+        self.temperature, self.top_k, self.top_p, self.min_p, self.uniform = columns
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -114,47 +97,63 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
     """
     draws = []
     rows = []  # of each draw, in the logits
-    vocab_size = logits.shape[-1]
     ready = [seq for seq in batch.sequences if seq.needs_sample]
     for row, seq in enumerate(ready):
-        for draw in draws_of(seq, vocab_size):
+        for draw in draws_of(seq):
             draws.append(draw)
             rows.append(row)
     tokens = sample(take_rows(logits, rows), SamplingMetadata(draws, logits.device))
     samples = {seq: [] for seq in batch.sequences}
-    for row, token in zip(rows, tokens, strict=True):
+    for row, draw, token in zip(rows, draws, tokens, strict=True):
         seq = ready[row]
+        request = seq.request
         if not math.isfinite(token.logprob):
-            error = NoTokenAllowed if token.logprob == -math.inf else NonFiniteLogits
-            raise error(seq.request.request_id, seq.num_tokens)
-        if seq.request.is_beam_search:
-            samples[seq] += candidates(seq, token)
+            raise NonFiniteLogits(
+                f"the model's logits for request {request.request_id!r} at position "
+                f"{seq.num_tokens} are not finite: abort the request, or use a dtype with a wider "
+                "range",
+                request.request_id,
+            )
+        if token.token_id in draw.banned_token_ids:
+            raise NonFiniteLogits(
+                f"no token is allowed for request {request.request_id!r} at position "
+                f"{seq.num_tokens}: its banned tokens or its mask leave none of the vocabulary; "
+                "abort it, or allow a token",
+                request.request_id,
+            )
+        if request.is_beam_search:
+            samples[seq] += candidates(token, draw)
         else:
             samples[seq].append(token)
     return list(samples.values())
 
 
-def draws_of(seq: Sequence, vocab_size: int) -> list[Draw]:
+def draws_of(seq: Sequence) -> list[Draw]:
     """The draws for a sequence: n at the end of a prompt for n outputs, else one.
 
     For a beam it is a greedy draw of the most likely token, together with the next ones in
-    likelihood.
+    likelihood. A greedy draw in a batch with others has the number 0, which chooses the first of
+    the most likely tokens.
     """
     request = seq.request
     params = request.params
     banned = seq.banned_token_ids
+    counts = {}
     num_candidates = 0
     if isinstance(params, BeamSearchParams):
         params = GREEDY
-        num_candidates = min(request.num_candidates + len(banned), vocab_size)
-    counts = count_tokens(seq) if params.has_penalties else None
+        num_candidates = request.num_candidates + len(banned)
+    elif params.has_penalties:
+        counts = Counter(seq.output_token_ids)
+        if params.repetition_penalty != 1:  # which changes the tokens of the prompt as well
+            for token_id in seq.token_ids:
+                counts.setdefault(token_id, 0)
+    is_greedy = params.temperature == 0
     indices = range(params.n) if request.awaits_fork else [seq.index]
     return [
         Draw(
             params,
-            seed=request.seed,
-            index=index,
-            position=seq.num_tokens,
+            uniform=0.0 if is_greedy else uniform(request.seed, index, seq.num_tokens),
             banned_token_ids=banned,
             token_counts=counts,
             num_candidates=num_candidates,
@@ -163,51 +162,33 @@ def draws_of(seq: Sequence, vocab_size: int) -> list[Draw]:
     ]
 
 
-def count_tokens(seq: Sequence) -> dict[int, int]:
-    """Each token that penalties change → how often it was generated (0: only in the prompt)."""
-    params = seq.request.params
-    assert isinstance(params, SamplingParams)  # beams have no penalties
-    end = seq.request.num_prompt_tokens
-    counts = Counter(seq.token_ids[end:])
-    if params.repetition_penalty != 1:
-        for token_id in seq.token_ids[:end]:
-            counts.setdefault(token_id, 0)
-    return counts
-
-
-def candidates(beam: Sequence, token: Sample) -> list[Sample]:
+def candidates(token: Sample, draw: Draw) -> list[Sample]:
     """The most likely next tokens of a beam that may be drawn, the most likely first."""
     allowed = []
-    banned = beam.banned_token_ids
-    for token_id, logprob in (token.logprobs or {}).items():
-        if token_id not in banned and logprob != -math.inf:
-            allowed.append(Sample(token_id, float(logprob)))
-    return allowed[: beam.request.num_candidates]
+    for token_id, logprob in token.logprobs.items():
+        if token_id not in draw.banned_token_ids:
+            allowed.append(Sample(token_id, logprob))
+    return allowed
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
     """One token for each row of `logits` [num_rows, vocab_size]: the most likely, or a draw.
 
-    If every token is banned, the returned token is meaningless and its log-probability is -inf. The
-    caller raises the error.
+    If every token is banned, the returned one is banned as well. The caller raises the error.
     """
     allowed = logits
-    if metadata.has_penalties:
-        allowed = penalize(logits, metadata.penalty_places, metadata.penalty_numbers)
+    if metadata.penalties is not None:
+        allowed = penalize(logits, metadata.penalties)
     if metadata.banned is not None:
         allowed = allowed.index_put(tuple(metadata.banned), allowed.new_full((), -math.inf))
     if metadata.all_greedy:
         token_ids = allowed.max(-1).indices  # faster than argmax on a CPU in 16 bits
     else:
         token_ids = draw_tokens(filtered_probs(allowed, metadata), metadata.uniform)
-        if metadata.any_greedy:
-            token_ids = torch.where(
-                metadata.is_greedy[:, 0] > 0, allowed.max(-1).indices, token_ids
-            )
-    return gather_logprobs(logits, token_ids, metadata.num_logprobs, allowed)
+    return gather_logprobs(logits, token_ids, metadata.num_logprobs)
 
 
-def penalize(logits: Tensor, places: Tensor, numbers: Tensor) -> Tensor:
+def penalize(logits: Tensor, penalties: Tensor) -> Tensor:
     """The logits with penalties, in float32, as vLLM defines them; see `SamplingParams`.
 
         repetition 2, frequency 0.5, presence 1; logits 3 and -3 of a token generated 4 times:
@@ -215,15 +196,16 @@ def penalize(logits: Tensor, places: Tensor, numbers: Tensor) -> Tensor:
 
     Args:
         logits: [num_rows, vocab_size].
-        places: [2 (row, token id), num], the logits to change.
-        numbers: [4 (times generated, repetition, frequency, presence penalty), num].
+        penalties: [6, num]: row and token id of each logit to change, times generated, and the
+            repetition, frequency and presence penalty. Float32 holds the integers exactly.
     """
-    count, repetition, frequency, presence = numbers
+    places = tuple(penalties[:2].long())
+    count, repetition, frequency, presence = penalties[2:]
     logits = logits.to(torch.float32, copy=True)
-    values = logits[tuple(places)]
+    values = logits[places]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * count + presence * (count > 0)
-    return logits.index_put_(tuple(places), values)
+    return logits.index_put_(places, values)
 
 
 def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
@@ -256,8 +238,8 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         weights = (falling - falling[:, :1]).exp().double()  # the probabilities, but for a factor
         # The sum over `logits`, because `best` may lack some ties with the k-th token.
         total = (logits - falling[:, :1]).exp().sum(-1, keepdim=True, dtype=torch.float64)
-        num_kept = (weights.cumsum(-1) - weights < metadata.top_p * total).sum(-1, keepdim=True)
-        threshold = falling.gather(1, (num_kept - 1).clamp(min=0))
+        is_kept = weights.cumsum(-1) - weights < metadata.top_p * total
+        threshold = falling.where(is_kept, math.inf).amin(-1, keepdim=True)
         threshold.masked_fill_(metadata.top_p >= 1.0, -math.inf)
         logits.masked_fill_(logits < threshold, -math.inf)
     probs = logits.softmax(-1)
@@ -275,7 +257,7 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     chunks, and the second one over the tokens of the chunk that was drawn.
 
         VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    sums of chunks .3 .3 .4, cumulative .3 .6 1.
-        u = .5: the second chunk, at (.5 - .3) / .3 = 2/3 of it: token 2
+        u = .5: the second chunk, at 1 - (.6 - .5) / .3 = 2/3 of it: token 2
 
     The cumulative sums are in float64, which adds float32 numbers almost exactly, so that no token
     of probability 0 is drawn.
@@ -286,24 +268,22 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     """
     padded = F.pad(probs, (0, -probs.shape[-1] % VOCAB_CHUNK))
     chunks = padded.unflatten(1, (-1, VOCAB_CHUNK))  # [num_rows, num_chunks, VOCAB_CHUNK]
-    sums = chunks.sum(-1).double()
+    # In a row of NaN, whose error the caller raises, any token will do.
+    sums = chunks.sum(-1).double().nan_to_num(1.0)
     chunk_ends = sums.cumsum(-1)
     target = u * chunk_ends[:, -1:]
-    # With NaN, searchsorted returns the number of chunks. The clamp keeps the index valid, and the
-    # caller raises the error.
-    chunk = torch.searchsorted(chunk_ends, target, right=True).clamp(max=sums.shape[-1] - 1)
-    weight = sums.gather(1, chunk)
-    chunk_start = chunk_ends.gather(1, chunk) - weight
-    # How far the target lies in the chunk; below 1, so that the last token is not passed.
-    share = ((target - chunk_start) / weight).clamp(0.0, 1.0 - 2.0**-53)
-    rows = torch.arange(len(probs), device=probs.device)
-    token_ends = chunks[rows, chunk[:, 0]].double().cumsum(-1)  # [num_rows, VOCAB_CHUNK]
+    chunk = torch.searchsorted(chunk_ends, target, right=True)
+    # How much of the chunk lies before the target; below 1, so that its last token is not passed.
+    share_behind = (chunk_ends.gather(1, chunk) - target) / sums.gather(1, chunk)
+    share = (1.0 - share_behind).clamp(0.0, 1.0 - 2.0**-53)
+    tokens = chunks.take_along_dim(chunk[:, :, None], dim=1)[:, 0]  # [num_rows, VOCAB_CHUNK]
+    token_ends = tokens.double().nan_to_num(1.0).cumsum(-1)
     token = torch.searchsorted(token_ends, share * token_ends[:, -1:], right=True)
-    return (chunk * VOCAB_CHUNK + token)[:, 0].clamp(max=probs.shape[-1] - 1)
+    return (chunk * VOCAB_CHUNK + token)[:, 0]
 
 
 def gather_logprobs(
-    logits: Tensor, token_ids: Tensor, num_logprobs: list[int | None], allowed: Tensor
+    logits: Tensor, token_ids: Tensor, num_logprobs: list[int | None]
 ) -> list[Sample]:
     """Each row's token and its log-probability; if wanted, also those of the most likely tokens.
 
@@ -312,36 +292,29 @@ def gather_logprobs(
         token_ids: [num_rows], the drawn tokens (or the actual ones, in a prompt).
         num_logprobs: for each row, how many of the most likely tokens to return; None for no
             `logprobs`.
-        allowed: scores like `logits`. Where a token is not allowed, its score is -inf, and the
-            log-probability of the token becomes -inf as well.
     """
-    num_best = max([num or 0 for num in num_logprobs])
+    wanted = [num for num in num_logprobs if num is not None]
+    num_best = min(max(wanted, default=0), logits.shape[-1])  # a beam may want more than there are
     tile = SOFTMAX_ROWS[logits.device.type]
     tables = []
-    ids_of_rows = token_ids[:, None]  # [num_rows, 1]
-    for scores, ids in zip(logits.split(tile), ids_of_rows.split(tile), strict=True):
+    for scores, ids in zip(logits.split(tile), token_ids[:, None].split(tile), strict=True):
         logprobs = scores.float().log_softmax(-1)
         chosen = logprobs.gather(1, ids)
         columns = [ids, chosen.double()]
-        if any(num is not None for num in num_logprobs):
+        if wanted:
             ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
             best = logprobs.topk(num_best)
             columns += [ranks, best.values, best.indices]
         tables.append(torch.cat(columns, dim=1))
     # One tensor, so that the host waits once. float64 holds ids and log-probabilities exactly.
-    table = torch.cat(tables)
-    scores = allowed.gather(1, ids_of_rows)[:, 0]
-    is_banned = (scores == -math.inf) & (table[:, 1] > -math.inf)  # NaN stays, it is not above
-    table[:, 1].masked_fill_(is_banned, -math.inf)
-    rows = table.tolist()
+    rows = torch.cat(tables).tolist()
     samples = []
     for row, num in zip(rows, num_logprobs, strict=True):
         token = Sample(token_id=int(row[0]), logprob=row[1])
         if num is not None:
-            best_values = row[3 : 3 + num]
+            best_values = row[3 : 3 + num_best]
             best_ids = row[3 + num_best :]
-            token.logprobs = {}
-            for i in range(num):
+            for i in range(min(num, num_best)):
                 token.logprobs[int(best_ids[i])] = Logprob(best_values[i], rank=i + 1)
             token.logprobs.setdefault(token.token_id, Logprob(token.logprob, rank=int(row[2])))
         samples.append(token)

@@ -23,7 +23,7 @@ class Sample:
 
     token_id: int
     logprob: float
-    logprobs: Logprobs | None = None  # with the most likely tokens, if wanted
+    logprobs: Logprobs = field(default_factory=dict)  # with the most likely tokens, if wanted
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +44,7 @@ class Sequence:
     request: Request
     token_ids: list[int]
     index: int = 0  # of this output among the outputs of the request
-    token_logprobs: list[float] = field(default_factory=list)  # one for each generated token
-    logprobs: list[Logprobs] = field(default_factory=list)  # one for each generated token, or empty
+    samples: list[Sample] = field(default_factory=list)  # one for each generated token
     detokenizer: Detokenizer | None = None
 
     num_computed_tokens: int = 0
@@ -68,6 +67,11 @@ class Sequence:
         return len(self.token_ids)
 
     @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.token_ids[self.request.num_prompt_tokens :]
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return self.num_tokens - self.request.num_prompt_tokens
@@ -75,7 +79,7 @@ class Sequence:
     @property
     def cumulative_logprob(self) -> float:
         """Sum of the generated tokens' log-probabilities."""
-        return sum(self.token_logprobs)
+        return sum(sample.logprob for sample in self.samples)
 
     @property
     def needs_sample(self) -> bool:
@@ -99,8 +103,7 @@ class Sequence:
             request=self.request,
             token_ids=list(self.token_ids),
             index=index,
-            token_logprobs=list(self.token_logprobs),
-            logprobs=list(self.logprobs),
+            samples=list(self.samples),
             detokenizer=copy(self.detokenizer),
             block_keys=list(self.block_keys),
         )
@@ -109,9 +112,7 @@ class Sequence:
         """Add a generated token, whose K/V the next step computes. Returns whether it ends the
         sequence.
         """
-        self.token_logprobs.append(sample.logprob)
-        if sample.logprobs is not None:
-            self.logprobs.append(sample.logprobs)
+        self.samples.append(sample)
         self.token_ids.append(sample.token_id)  # last, because `start_over` counts the tokens
         return self.check_stop()
 
@@ -132,17 +133,14 @@ class Sequence:
 
     def _find_stop_string(self) -> str | None:
         """The stop string that the last generated token completes, if it may end the sequence."""
-        if self.detokenizer is None or not self.detokenizer.stop:
-            return None
-        if self.num_tokens < self.request.stop_rules.min_length:
-            return None
-        return self.detokenizer.find_stop(self.token_ids[self.request.num_prompt_tokens :])
+        may_end = self.num_tokens >= self.request.stop_rules.min_length
+        if may_end and self.detokenizer is not None and self.detokenizer.stop:
+            return self.detokenizer.find_stop(self.output_token_ids)
+        return None
 
     def start_over(self) -> None:
         """Rebuild all state from the tokens, because a step failed and may have half changed it."""
-        num_output_tokens = self.num_output_tokens
-        del self.token_logprobs[num_output_tokens:]
-        del self.logprobs[num_output_tokens:]
+        del self.samples[self.num_output_tokens :]
         if self.detokenizer is not None:
             self.detokenizer = Detokenizer(self.detokenizer.tokenizer, self.detokenizer.stop)
         self.block_table = []
@@ -150,12 +148,12 @@ class Sequence:
         self.block_keys = []
         self.candidates = None
         self.num_computed_tokens = 0
-        if num_output_tokens > 0:
+        if self.samples:
             self.check_stop()
 
     def output(self) -> CompletionOutput:
         """What a user gets of it so far. A stop token is not part of the text."""
-        token_ids = self.token_ids[self.request.num_prompt_tokens :]
+        token_ids = self.output_token_ids
         text = ""
         if self.detokenizer is not None:
             # Without the stop token. After a stop string the text is known, whatever the tokens.
@@ -167,7 +165,7 @@ class Sequence:
             text=text,
             token_ids=token_ids,
             cumulative_logprob=self.cumulative_logprob,
-            logprobs=list(self.logprobs) if wants_logprobs else None,
+            logprobs=[sample.logprobs for sample in self.samples] if wants_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             score=self.score,
@@ -229,7 +227,7 @@ class Request:
 
     @property
     def num_candidates(self) -> int:
-        """Tokens that each beam proposes. `beam_width` remain even if the best ones end a text."""
+        """Tokens that each beam proposes at least: enough for `beam_width` that end no text."""
         return self.width + len(self.stop_rules.token_ids)
 
     @property
@@ -319,30 +317,13 @@ class StepResult:
 
 
 class NonFiniteLogits(FloatingPointError):
-    """The model's logits for a request are not finite. The engine can go on without it.
+    """No token can be sampled for a request, because its logits are not finite, or every token is
+    banned. The engine can go on without it.
 
     Args:
         request_id: of the request, for `LLMEngine.abort_request`.
-        position: of the token that could not be sampled.
     """
 
-    message = (
-        "the model's logits for request %r at position %d are not finite: abort the request, "
-        "or use a dtype with a wider range"
-    )
-
-    def __init__(self, request_id: str, position: int) -> None:
-        super().__init__(request_id, position)  # as `args`, so that it can be pickled
+    def __init__(self, message: str, request_id: str = "") -> None:
+        super().__init__(message)
         self.request_id = request_id
-
-    def __str__(self) -> str:
-        return self.message % self.args
-
-
-class NoTokenAllowed(NonFiniteLogits):
-    """A request bans or masks every token of the vocabulary. The engine can go on without it."""
-
-    message = (
-        "no token is allowed for request %r at position %d: its banned tokens or its mask "
-        "leave none of the vocabulary; abort it, or allow a token"
-    )

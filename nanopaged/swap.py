@@ -29,18 +29,19 @@ class Swapper:
             the moves (device block, host block). None, and nothing is changed, if no token is
             computed yet or there are too few host blocks.
         """
-        block_size = self.block_manager.block_size
+        manager = self.block_manager
         device_blocks = {}  # used as an ordered set
         for seq in request.live:
-            num_computed_blocks = blocks_needed(seq.num_computed_tokens, block_size)
+            num_computed_blocks = blocks_needed(seq.num_computed_tokens, manager.block_size)
             device_blocks |= dict.fromkeys(seq.block_table[:num_computed_blocks])
         if not 0 < len(device_blocks) <= len(self.free_ids):
             return None
         host_block_of = {block_id: self.free_ids.pop() for block_id in device_blocks}
         for seq in request.live:
-            computed = [block_id for block_id in seq.block_table if block_id in host_block_of]
-            seq.host_table = [host_block_of[block_id] for block_id in computed]
-            self.block_manager.trim(seq, 0)  # not `free`, because its tokens stay computed
+            seq.host_table = [
+                host_block_of[block_id] for block_id in seq.block_table if block_id in host_block_of
+            ]
+            manager.trim(seq, 0)  # not `free`, because its tokens stay computed
         return list(host_block_of.items())
 
     def swap_in(self, request: Request, num_reserved: int = 0) -> list[Move] | None:
@@ -64,13 +65,14 @@ class Swapper:
         num_grown = blocks_to_grow(request.live, host_tables, manager.block_size)
         if len(host_blocks) + num_grown > manager.num_free_blocks - num_reserved:
             return None
-        device_block_of = {host_id: manager.take() for host_id in host_blocks}
+        device_block_of = {}
         for seq in request.live:
+            for host_id in seq.host_table:
+                if host_id in device_block_of:
+                    manager.share(device_block_of[host_id])
+                else:
+                    device_block_of[host_id] = manager.take()
             seq.block_table = [device_block_of[host_id] for host_id in seq.host_table]
-            for block_id in seq.block_table:
-                manager.share(block_id)
-        for block_id in device_block_of.values():
-            manager.release(block_id)  # the reference of `take`; each table has one of its own
         self.release(request)
         return list(device_block_of.items())
 

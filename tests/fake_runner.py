@@ -187,7 +187,7 @@ class FakeRunner:
             token_id = next_token(token_ids, noise, banned)
             (logprob,) = logprobs_after(token_ids, [token_id])
             wanted = request.params.logprobs is not None
-            samples.append(Sample(token_id, logprob, {token_id: Logprob(logprob, 1)} if wanted else None))
+            samples.append(Sample(token_id, logprob, {token_id: Logprob(logprob, 1)} if wanted else {}))
         return samples
 
     def _score_prompt(self, seq: Sequence) -> list[Logprobs] | None:

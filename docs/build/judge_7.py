@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ DRAWS: tuple[tuple[str, list[float], list[float]], ...] = (
 )
 BANNED: Row = {"banned": [0, 1]}
 OWN = "The log-probability is the model's own, before temperature, filters and penalties"
-STUCK = "A row without an allowed token has the log-probability -inf, and disturbs no other"
+STUCK = "A row without an allowed token gets any token, and disturbs no other"
 BROKEN = "A row of NaN has the log-probability NaN, and disturbs no other"
 SAMPLES: tuple[tuple[str, list[Row]], ...] = (
     ("Temperature 0 takes the most likely token", [GREEDY, GREEDY]),
@@ -77,11 +78,9 @@ def metadata_of(rows: list[Row]) -> SamplingMetadata:
     draws = []
     for row in rows:
         params = SamplingParams(**{name: value for name, value in row.items() if name not in NO_PARAMS})
-        draws.append(Draw(params, 0, 0, 0, row.get("banned", ()), row.get("counts")))
-    metadata = SamplingMetadata(draws, torch.device("cpu"))
-    if not metadata.all_greedy:
-        metadata.uniform = torch.tensor([[row.get("u", 0.5)] for row in rows])
-    return metadata
+        u = 0.0 if params.temperature == 0 else row.get("u", 0.5)
+        draws.append(Draw(params, u, row.get("banned", ()), row.get("counts", {})))
+    return SamplingMetadata(draws, torch.device("cpu"))
 
 
 def filter_cases() -> Iterator[tuple[str, Tensor, list[Row]]]:
@@ -127,13 +126,16 @@ def test_draw_tokens(rule: str, probs: Tensor, u: Tensor) -> None:
     check(f"{rule} (each row has {shown(probs[0, :8])} …)", draw_tokens, probs, u)
 
 
-def in_words(samples: list[Sample]) -> list[str]:
-    """Samples in words. In a row without a finite log-probability any token will do."""
+def in_words(samples: list[Sample], rows: list[Row]) -> list[str]:
+    """Samples in words. In a row of NaN any token will do, and any banned one where all are banned."""
     words = []
-    for token in samples:
+    for token, row in zip(samples, rows, strict=True):
+        if token.token_id in row.get("banned", ()):
+            words.append("a banned token")
+            continue
         is_any = not math.isfinite(token.logprob) and token.token_id in range(len(FIVE))
         name = "any" if is_any else token.token_id
-        best = {token_id: round(logprob, 4) for token_id, logprob in (token.logprobs or {}).items()}
+        best = {token_id: round(logprob, 4) for token_id, logprob in token.logprobs.items()}
         words.append(f"token {name}, log-probability {token.logprob:.4f}, {best}")
     return words
 
@@ -143,4 +145,5 @@ def test_sample(rule: str, rows: list[Row]) -> None:
     logits = torch.tensor([FIVE] * len(rows)).log() + 5
     for number, row in enumerate(rows):
         logits[number] *= math.nan if row.get("nan") else 1
-    check(f"{rule} (probabilities {FIVE}, rows {rows})", sample, logits, metadata_of(rows), view=in_words)
+    view = partial(in_words, rows=rows)
+    check(f"{rule} (probabilities {FIVE}, rows {rows})", sample, logits, metadata_of(rows), view=view)

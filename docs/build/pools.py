@@ -216,7 +216,7 @@ class Pool:
         for index, seq in enumerate(request.sequences):
             self.sequences[f"{name}{index}"] = seq
         return {
-            "log-probabilities": [seq.token_logprobs for seq in request.sequences],
+            "log-probabilities": [seq.cumulative_logprob for seq in request.sequences],
             "the list of samples": [sample.token_id for sample in samples],
             "`live` and `sequences` are one list": request.live is request.sequences,
         }

@@ -207,7 +207,7 @@ def score(windows: list[list[int]], fork: Fork, num_generated: int) -> tuple[Ten
         # All prompts are computed in one step, so each sequence gets a token in every step.
         token_ids = [windows[int(seq.request.request_id)][seq.num_tokens] for seq in batch.sequences]
         scores = logits.log_softmax(-1)
-        samples = gather_logprobs(scores, torch.tensor(token_ids), [1] * len(token_ids), allowed=scores)
+        samples = gather_logprobs(scores, torch.tensor(token_ids), [1] * len(token_ids))
         return [[sample] for sample in samples]
 
     engine = load(*fork).engine

@@ -276,7 +276,7 @@ def test_logits_that_are_not_finite_fail_their_own_call_only(
     def fail(batch: ScheduledBatch) -> StepResult:
         for seq in batch.sequences:
             if seq.request.prompt_token_ids == [3, 3]:
-                raise NonFiniteLogits(seq.request.request_id, seq.num_tokens)
+                raise NonFiniteLogits(f"{seq.request.request_id} is ill", seq.request.request_id)
         return execute(batch)
 
     monkeypatch.setattr(llm.engine.runner, "execute", fail)

@@ -26,6 +26,7 @@ from nanopaged.sampler import (
     Draw,
     SamplingMetadata,
     filtered_probs,
+    penalize,
     sample,
 )
 from nanopaged.sequence import NonFiniteLogits, Sequence
@@ -67,7 +68,7 @@ def test_filters_equal_transformers_row_by_row(params: list[SamplingParams], see
 
 
 def metadata_of(params: list[SamplingParams]) -> SamplingMetadata:
-    return SamplingMetadata([Draw(p, 0, 0, 0, []) for p in params], CPU)
+    return SamplingMetadata([Draw(p, uniform=0.0, banned_token_ids=[]) for p in params], CPU)
 
 
 @pytest.mark.parametrize(
@@ -136,16 +137,11 @@ def test_top_p_is_exact_in_a_large_vocabulary(
     assert num_close <= 0.005 * len(logits) * num_batches
 
 
-def rows_of(params: SamplingParams, num: int, **fields: object) -> list[Draw]:
-    defaults = {"seed": 1, "index": 0, "banned_token_ids": []}
-    return [Draw(params=params, position=i, **(defaults | fields)) for i in range(num)]
-
-
 @pytest.mark.parametrize(
     "vocab_size",
     [1, 2, VOCAB_CHUNK - 1, VOCAB_CHUNK, VOCAB_CHUNK + 1, 3 * VOCAB_CHUNK, 5 * VOCAB_CHUNK + 7, 151_936],
 )
-def test_a_draw_inverts_the_distribution(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draw_inverts_the_distribution(vocab_size: int) -> None:
     """Each row has drawn the token whose interval of the cumulative distribution has its number.
 
     For vocabularies of whole chunks and not; half the tokens have probability 0, the last are likely.
@@ -157,13 +153,28 @@ def test_a_draw_inverts_the_distribution(vocab_size: int, monkeypatch: pytest.Mo
     logits[torch.rand(logits.shape, generator=generator) < 0.5] = -math.inf
     logits[:, vocab_size // 2] = 0.0
     numbers = [0.0, (2**24 - 1) / 2**24, *torch.rand(num - 2, generator=generator).tolist()]
-    monkeypatch.setattr("nanopaged.sampler.uniform", lambda seed, index, position: numbers[position])
-    drawn = sample(logits, SamplingMetadata(rows_of(SamplingParams(), num), CPU))
+    draws = [Draw(SamplingParams(), uniform=u, banned_token_ids=[]) for u in numbers]
+    drawn = sample(logits, SamplingMetadata(draws, CPU))
     ends = logits.double().softmax(-1).cumsum(-1)
     for u, row, token_id in zip(numbers, ends, [token.token_id for token in drawn], strict=True):
         begin = row[token_id - 1] if token_id else 0.0
         assert begin < row[token_id], "a token that was filtered out was drawn"
         assert begin - 1e-6 <= u <= row[token_id] + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 1.0, 1e4])
+def test_a_greedy_row_in_a_batch_with_others(scale: float, dtype: torch.dtype) -> None:
+    """It takes the first of the most likely tokens, as it does alone, however close the next ones are."""
+    logits = torch.randn(20, 1000, generator=torch.Generator().manual_seed(5)) * scale
+    logits = logits.to(dtype)
+    best = logits.amax(-1)
+    logits[:, 300] = best.nextafter(torch.tensor(-math.inf, dtype=dtype))
+    logits[:, 600] = best
+    greedy = Draw(SamplingParams(temperature=0, top_p=0.5), uniform=0.0, banned_token_ids=[])
+    other = Draw(SamplingParams(top_k=30), uniform=0.5, banned_token_ids=[])
+    *drawn, _ = sample(logits, SamplingMetadata([greedy] * 19 + [other], CPU))
+    assert [token.token_id for token in drawn] == logits.argmax(-1)[:19].tolist()
 
 
 def penalised(
@@ -183,9 +194,9 @@ def test_banned_tokens_are_never_drawn_but_logprobs_stay_the_models_own(temperat
     logits = torch.zeros(1, VOCAB)
     logits[0, 4] = 10.0
     params = SamplingParams(temperature=temperature, logprobs=1)
-    for seed in range(20):
-        rows = rows_of(params, 1, seed=seed, banned_token_ids=[4, 5])
-        (drawn,) = sample(logits, SamplingMetadata(rows, CPU))
+    for i in range(20):
+        draw = Draw(params, uniform=i / 20, banned_token_ids=[4, 5])
+        (drawn,) = sample(logits, SamplingMetadata([draw], CPU))
         assert drawn.token_id not in (4, 5)
         expected = logits.log_softmax(-1)[0]
         assert drawn.logprob == pytest.approx(expected[drawn.token_id].item(), abs=1e-5)
@@ -203,19 +214,18 @@ def test_banned_tokens_are_never_drawn_but_logprobs_stay_the_models_own(temperat
         SamplingParams(top_p=0.5, presence_penalty=1),
     ],
 )
-def test_a_row_in_which_no_token_is_allowed_is_marked(params: SamplingParams) -> None:
-    """Its log-probability is -inf, with any filter; the other rows are unchanged."""
+def test_a_row_in_which_no_token_is_allowed_changes_no_other(params: SamplingParams) -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
-    rows = rows_of(params, 3, token_counts={5: 1})
-    alone = sample(logits, SamplingMetadata(rows, CPU))
-    rows[1].banned_token_ids = range(VOCAB)
-    first, stuck, last = sample(logits, SamplingMetadata(rows, CPU))
-    assert stuck.logprob == -math.inf
+    draws = [Draw(params, uniform=u, banned_token_ids=[], token_counts={5: 1}) for u in (0.2, 0.5, 0.8)]
+    alone = sample(logits, SamplingMetadata(draws, CPU))
+    draws[1].banned_token_ids = range(VOCAB)
+    first, stuck, last = sample(logits, SamplingMetadata(draws, CPU))
+    assert stuck.token_id in range(VOCAB)
     assert [first, last] == [alone[0], alone[2]]
     assert math.isfinite(first.logprob + last.logprob)
 
 
-@pytest.mark.parametrize("kind", ["several", "beams"])
+@pytest.mark.parametrize("kind", ["greedy", "all filters", "penalties", "several", "beams"])
 def test_a_mask_that_allows_nothing_is_an_error(
     kind: str, qwen3: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +240,7 @@ def test_a_mask_that_allows_nothing_is_an_error(
     engine = LLM(qwen3.folder, num_blocks=50).engine
     expected = qwen3.greedy([4, 5], 6)
     engine.add_request("well", [4, 5], SamplingParams(temperature=0, max_tokens=6))
-    engine.add_request("stuck", [1, 2, 3], replace(KINDS[kind], max_tokens=16))
+    engine.add_request("stuck", [1, 2, 3], replace(KINDS[kind], max_tokens=16, ignore_eos=True))
     engine.step()
     engine.step()
     with pytest.raises(NonFiniteLogits, match="no token is allowed for request 'stuck' at position 5") as it:
@@ -240,6 +250,32 @@ def test_a_mask_that_allows_nothing_is_an_error(
         (output,) = engine.step()
     assert output.outputs[0].token_ids == expected
     engine.check_invariants()
+
+
+def test_beams_take_what_a_mask_allows(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However unlikely the allowed tokens are: here five of the vocabulary."""
+    monkeypatch.setattr(Sequence, "banned_token_ids", range(VOCAB_SIZE - 5))
+    llm = LLM(qwen3.folder, num_blocks=50)
+    params = replace(KINDS["beams"], max_tokens=6, ignore_eos=True)
+    (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    beams = [completion.token_ids for completion in output.outputs]
+    assert len(beams) == 3
+    assert min(min(beam) for beam in beams) >= VOCAB_SIZE - 5
+
+
+def test_a_greedy_request_takes_the_first_of_equal_tokens(qwen3: Oracle) -> None:
+    """Next to a request that draws as well, whose batch it shares."""
+    engine = LLM(qwen3.folder, num_blocks=50).engine
+    model = engine.runner.model
+    model.logits = lambda hidden: type(model).logits(model, hidden) * 0
+    engine.add_request("draws", [4, 5], seeded(1, temperature=1.0))
+    engine.add_request("greedy", [1, 2, 3], seeded(1, temperature=0))
+    texts = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            texts[output.request_id] = output.outputs[0].token_ids
+    assert texts["greedy"] == [0] * 15
+    assert len(set(texts["draws"])) > 1
 
 
 # ── log-probabilities ─────────────────────────────────────────────────────────────────────────────
@@ -311,11 +347,18 @@ def test_different_seeds_and_no_seeds_differ(qwen3: Oracle) -> None:
     assert first != other
 
 
+def test_penalties_of_single_logits() -> None:
+    """Tokens 0 and 1 were generated four times, and 2 is in the prompt."""
+    logits = torch.tensor([[7.0, 7.0, 7.0, 7.0], [3.0, -3.0, -3.0, 3.0]])
+    penalties = torch.tensor([[1, token_id, count, 2, 0.5, 1] for token_id, count in enumerate((4, 4, 0))])
+    assert penalize(logits, penalties.T).tolist() == [[7.0] * 4, [-1.5, -9.0, -6.0, 3.0]]
+
+
 @torch.no_grad()
 def test_penalties_follow_the_formula(qwen3: Oracle) -> None:
     """Requests with different penalties in one batch, in a pool so small that some are preempted."""
     names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    penalties = [(1, 2, 0), (1, 0, 2), (1, 0.5, 1.5), (1, -0.3, 0), (0.7, 0, -2), (1.2, 0.5, 0.7), (1, 0, 0)]
+    penalties = [(1, 2, 0), (1, 0, 2), (1, 0.5, 1.5), (1, -0.3, -2), (0.5, 0, 0), (2.0, 0.5, 0.7), (1, 0, 0)]
     rules = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "logprobs": 0}
     params = [SamplingParams(**rules, **dict(zip(names, row, strict=True))) for row in penalties]
     prompts = random_prompts(len(params), seed=4, longest=20)
