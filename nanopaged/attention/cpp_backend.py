@@ -64,15 +64,9 @@ class CppAttention(TorchAttention):
             first_block.append(len(blocks))
             first_row.append(len(row_seq))
         num_rows = np.bincount(row_seq)  # of each sequence; `parts` has these rows
-        k_cache = self.layers[0][0]  # all layers have the same sizes and strides
-        self.step = cpp.Decode(
+        self.runs = cpp.Runs(
             num_runs=len(num_keys),
             num_seqs=n,
-            num_kv_heads=k_cache.shape[1],
-            head_dim=k_cache.shape[3],
-            block_size=self.cache.block_size,
-            cache_block=k_cache.stride(0),
-            cache_head=k_cache.stride(1),
             blocks=cpp.int_array(blocks),
             first_block=cpp.int_array(first_block),
             num_keys=cpp.int_array(num_keys),
@@ -80,13 +74,12 @@ class CppAttention(TorchAttention):
             row_seq=cpp.int_array(row_seq),
             first_part=cpp.int_array([0, *num_rows.cumsum()]),
             parts=cpp.int_array(np.argsort(row_seq, kind="stable")),
-            scale_log2=self.scale * cpp.LOG2_E,
         )
 
     def decode(self, layer: int, q: Tensor) -> Tensor:
         """As `TorchAttention.decode`."""
         k_cache, v_cache = self.layers[layer]
-        return cpp.paged_decode(q, k_cache, v_cache, self.step)
+        return cpp.paged_decode(q, k_cache, v_cache, self.runs, self.scale)
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `TorchAttention.prefill`, which is faster where PyTorch multiplies with AMX."""
