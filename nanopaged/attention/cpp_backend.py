@@ -87,13 +87,10 @@ class CppAttention(TorchAttention):
             return super().prefill(layer, q, k, v)
         k_cache, v_cache = self.layers[layer]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        first = 0
-        for table, query_len, context_len in self.prefills:
-            tokens = slice(first, first + query_len)
+        for tokens, table, context_len in self.prefills:
             cpp.paged_prefill(
                 q[tokens], k_cache, v_cache, table, context_len, scale=self.scale, out=out[tokens]
             )
-            first = tokens.stop
         return out
 
 
