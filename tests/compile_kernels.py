@@ -75,7 +75,7 @@ def sources(capability: tuple[int, int]) -> Iterator[tuple[str, ASTSource, dict[
         constants = {"HEAD_DIM": head_dim, "DIM_PAD": pad, "CHUNK": 16}
         yield f"reduce {kind} dim {head_dim}", source(kernels.reduce_kernel, kind, constants), {}
     for kind in ("bf16", "fp32"):
-        constants = {"NUM_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "HEADS_PAD": 8, "DIM_PAD": 128}
+        constants = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "SIZE": 1024, "SIZE_PAD": 1024}
         yield f"store {kind} heads 8 dim 128", source(kernels.store_kernel, kind, constants), {}
 
 

@@ -33,25 +33,24 @@ def store_kernel(
     v_token,
     cache_block,
     cache_head,
-    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
-    DIM_PAD: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
 ):
     """Write the K/V of one token to its slot. Slot -1 (padding) is skipped."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot >= 0:
-        heads = tl.arange(0, HEADS_PAD)[:, None]
-        dims = tl.arange(0, DIM_PAD)[None, :]
-        mask = (heads < NUM_HEADS) & (dims < HEAD_DIM)
+        i = tl.arange(0, SIZE_PAD)  # the numbers of all heads, end to end
+        mask = i < SIZE
         # block_size = 4, slot 9: block 2, offset 1
         block = slot // BLOCK_SIZE
         offset = slot % BLOCK_SIZE
-        target = block * cache_block + offset * HEAD_DIM + heads * cache_head + dims
-        k = tl.load(k_ptr + token * k_token + heads * HEAD_DIM + dims, mask=mask)
-        v = tl.load(v_ptr + token * v_token + heads * HEAD_DIM + dims, mask=mask)
+        head = i // HEAD_DIM
+        target = block * cache_block + head * cache_head + offset * HEAD_DIM + i % HEAD_DIM
+        k = tl.load(k_ptr + token * k_token + i, mask=mask)
+        v = tl.load(v_ptr + token * v_token + i, mask=mask)
         tl.store(k_cache_ptr + target, k, mask=mask)
         tl.store(v_cache_ptr + target, v, mask=mask)
 
@@ -275,11 +274,10 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         v.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
-        NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=k_cache.shape[2],
-        HEADS_PAD=triton.next_power_of_2(num_heads),
-        DIM_PAD=triton.next_power_of_2(head_dim),
+        SIZE=num_heads * head_dim,
+        SIZE_PAD=triton.next_power_of_2(num_heads * head_dim),
     )
 
 
