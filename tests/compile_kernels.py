@@ -67,7 +67,8 @@ ARGUMENTS = INTEGERS | {"slots_ptr": "*i64", "partial_ptr": "*fp32", "lse_ptr": 
 def sources(capability: tuple[int, int]) -> Iterator[tuple[str, ASTSource, dict[str, int]]]:
     """(name, source, options) of each kernel at each setting."""
     for group, head_dim, block_size, dtype in DECODES:
-        decode, options = kernels.decode_settings(capability, group, head_dim, dtype)
+        decode = kernels.decode_settings(capability, group, head_dim, dtype)
+        options = {name: decode.pop(name) for name in ("num_warps", "num_stages")}
         decode |= {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
         name = f"decode {TYPES[dtype]} group {group} dim {head_dim} block {block_size}"
         yield name, source(kernels.decode_kernel, TYPES[dtype], decode), options

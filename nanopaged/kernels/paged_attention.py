@@ -13,6 +13,7 @@ of a small input. With TRITON_INTERPRET=1 (set before triton is imported) the ke
 slowly.
 """
 
+from typing import Any
 import math
 
 import numpy as np
@@ -199,8 +200,8 @@ def why_no_triton(device: torch.device) -> str | None:
 
 def decode_settings(
     capability: tuple[int, int], group: int, head_dim: int, dtype: torch.dtype
-) -> tuple[dict[str, object], dict[str, int]]:
-    """The tile, the paddings and the launch options of `decode_kernel`, by one rule for all GPUs.
+) -> dict[str, Any]:
+    """The tile, the paddings and the launch options of `decode_kernel`.
 
         capability  rows                tile       warps                      stages
         from 8.0    group, at least 16  8 KB of K  4, 8 for 32 float32 rows   3
@@ -224,11 +225,17 @@ def decode_settings(
     else:
         tile = 16
         num_warps = 8 if group_pad * dim_pad >= 4096 else 4
-    dot = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+    dot = getattr(tl, str(dtype).removeprefix("torch."))
     if INTERPRETED and dtype == torch.bfloat16:
         dot = tl.float32  # Triton's interpreter computes bfloat16 products wrongly
-    constants = {"TILE": tile, "GROUP_PAD": group_pad, "DIM_PAD": dim_pad, "DOT": dot}
-    return constants, {"num_warps": num_warps, "num_stages": 3}
+    return {
+        "TILE": tile,
+        "GROUP_PAD": group_pad,
+        "DIM_PAD": dim_pad,
+        "DOT": dot,
+        "num_warps": num_warps,
+        "num_stages": 3,
+    }
 
 
 def split_contexts(context_lens: np.ndarray, max_splits: int) -> tuple[np.ndarray, np.ndarray]:
@@ -308,7 +315,7 @@ def paged_decode(
     capability = (9, 0)  # if the kernels are interpreted
     if q.is_cuda:
         capability = torch.cuda.get_device_capability(q.device)
-    constants, options = decode_settings(capability, group, head_dim, k_cache.dtype)
+    settings = decode_settings(capability, group, head_dim, k_cache.dtype)
     out = q.new_empty(q.shape)
     lse = q.new_empty((len(splits), num_heads), dtype=torch.float32)
     partial = lse.new_empty((len(splits), num_heads, head_dim))
@@ -329,10 +336,9 @@ def paged_decode(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        **constants,
-        **options,
+        **settings,
     )
     reduce_kernel[(num_seqs, num_heads)](
-        partial, lse, firsts, out, head_dim, constants["DIM_PAD"], CHUNK=16
+        partial, lse, firsts, out, head_dim, settings["DIM_PAD"], CHUNK=16
     )
     return out
