@@ -8,8 +8,7 @@ A decode takes as long as reading K/V takes, so the kernels read K/V exactly onc
     reduce_kernel   combines the splits of a query head
 
 Arguments such as `q_seq` and `table_row` are strides, in elements; the heads of a token are
-contiguous. `do_not_specialize_on_alignment` stops Triton from compiling a kernel for each alignment
-of a small input. With TRITON_INTERPRET=1 (set before triton is imported) the kernels run on a CPU,
+contiguous. With TRITON_INTERPRET=1 (set before triton is imported) the kernels run on a CPU,
 slowly.
 """
 
@@ -23,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+@triton.jit
 def store_kernel(
     k_ptr,
     v_ptr,
@@ -56,7 +55,8 @@ def store_kernel(
         tl.store(v_cache_ptr + target, v, mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tables_ptr", "rows_ptr", "splits_ptr", "table_row"])
+# Else Triton compiles a kernel for each alignment: a CUDA graph has rows and splits in one buffer.
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "splits_ptr", "table_row"])
 def decode_kernel(
     q_ptr,
     k_cache_ptr,
@@ -133,7 +133,7 @@ def decode_kernel(
         tl.store(lse_ptr + rows, m + tl.log2(l), mask=group < GROUP)
 
 
-@triton.jit(do_not_specialize_on_alignment=["firsts_ptr"])
+@triton.jit
 def reduce_kernel(
     partial_ptr,
     lse_ptr,
