@@ -12,14 +12,15 @@ contiguous. With TRITON_INTERPRET=1 (set before triton is imported) the kernels 
 slowly.
 """
 
-from typing import Any
 import math
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 
 @triton.jit
@@ -90,9 +91,10 @@ def decode_kernel(
     """
     split = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    seq = tl.load(splits_ptr + split * 3)
-    start = tl.load(splits_ptr + split * 3 + 1).to(tl.int32)
-    end = tl.load(splits_ptr + split * 3 + 2).to(tl.int32)
+    this_split = splits_ptr + split * 3
+    seq = tl.load(this_split)
+    start = tl.load(this_split + 1).to(tl.int32)
+    end = tl.load(this_split + 2).to(tl.int32)
     if start < end:  # a split of padding is empty
         table = tables_ptr + tl.load(rows_ptr + seq) * table_row
         group = tl.arange(0, GROUP_PAD)
@@ -110,11 +112,11 @@ def decode_kernel(
         block = block.to(tl.int64)
         for _ in range(start, end, TILE):
             live = position < end
-            row = block * cache_block + (position % BLOCK_SIZE) * HEAD_DIM + kv_head * cache_head
+            address = block * cache_block + position % BLOCK_SIZE * HEAD_DIM + kv_head * cache_head
             mask = live[:, None] & (dims < HEAD_DIM)
             # Beyond the context 0 is loaded, because an unwritten slot may hold NaN.
-            k = tl.load(k_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
-            v = tl.load(v_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
+            k = tl.load(k_cache_ptr + address[:, None] + dims, mask=mask, other=0.0).to(DOT)
+            v = tl.load(v_cache_ptr + address[:, None] + dims, mask=mask, other=0.0).to(DOT)
             # The next tile's blocks, so that its K and V are loaded while this tile is computed.
             position += TILE
             block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
@@ -176,7 +178,7 @@ def reduce_kernel(
 # ── launching the kernels ─────────────────────────────────────────────────────────────────────────
 
 INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
-MIN_SPLIT = 128  # fewest keys in a split of a longer context
+MIN_SPLIT = 128  # keys: a longer context is not cut into shorter splits
 
 
 def why_no_triton(device: torch.device) -> str | None:
@@ -186,14 +188,12 @@ def why_no_triton(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"its kernels need a CUDA GPU, not {device}, or TRITON_INTERPRET=1 for a slow trial"
     # On 7.5 (T4), Triton 3.4 fails on fewer than 16 rows. CUDA 13 has no compiler for older GPUs.
-    version = triton.__version__
-    major, minor = version.split(".")[:2]
-    needed = (7, 5) if (int(major), int(minor)) >= (3, 5) else (8, 0)
+    needed = (7, 5) if TorchVersion(triton.__version__) >= (3, 5) else (8, 0)
     capability = torch.cuda.get_device_capability(device)
     if capability < needed:
         return (
             "its kernels need compute capability 8.0, or 7.5 with Triton 3.5, and "
-            f"{device} has {capability[0]}.{capability[1]} with Triton {version}"
+            f"{device} has {capability[0]}.{capability[1]} with Triton {triton.__version__}"
         )
     return None
 
@@ -254,7 +254,7 @@ def split_contexts(context_lens: np.ndarray, max_splits: int) -> tuple[np.ndarra
     """
     length = max(1, math.ceil(context_lens.sum() / max_splits / MIN_SPLIT)) * MIN_SPLIT
     counts = -(-context_lens // length)  # ceil division
-    firsts = np.concatenate(([0], counts.cumsum()))
+    firsts = np.append(0, counts.cumsum())
     seqs = np.repeat(np.arange(len(counts)), counts)
     starts = (np.arange(len(seqs)) - firsts[seqs]) * length
     ends = np.minimum(starts + length, context_lens[seqs])
