@@ -93,7 +93,7 @@ class FlashAttention(TritonAttention):
 
 
 @cache
-def load_varlen() -> Callable[..., Tensor]:
+def load_varlen() -> Callable[..., Any]:
     """flash-attn's varlen attention if it is installed, else PyTorch's, called in the same way.
 
     PyTorch's kernel takes grouped heads as they are. Newer versions want to be told (`enable_gqa`).

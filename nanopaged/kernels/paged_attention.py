@@ -188,7 +188,7 @@ def why_no_triton(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"its kernels need a CUDA GPU, not {device}, or TRITON_INTERPRET=1 for a slow trial"
     # On 7.5 (T4), Triton 3.4 fails on fewer than 16 rows. CUDA 13 has no compiler for older GPUs.
-    needed = (7, 5) if TorchVersion(triton.__version__) >= (3, 5) else (8, 0)
+    needed = (7, 5) if TorchVersion(triton.__version__) >= "3.5" else (8, 0)
     capability = torch.cuda.get_device_capability(device)
     if capability < needed:
         return (
