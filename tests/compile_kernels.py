@@ -67,7 +67,8 @@ ARGUMENTS = INTEGERS | {"slots_ptr": "*i64", "partial_ptr": "*fp32", "lse_ptr": 
 def sources(capability: tuple[int, int]) -> Iterator[tuple[str, ASTSource, dict[str, int]]]:
     """(name, source, options) of each kernel at each setting."""
     for group, head_dim, block_size, dtype in DECODES:
-        decode, options = kernels.decode_settings(capability, group, head_dim, dtype)
+        decode = kernels.decode_settings(capability, group, head_dim, dtype)
+        options = {name: decode.pop(name) for name in ("num_warps", "num_stages")}
         decode |= {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
         name = f"decode {TYPES[dtype]} group {group} dim {head_dim} block {block_size}"
         yield name, source(kernels.decode_kernel, TYPES[dtype], decode), options
@@ -75,7 +76,7 @@ def sources(capability: tuple[int, int]) -> Iterator[tuple[str, ASTSource, dict[
         constants = {"HEAD_DIM": head_dim, "DIM_PAD": pad, "CHUNK": 16}
         yield f"reduce {kind} dim {head_dim}", source(kernels.reduce_kernel, kind, constants), {}
     for kind in ("bf16", "fp32"):
-        constants = {"NUM_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "HEADS_PAD": 8, "DIM_PAD": 128}
+        constants = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "SIZE": 1024, "SIZE_PAD": 1024}
         yield f"store {kind} heads 8 dim 128", source(kernels.store_kernel, kind, constants), {}
 
 

@@ -49,13 +49,12 @@ class FlashAttention(TritonAttention):
             k_lens = metadata.context_lens[seqs]
             slots = None
             if (k_lens > q_lens).any():
-                tables = metadata.block_tables[seqs]
-                parts = [
+                slots_of_seqs = [
                     slots_of(table, np.arange(length), block_size)
-                    for table, length in zip(tables, k_lens, strict=True)
+                    for table, length in zip(metadata.block_tables[seqs], k_lens, strict=True)
                 ]
-                pairs = np.divmod(np.concatenate(parts), block_size)
-                slots = to_device(np.array(pairs), self.device)
+                blocks_and_offsets = np.divmod(np.concatenate(slots_of_seqs), block_size)
+                slots = to_device(np.array(blocks_and_offsets), self.device)
             end = start + int(q_lens.sum())
             group = PrefillGroup(
                 tokens=slice(start, end),
@@ -94,23 +93,17 @@ class FlashAttention(TritonAttention):
 
 
 @cache
-def load_varlen() -> Callable[..., Tensor]:
-    """flash-attn's varlen attention if it is installed, else PyTorch's, called in the same way."""
+def load_varlen() -> Callable[..., Any]:
+    """flash-attn's varlen attention if it is installed, else PyTorch's, called in the same way.
+
+    PyTorch's kernel takes grouped heads as they are. Newer versions want to be told (`enable_gqa`).
+    """
     try:  # flash-attn 4 alone has the package, but not this function
         from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func
     except ImportError:
-        return load_torch_varlen()
-    return flash_attn_varlen_func
-
-
-def load_torch_varlen() -> Callable[..., Tensor]:
-    """PyTorch's varlen attention, if it is new enough to be causal.
-
-    Its kernel takes grouped heads as they are. Newer versions want to be told (`enable_gqa`).
-    """
-    from torch.nn.attention import varlen
-
-    varlen_attn: Any = varlen.varlen_attn  # its options differ from version to version
+        from torch.nn.attention.varlen import varlen_attn
     known = inspect.signature(varlen_attn).parameters.keys()
     if not {"window_size", "scale"} <= known:
         raise ImportError(f"varlen attention of torch {torch.__version__} lacks window_size")

@@ -46,7 +46,7 @@ def reference_paged_attention(
     # [num_kv_heads, group, head_dim]: the heads that share a KV head lie together.
     queries = q.float().view(num_kv_heads, -1, head_dim)
     # The maximum so far. It is not -inf, because a block may be masked, and -inf - -inf is NaN.
-    m = queries.new_full((*queries.shape[:2], 1), torch.finfo(torch.float32).min)
+    m = torch.full_like(queries[..., :1], torch.finfo(torch.float32).min)
     l = torch.zeros_like(m)  # sum of exp(score - m)
     acc = torch.zeros_like(queries)  # sum of exp(score - m) · value
     for start in range(0, context_len, block_size):

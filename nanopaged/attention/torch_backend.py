@@ -106,13 +106,14 @@ class TorchAttention:
         return out.flatten(1, 2)
 
     def begin_prefills(self, metadata: AttentionMetadata) -> None:
-        """Keep the block table, query and context length of each prefill."""
+        """Keep the tokens (among those of all prefills), block table and context length of each."""
         self.prefills = []
+        start = 0
         for seq in range(metadata.num_decodes, len(metadata.query_lens)):
+            end = start + int(metadata.query_lens[seq])
             table = to_device(np.array(metadata.block_tables[seq]), self.device)
-            query_len = int(metadata.query_lens[seq])
-            context_len = int(metadata.context_lens[seq])
-            self.prefills.append((table, query_len, context_len))
+            self.prefills.append((slice(start, end), table, int(metadata.context_lens[seq])))
+            start = end
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """All tokens of the prefills: q [num_tokens, num_heads, head_dim], new k, v → out.
@@ -122,16 +123,15 @@ class TorchAttention:
         """
         q = self.by_kv_head(q.to(self.dtype) * self.scale)
         outs = []
-        queries = q.split([query_len for _, query_len, _ in self.prefills])
-        for q_seq, (table, query_len, context_len) in zip(queries, self.prefills, strict=True):
+        for tokens, table, context_len in self.prefills:
             keys, values = self.gather(layer, table, context_len)
             # Keys after a query have weight 0, but 0 · NaN = NaN. If a value is NaN, one query is
             # computed at a time, because then its tile has no key after it. On a GPU the host
             # would have to wait for the answer.
             has_nan = values.is_cpu and not values.isfinite().all()
-            end = context_len - query_len
+            end = context_len - len(q[tokens])
             # tile [num_queries, num_kv_heads, group, head_dim]
-            for tile in q_seq.split(1 if has_nan else QUERY_TILE):
+            for tile in q[tokens].split(1 if has_nan else QUERY_TILE):
                 first = end  # the position of the tile's first query
                 end += len(tile)
                 positions = torch.arange(first, end, device=self.device)
@@ -156,8 +156,9 @@ class TorchAttention:
 
     def gather(self, layer: int, tables: Tensor, num_keys: int) -> list[Tensor]:
         """The keys and the values of contexts, see `gather_context`."""
-        contexts = [gather_context(cache, tables, num_keys) for cache in self.layers[layer]]
-        return [context.to(self.dtype) for context in contexts]
+        return [
+            gather_context(cache, tables, num_keys).to(self.dtype) for cache in self.layers[layer]
+        ]
 
 
 def is_fast_on_cpu(dtype: torch.dtype) -> bool:

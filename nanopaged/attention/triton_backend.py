@@ -67,51 +67,41 @@ class BlockTables:
         now                    5 2 7          0            3 4 1
         sent            (0, 2, 7), (2, 0, 3), (2, 1, 4), (2, 2, 1)      as (row, column, block)
 
-    A table that is the same list as before has only grown (see `Sequence.block_table`), so the
-    entries that were sent are not compared again.
+    A table that has grown sends only its new entries, another one that has changed sends all.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.data = torch.zeros((0, 0), dtype=torch.int32, device=device)  # [num_rows, num_columns]
-        self.rows: dict[int, int] = {}  # sequence id → row
-        self.free = []  # rows of no sequence
-        # row → the table, and how many of its entries were sent
-        self.sent = []
+        self.device = device
+        self.reserve(num_rows=0, num_columns=0)
 
     def reserve(self, num_rows: int, num_columns: int) -> None:
-        """Make the tables at least this large. Growing moves them: all entries are sent again."""
-        rows, columns = self.data.shape
-        if num_rows > rows or num_columns > columns:
-            self.data = self.data.new_zeros(max(num_rows, rows), max(num_columns, columns))
-            self.rows = {}
-            self.free = list(range(len(self.data)))
-            self.sent = [([], 0) for _ in self.free]
+        """Give the tables this size. They move, so all entries are sent again."""
+        sizes = (num_rows, num_columns)
+        self.data = torch.zeros(sizes, dtype=torch.int32, device=self.device)
+        self.rows: dict[int, int] = {}  # sequence id → row
+        self.free = list(range(num_rows))  # rows of no sequence
+        self.sent: dict[int, list[int]] = {}  # row → its entries on the device
 
     def update(self, seq_ids: list[int], tables: list[list[int]]) -> list[int]:
         """Update the tables of these sequences on the device. Returns the row of each."""
-        longest = max(len(table) for table in tables)
+        longest = max(map(len, tables))
         if len(seq_ids) > self.data.shape[0] or longest > self.data.shape[1]:
             self.reserve(2 * len(seq_ids), 2 * longest)  # twice as large, so that it happens rarely
         for seq_id in self.rows.keys() - set(seq_ids):
             self.free.append(self.rows.pop(seq_id))
-        for seq_id in seq_ids:
-            if seq_id not in self.rows:
-                self.rows[seq_id] = self.free.pop()
-        rows = [self.rows[seq_id] for seq_id in seq_ids]
         entries = []  # (row, column, block)
         changed = {}  # row → table
-        for row, table in zip(rows, tables, strict=True):
-            sent_table, num_sent = self.sent[row]
-            if table is sent_table and len(table) == num_sent:
-                continue
-            is_grown = table is sent_table or table[:num_sent] == sent_table[:num_sent]
-            first = num_sent if is_grown else 0
-            entries += [(row, column, table[column]) for column in range(first, len(table))]
-            changed[row] = table
+        for seq_id, table in zip(seq_ids, tables, strict=True):
+            if seq_id not in self.rows:
+                self.rows[seq_id] = self.free.pop()
+            row = self.rows[seq_id]
+            sent = self.sent.get(row, [])
+            if table != sent:
+                first = len(sent) if table[: len(sent)] == sent else 0
+                entries += [(row, column, table[column]) for column in range(first, len(table))]
+                changed[row] = table.copy()
         if entries:
-            row, column, block = to_device(np.array(entries).T, self.data.device)
+            row, column, block = to_device(np.array(entries).T, self.device)
             self.data[row, column] = block.int()
-        # Only now: if sending fails, the next step sends these entries again.
-        for row, table in changed.items():
-            self.sent[row] = table, len(table)
-        return rows
+        self.sent.update(changed)  # only now: if sending fails, the next step sends these again
+        return [self.rows[seq_id] for seq_id in seq_ids]

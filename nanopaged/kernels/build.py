@@ -22,8 +22,8 @@ from nanopaged.terminal import one_line, run_program
 logger = logging.getLogger("nanopaged")
 
 FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / f"{name}.cpp" for name in ("paged_attention", "prefill", "fused", "linear")]
-HEADERS = [FOLDER / "vectors.h", FOLDER / "panels.h"]
+SOURCES = sorted(FOLDER.glob("*.cpp"))
+HEADERS = sorted(FOLDER.glob("*.h"))
 TIMEOUT = 300  # seconds; on a server the compiler takes 6
 
 
@@ -37,8 +37,15 @@ def flags() -> list[str]:
     """The options, those of CXX last. OpenMP is that of PyTorch, so both use the same threads."""
     import torch  # loads OpenMP
 
-    options = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi"]
-    options += ["-shared", "-fPIC"]
+    options = [
+        "-std=c++17",
+        "-O3",
+        "-fno-math-errno",
+        "-ffp-contract=fast",
+        "-Wno-psabi",
+        "-shared",
+        "-fPIC",
+    ]
     is_arm = platform.machine() in ("arm64", "aarch64")
     options.append("-mcpu=native" if is_arm else "-march=native")
     if sys.platform == "darwin":  # whose clang needs -Xclang before -fopenmp

@@ -23,19 +23,12 @@ POINTER = ctypes.c_void_p
 LOG2_E = math.log2(math.e)  # 2^(x · log2(e)) = e^x
 
 
-class Decode(ctypes.Structure):
-    """The arguments of `paged_decode`, in the order of `struct Decode` in paged_attention.cpp."""
+class Runs(ctypes.Structure):
+    """The runs of a decode, with the fields of `struct Runs` in paged_attention.cpp."""
 
     _fields_ = [
         ("num_runs", INT),
         ("num_seqs", INT),
-        ("num_heads", INT),
-        ("num_kv_heads", INT),
-        ("head_dim", INT),
-        ("block_size", INT),
-        ("q_seq", INT),
-        ("cache_block", INT),
-        ("cache_head", INT),
         ("blocks", INTS),
         ("first_block", INTS),
         ("num_keys", INTS),
@@ -43,27 +36,19 @@ class Decode(ctypes.Structure):
         ("row_seq", INTS),
         ("first_part", INTS),
         ("parts", INTS),
-        ("scale_log2", FLOAT),
-        ("q", POINTER),
-        ("k_cache", POINTER),
-        ("v_cache", POINTER),
-        ("out", POINTER),
-        ("partial", POINTER),  # this one and `lse` belong to the library
-        ("lse", POINTER),
     ]
 
 
 def int_array(values: list[int] | np.ndarray) -> ctypes.Array:
-    """An int64 array as the library reads it. A field of `Decode` keeps it alive."""
-    memory = np.array(values, dtype=np.int64).data
-    return (INT * len(memory)).from_buffer(memory)
+    """An int64 array as the library reads it. A field of `Runs` keeps it alive."""
+    return np.ctypeslib.as_ctypes(np.array(values, dtype=np.int64))
 
 
 @cache
 def load() -> ctypes.CDLL:
     """The library, built if it has to be. Raises ValueError, as `build.load` does."""
     library = build.load()
-    library.paged_decode.argtypes = [ctypes.POINTER(Decode), DTYPE]
+    library.paged_decode.argtypes = [POINTER] * 5 + [INT] * 7 + [FLOAT, DTYPE]
     library.paged_prefill.argtypes = [POINTER] * 5 + [INT] * 9 + [FLOAT, DTYPE]
     library.store_kv.argtypes = [POINTER] * 4 + [INTS] + [INT] * 8 + [DTYPE]
     library.rms_norm.argtypes = [POINTER] * 3 + [INT] * 3 + [FLOAT, DTYPE]
@@ -114,25 +99,34 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: ctyp
     )
 
 
-def paged_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Decode) -> Tensor:
+def paged_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Runs, scale: float) -> Tensor:
     """One query of each sequence attends to its context: q [num_seqs, num_heads, head_dim] → as q.
 
     Args:
         k_cache, v_cache: as in `store_kv`.
-        step: the arguments that all layers share. The fields of this layer are set here.
+        runs: of the sequences' block tables, see `find_runs`.
     """
     num_seqs, num_heads, head_dim = q.shape
     assert q.dtype == k_cache.dtype
     assert q.stride()[1:] == (head_dim, 1)
-    assert num_seqs == step.num_seqs
+    assert num_seqs == runs.num_seqs
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    step.num_heads = num_heads
-    step.q_seq = q.stride(0)
-    step.q = q.data_ptr()
-    step.k_cache = k_cache.data_ptr()
-    step.v_cache = v_cache.data_ptr()
-    step.out = out.data_ptr()
-    load().paged_decode(step, DTYPES[q.dtype])
+    load().paged_decode(
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        out.data_ptr(),
+        ctypes.byref(runs),
+        num_heads,
+        k_cache.shape[1],
+        head_dim,
+        k_cache.shape[2],
+        q.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        scale * LOG2_E,
+        DTYPES[q.dtype],
+    )
     return out
 
 

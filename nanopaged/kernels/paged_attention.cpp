@@ -14,7 +14,7 @@
 constexpr int TILE = 32;  // keys whose scores are computed together
 constexpr int TILE_VECS = TILE / LANES;
 
-// The arguments of a decode. `cpp.py` has the same fields in the same order.
+// The runs of a decode step, the same for all layers. `cpp.py` has the same fields in the same order.
 //
 // A *run* is a part of a block table, and the sequences that read it: one, or several that share the blocks.
 // Each pair of a run and a sequence gets a partial result, a *row*.
@@ -24,13 +24,18 @@ constexpr int TILE_VECS = TILE / LANES;
 //     run         0      1    2
 //     blocks     5 2     7    9      num_keys  8 3 1
 //     sequences  0 1     0    1      rows      0 1 | 2 | 3
-struct Decode {
-    int64_t num_runs, num_seqs, num_heads, num_kv_heads, head_dim, block_size, q_seq, cache_block, cache_head;
+struct Runs {
+    int64_t num_runs, num_seqs;
     const int64_t *blocks, *first_block, *num_keys;  // of all runs; of each run, its first entry and its keys
     const int64_t *first_row, *row_seq;              // [num_runs + 1], [num_rows]: the sequence of each row
     const int64_t *first_part, *parts;               // [num_seqs + 1], [num_rows]: the rows of each sequence
+};
+
+// The decode of a layer.
+struct Decode : Runs {
+    int64_t num_heads, num_kv_heads, head_dim, block_size, q_seq, cache_block, cache_head;
     float scale_log2;
-    const void *q, *k_cache, *v_cache;  // q [num_seqs, num_heads, head_dim]; the rest changes with each layer
+    const void *q, *k_cache, *v_cache;  // q [num_seqs, num_heads, head_dim]
     void* out;                          // [num_seqs, num_heads, head_dim], contiguous
     float *partial, *lse;               // [num_rows, num_heads, DIM_PAD], [num_rows, num_heads]: `launch_decode`
 };
@@ -180,8 +185,16 @@ void store_kernel(
     }
 }
 
-extern "C" int paged_decode(const Decode* d, int dtype) {
-    return with_dtype(dtype, [&](auto zero) { launch_decode<decltype(zero)>(*d); });
+extern "C" int paged_decode(
+    const void* q, const void* k_cache, const void* v_cache, void* out, const Runs* runs, int64_t num_heads,
+    int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t q_seq, int64_t cache_block, int64_t cache_head,
+    float scale_log2, int dtype
+) {
+    const Decode d = {
+        *runs, num_heads, num_kv_heads, head_dim, block_size, q_seq, cache_block, cache_head, scale_log2, q, k_cache,
+        v_cache, out
+    };
+    return with_dtype(dtype, [&](auto zero) { launch_decode<decltype(zero)>(d); });
 }
 
 extern "C" int store_kv(

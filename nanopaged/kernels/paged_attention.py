@@ -8,21 +8,22 @@ A decode takes as long as reading K/V takes, so the kernels read K/V exactly onc
     reduce_kernel   combines the splits of a query head
 
 Arguments such as `q_seq` and `table_row` are strides, in elements; the heads of a token are
-contiguous. `do_not_specialize_on_alignment` stops Triton from compiling a kernel for each alignment
-of a small input. With TRITON_INTERPRET=1 (set before triton is imported) the kernels run on a CPU,
+contiguous. With TRITON_INTERPRET=1 (set before triton is imported) the kernels run on a CPU,
 slowly.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+@triton.jit
 def store_kernel(
     k_ptr,
     v_ptr,
@@ -33,30 +34,30 @@ def store_kernel(
     v_token,
     cache_block,
     cache_head,
-    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
-    DIM_PAD: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
 ):
     """Write the K/V of one token to its slot. Slot -1 (padding) is skipped."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot >= 0:
-        heads = tl.arange(0, HEADS_PAD)[:, None]
-        dims = tl.arange(0, DIM_PAD)[None, :]
-        mask = (heads < NUM_HEADS) & (dims < HEAD_DIM)
+        i = tl.arange(0, SIZE_PAD)  # the numbers of all heads, end to end
+        mask = i < SIZE
         # block_size = 4, slot 9: block 2, offset 1
         block = slot // BLOCK_SIZE
         offset = slot % BLOCK_SIZE
-        target = block * cache_block + offset * HEAD_DIM + heads * cache_head + dims
-        k = tl.load(k_ptr + token * k_token + heads * HEAD_DIM + dims, mask=mask)
-        v = tl.load(v_ptr + token * v_token + heads * HEAD_DIM + dims, mask=mask)
+        head = i // HEAD_DIM
+        target = block * cache_block + head * cache_head + offset * HEAD_DIM + i % HEAD_DIM
+        k = tl.load(k_ptr + token * k_token + i, mask=mask)
+        v = tl.load(v_ptr + token * v_token + i, mask=mask)
         tl.store(k_cache_ptr + target, k, mask=mask)
         tl.store(v_cache_ptr + target, v, mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tables_ptr", "rows_ptr", "splits_ptr", "table_row"])
+# Else Triton compiles a kernel for each alignment: a CUDA graph has rows and splits in one buffer.
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "splits_ptr", "table_row"])
 def decode_kernel(
     q_ptr,
     k_cache_ptr,
@@ -90,9 +91,10 @@ def decode_kernel(
     """
     split = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    seq = tl.load(splits_ptr + split * 3)
-    start = tl.load(splits_ptr + split * 3 + 1).to(tl.int32)
-    end = tl.load(splits_ptr + split * 3 + 2).to(tl.int32)
+    this_split = splits_ptr + split * 3
+    seq = tl.load(this_split)
+    start = tl.load(this_split + 1).to(tl.int32)
+    end = tl.load(this_split + 2).to(tl.int32)
     if start < end:  # a split of padding is empty
         table = tables_ptr + tl.load(rows_ptr + seq) * table_row
         group = tl.arange(0, GROUP_PAD)
@@ -110,11 +112,11 @@ def decode_kernel(
         block = block.to(tl.int64)
         for _ in range(start, end, TILE):
             live = position < end
-            row = block * cache_block + (position % BLOCK_SIZE) * HEAD_DIM + kv_head * cache_head
+            address = block * cache_block + position % BLOCK_SIZE * HEAD_DIM + kv_head * cache_head
             mask = live[:, None] & (dims < HEAD_DIM)
             # Beyond the context 0 is loaded, because an unwritten slot may hold NaN.
-            k = tl.load(k_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
-            v = tl.load(v_cache_ptr + row[:, None] + dims, mask=mask, other=0.0).to(DOT)
+            k = tl.load(k_cache_ptr + address[:, None] + dims, mask=mask, other=0.0).to(DOT)
+            v = tl.load(v_cache_ptr + address[:, None] + dims, mask=mask, other=0.0).to(DOT)
             # The next tile's blocks, so that its K and V are loaded while this tile is computed.
             position += TILE
             block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
@@ -133,7 +135,7 @@ def decode_kernel(
         tl.store(lse_ptr + rows, m + tl.log2(l), mask=group < GROUP)
 
 
-@triton.jit(do_not_specialize_on_alignment=["firsts_ptr"])
+@triton.jit
 def reduce_kernel(
     partial_ptr,
     lse_ptr,
@@ -176,7 +178,7 @@ def reduce_kernel(
 # ── launching the kernels ─────────────────────────────────────────────────────────────────────────
 
 INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
-MIN_SPLIT = 128  # fewest keys in a split of a longer context
+MIN_SPLIT = 128  # keys: a longer context is not cut into shorter splits
 
 
 def why_no_triton(device: torch.device) -> str | None:
@@ -186,22 +188,20 @@ def why_no_triton(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"its kernels need a CUDA GPU, not {device}, or TRITON_INTERPRET=1 for a slow trial"
     # On 7.5 (T4), Triton 3.4 fails on fewer than 16 rows. CUDA 13 has no compiler for older GPUs.
-    version = triton.__version__
-    major, minor = version.split(".")[:2]
-    needed = (7, 5) if (int(major), int(minor)) >= (3, 5) else (8, 0)
+    needed = (7, 5) if TorchVersion(triton.__version__) >= "3.5" else (8, 0)
     capability = torch.cuda.get_device_capability(device)
     if capability < needed:
         return (
             "its kernels need compute capability 8.0, or 7.5 with Triton 3.5, and "
-            f"{device} has {capability[0]}.{capability[1]} with Triton {version}"
+            f"{device} has {capability[0]}.{capability[1]} with Triton {triton.__version__}"
         )
     return None
 
 
 def decode_settings(
     capability: tuple[int, int], group: int, head_dim: int, dtype: torch.dtype
-) -> tuple[dict[str, object], dict[str, int]]:
-    """The tile, the paddings and the launch options of `decode_kernel`, by one rule for all GPUs.
+) -> dict[str, Any]:
+    """The tile, the paddings and the launch options of `decode_kernel`.
 
         capability  rows                tile       warps                      stages
         from 8.0    group, at least 16  8 KB of K  4, 8 for 32 float32 rows   3
@@ -225,11 +225,17 @@ def decode_settings(
     else:
         tile = 16
         num_warps = 8 if group_pad * dim_pad >= 4096 else 4
-    dot = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+    dot = getattr(tl, str(dtype).removeprefix("torch."))
     if INTERPRETED and dtype == torch.bfloat16:
         dot = tl.float32  # Triton's interpreter computes bfloat16 products wrongly
-    constants = {"TILE": tile, "GROUP_PAD": group_pad, "DIM_PAD": dim_pad, "DOT": dot}
-    return constants, {"num_warps": num_warps, "num_stages": 3}
+    return {
+        "TILE": tile,
+        "GROUP_PAD": group_pad,
+        "DIM_PAD": dim_pad,
+        "DOT": dot,
+        "num_warps": num_warps,
+        "num_stages": 3,
+    }
 
 
 def split_contexts(context_lens: np.ndarray, max_splits: int) -> tuple[np.ndarray, np.ndarray]:
@@ -248,7 +254,7 @@ def split_contexts(context_lens: np.ndarray, max_splits: int) -> tuple[np.ndarra
     """
     length = max(1, math.ceil(context_lens.sum() / max_splits / MIN_SPLIT)) * MIN_SPLIT
     counts = -(-context_lens // length)  # ceil division
-    firsts = np.concatenate(([0], counts.cumsum()))
+    firsts = np.append(0, counts.cumsum())
     seqs = np.repeat(np.arange(len(counts)), counts)
     starts = (np.arange(len(seqs)) - firsts[seqs]) * length
     ends = np.minimum(starts + length, context_lens[seqs])
@@ -275,11 +281,10 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         v.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
-        NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=k_cache.shape[2],
-        HEADS_PAD=triton.next_power_of_2(num_heads),
-        DIM_PAD=triton.next_power_of_2(head_dim),
+        SIZE=num_heads * head_dim,
+        SIZE_PAD=triton.next_power_of_2(num_heads * head_dim),
     )
 
 
@@ -310,7 +315,7 @@ def paged_decode(
     capability = (9, 0)  # if the kernels are interpreted
     if q.is_cuda:
         capability = torch.cuda.get_device_capability(q.device)
-    constants, options = decode_settings(capability, group, head_dim, k_cache.dtype)
+    settings = decode_settings(capability, group, head_dim, k_cache.dtype)
     out = q.new_empty(q.shape)
     lse = q.new_empty((len(splits), num_heads), dtype=torch.float32)
     partial = lse.new_empty((len(splits), num_heads, head_dim))
@@ -331,10 +336,9 @@ def paged_decode(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        **constants,
-        **options,
+        **settings,
     )
     reduce_kernel[(num_seqs, num_heads)](
-        partial, lse, firsts, out, head_dim, constants["DIM_PAD"], CHUNK=16
+        partial, lse, firsts, out, head_dim, settings["DIM_PAD"], CHUNK=16
     )
     return out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import random
 import shutil
 import subprocess
 import sys
@@ -23,8 +22,7 @@ from torch import Tensor
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.attention import choose_backend, cpp_backend, make_attention
-from nanopaged.attention.cpp_backend import find_shared_blocks
-from nanopaged.attention.metadata import AttentionMetadata
+from nanopaged.attention.metadata import AttentionMetadata, slots_of
 from nanopaged.kernels import build, cpp
 from nanopaged.kv_cache import KVCache, KVShape
 from nanopaged.model import decoder
@@ -38,7 +36,6 @@ def built_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if not build.compiler():
         pytest.skip("no C++ compiler (Debian and Ubuntu: apt install g++)")
     monkeypatch.setenv("NANOPAGED_CACHE", str(KERNELS))
-    monkeypatch.setattr(cpp_backend, "MIN_SAVED_KEYS", 1)  # blocks that are shared are read once, however few
 
 
 @pytest.fixture(params=[1, 3])
@@ -104,14 +101,17 @@ def test_a_value_that_is_not_finite_reaches_no_query_before_it(
 def shared_decodes(rng: np.random.Generator, block_size: int, num_blocks: int) -> AttentionMetadata:
     """Nine sequences with one new token each, whose tables share blocks like the branches of a tree."""
     fresh = iter(rng.permutation(num_blocks).tolist())
-    tables: list[list[int]] = []
+    tables: list[list[int]] = [[]]
+    lens = [0]
     for _ in range(9):
-        parent = tables[rng.integers(len(tables))] if tables else []
-        shared = parent[: rng.integers(len(parent) + 1)]
+        parent = rng.integers(len(tables))
+        shared = tables[parent][: rng.integers(lens[parent] // block_size + 1)]  # full blocks
         tables.append(shared + [next(fresh) for _ in range(rng.integers(1, 12))])
-    lens = np.array([len(table) * block_size - rng.integers(block_size) for table in tables])
+        lens.append(len(tables[-1]) * block_size - rng.integers(block_size))
+    del tables[0], lens[0]
     last = [table[-1] * block_size + (n - 1) % block_size for table, n in zip(tables, lens, strict=True)]
-    return AttentionMetadata(np.ones(9, dtype=np.int64), lens, tables, np.array(last), 9, list(range(9)))
+    ones, seq_ids = np.ones(9, dtype=np.int64), list(range(9))
+    return AttentionMetadata(ones, np.array(lens), tables, np.array(last), 9, seq_ids)
 
 
 @pytest.mark.parametrize("run_keys", [1, 64, 512])
@@ -133,31 +133,25 @@ def test_shared_blocks_and_runs(
     torch.testing.assert_close(outs[1], outs[0], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_shared_blocks_are_found(seed: int) -> None:
-    """All of them: what is left to read is each prefix once. Every group saves enough, and is alike."""
-    rng = random.Random(seed)
-    ids, tables = iter(rng.sample(range(400), 400)), []
-    for _ in range(rng.randint(1, 20)):  # as forks, beams and prefix hits leave them
-        parent = rng.choice([*tables, []])[: rng.randint(0, 12)]
-        tables.append(parent + [next(ids) for _ in range(rng.randint(1, 4))])
-    limits = [rng.randint(0, len(table) - 1) for table in tables]
-    saved = {}
-    for min_saved in (1, 2, 5, 1000):
-        ends = [0] * len(tables)
-        saved[min_saved] = 0
-        for run in sorted(find_shared_blocks(tables, limits, min_saved), key=lambda run: run.first_block):
-            assert len({tuple(tables[seq][: run.end_block]) for seq in run.seqs}) == 1
-            num_saved = (len(run.seqs) - 1) * (run.end_block - run.first_block)
-            assert num_saved >= min_saved
-            for seq in run.seqs:
-                assert run.first_block == ends[seq] < run.end_block <= limits[seq]
-                ends[seq] = run.end_block
-            saved[min_saved] += num_saved
-    limited = [table[:limit] for table, limit in zip(tables, limits, strict=True)]
-    prefixes = {tuple(table[: i + 1]) for table in limited for i in range(len(table))}
-    assert saved[1] == sum(limits) - len(prefixes)
-    assert saved[1] >= saved[2] >= saved[5] >= saved[1000] == 0
+@pytest.mark.parametrize("run_keys", [1, 8, 1000])
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("seed", range(10))
+def test_shared_blocks_are_found(
+    seed: int, block_size: int, run_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each context is read whole and in order, and each block once. Block 100 is for tokens to come."""
+    monkeypatch.setattr(cpp_backend, "RUN_KEYS", run_keys)
+    metadata = shared_decodes(np.random.default_rng(seed), block_size, num_blocks=100)
+    tables, lens = metadata.block_tables, metadata.context_lens.tolist()
+    runs = cpp_backend.find_runs([[*table, 100] for table in tables], lens, block_size)
+    slots: list[list[int]] = [[] for _ in tables]
+    for run in runs:
+        assert 0 < len(run.blocks) <= max(1, run_keys // block_size)
+        for seq in run.seqs:
+            slots[seq] += slots_of(run.blocks, np.arange(run.num_keys), block_size).tolist()
+    for table, length, found in zip(tables, lens, slots, strict=True):
+        assert found == slots_of(table, np.arange(length), block_size).tolist()
+    assert sum(len(run.blocks) for run in runs) == len(set().union(*tables))
 
 
 @pytest.mark.parametrize("part", ["q", "k", "v"])

@@ -141,13 +141,13 @@ SHARED_MEMORY = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (
 SHARED_MEMORY |= {(10, 0): 227, (10, 3): 227, (11, 0): 227, (12, 0): 99, (12, 1): 99}
 
 
-def most_shared(capability: tuple[int, int], constants: dict[str, Any], itemsize: int) -> int:
-    """Bytes of shared memory that Triton takes at most for these constants.
+def most_shared(capability: tuple[int, int], settings: dict[str, Any], itemsize: int) -> int:
+    """Bytes of shared memory that Triton takes at most for these settings.
 
     From 8.0 on, there are two tiles of K and V, as one is loaded while the other is computed, beside the
     queries and p, which are float32 at most. Before, p takes the place of K.
     """
-    tile, rows, dims = (constants[name] for name in ("TILE", "GROUP_PAD", "DIM_PAD"))
+    tile, rows, dims = (settings[name] for name in ("TILE", "GROUP_PAD", "DIM_PAD"))
     k, queries, p = tile * dims * itemsize, rows * dims * 4, rows * tile * 4
     return 4 * k + queries + p + 1024 if capability >= (8, 0) else k + queries + max(k, p)
 
@@ -160,33 +160,30 @@ def test_settings_fit_each_gpu(capability: tuple[int, int]) -> None:
     """
     heads = range(1, 65)
     for group, head_dim, dtype in itertools.product(heads, (2, 8, 20, 64, 80, 96, 128, 192, 256), TYPES):
-        constants, options = kernels.decode_settings(capability, group, head_dim, dtype)
-        tile, rows, dims = (constants[name] for name in ("TILE", "GROUP_PAD", "DIM_PAD"))
+        settings = kernels.decode_settings(capability, group, head_dim, dtype)
+        tile, rows, dims = (settings[name] for name in ("TILE", "GROUP_PAD", "DIM_PAD"))
         assert all(n & (n - 1) == 0 for n in (tile, rows, dims))
         assert 16 <= tile <= kernels.MIN_SPLIT
         assert group <= rows < max(2 * group, 17)
         assert head_dim <= dims < max(2 * head_dim, 17)
-        assert options["num_warps"] in (4, 8)
+        assert settings["num_warps"] in (4, 8)
         if capability >= (8, 0):
             assert rows >= 16, "tensor cores multiply 16 rows"
         if rows * dims <= 8192:
-            assert most_shared(capability, constants, dtype.itemsize) <= SHARED_MEMORY[capability] << 10
+            assert most_shared(capability, settings, dtype.itemsize) <= SHARED_MEMORY[capability] << 10
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_results_do_not_depend_on_the_settings(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the constants of each GPU (equal ones once): larger and smaller tiles, groups padded or not."""
-    settings, case = kernels.decode_settings, decodes([1, 17, 140], 16, (3, 1), 64, dtype)
+    """With the settings of each GPU (equal ones once): larger and smaller tiles, groups padded or not."""
+    case = decodes([1, 17, 140], 16, (3, 1), 64, dtype)
     seen: list[dict[str, Any]] = []
-    for capability in SHARED_MEMORY:
-        constants, _ = settings(capability, 3, 64, dtype)
-        if constants not in seen:
-            seen.append(constants)
-            monkeypatch.setattr(
-                kernels, "decode_settings", lambda _, *setting, own=capability: settings(own, *setting)
-            )
+    for settings in [kernels.decode_settings(capability, 3, 64, dtype) for capability in SHARED_MEMORY]:
+        if settings not in seen:
+            seen.append(settings)
+            monkeypatch.setattr(kernels, "decode_settings", lambda *_, settings=settings: settings)
             check(case, 1, 4)
-    assert {constants["GROUP_PAD"] for constants in seen} == {4, 16}
+    assert {settings["GROUP_PAD"] for settings in seen} == {4, 16}
 
 
 # ── compiled for GPUs that are not there ──────────────────────────────────────────────────────────
@@ -219,8 +216,8 @@ def test_kernels_compile_without_spills(pytestconfig: pytest.Config) -> None:
         assert row["programs"] >= (1 if wide and SHARED_MEMORY[capability] < most else 2), row
         if words[0] == "decode":
             group, dim, dtype = int(words[3]), int(words[5]), types[words[1]]
-            constants, _ = kernels.decode_settings(capability, group, dim, dtype)
-            assert row["shared"] <= most_shared(capability, constants, dtype.itemsize), row
+            settings = kernels.decode_settings(capability, group, dim, dtype)
+            assert row["shared"] <= most_shared(capability, settings, dtype.itemsize), row
             if row["arch"] >= 80:  # K and V of the next tile are loaded while this one is computed
                 assert row["buffers"] >= 2, row
                 assert row["in flight"] == 2, row

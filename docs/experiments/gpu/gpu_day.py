@@ -197,11 +197,11 @@ def settings() -> None:
     shapes = [(256, 1024), (64, 4096), (1, 32768)] if ON_GPU else [(2, 70)]
     cases = [make_case(batch, context, 16) for batch, context in shapes]
     usual = kernels.decode_settings
-    constants, options = usual(CAPABILITY, 2, 128, HALF)
-    ours = constants["TILE"], options["num_stages"], options["num_warps"]
+    ours = usual(CAPABILITY, 2, 128, HALF)
+    first = ours["TILE"], ours["num_stages"], ours["num_warps"]
     others = [*product((16, 32, 64), (2, 3, 5), (4, 8)), (32, 4, 4), (64, 4, 8), (128, 3, 8), (128, 2, 8)]
-    for tile, stages, warps in [ours, *others] if ON_GPU else [ours, (16, 2, 4)]:
-        tried = constants | {"TILE": tile}, {"num_stages": stages, "num_warps": warps}
+    for tile, stages, warps in [first, *others] if ON_GPU else [first, (16, 2, 4)]:
+        tried = ours | {"TILE": tile, "num_stages": stages, "num_warps": warps}
         kernels.decode_settings = lambda *_, tried=tried: tried
         with attempt(f"tile {tile}, stages {stages}, warps {warps}"):
             show_times(f"tile {tile:3} stages {stages} warps {warps}", cases, None)
