@@ -1,6 +1,7 @@
 """What an engine chooses when it starts: the dtype, how many blocks fit, and how to preempt."""
 
 import logging
+import math
 import timeit
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,6 @@ import torch
 from nanopaged.attention import make_attention
 from nanopaged.attention.metadata import GATHER_KEYS, AttentionMetadata
 from nanopaged.attention.torch_backend import is_fast_on_cpu
-from nanopaged.block_manager import blocks_needed
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.kernels import build
 from nanopaged.kv_cache import KVCache, KVShape, to_device
@@ -142,7 +142,7 @@ def measure_num_blocks(
     needs more.
     """
     block_bytes = shape.block_bytes(config.block_size)
-    num_needed = blocks_needed(max_model_len, config.block_size)  # for one sequence
+    num_needed = math.ceil(max_model_len / config.block_size)  # for one sequence
     device = model.embed_tokens.weight.device
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what loading left behind
@@ -190,13 +190,13 @@ def largest_step(
     together. All contexts share the blocks of one small cache with a single layer.
     """
     device = model.embed_tokens.weight.device
-    num_for_keys = -(-GATHER_KEYS // max_model_len)  # ceil division
-    num_for_tokens = -(-max_num_batched_tokens // max_model_len)
+    num_for_keys = math.ceil(GATHER_KEYS / max_model_len)
+    num_for_tokens = math.ceil(max_num_batched_tokens / max_model_len)
     num_seqs = min(config.max_num_seqs, max_num_batched_tokens, num_for_keys)
     num_seqs = max(num_seqs, num_for_tokens)
-    query_len = -(-max_num_batched_tokens // num_seqs)
+    query_len = math.ceil(max_num_batched_tokens / num_seqs)
     positions = np.tile(np.arange(max_model_len - query_len, max_model_len), num_seqs)
-    num_blocks = blocks_needed(max_model_len, config.block_size)
+    num_blocks = math.ceil(max_model_len / config.block_size)
     cache = KVCache(
         replace(shape, num_layers=1),
         num_blocks=num_blocks,
