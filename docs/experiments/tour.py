@@ -54,8 +54,8 @@ STOPS = [
          "All four samples begin with this prompt, so they share its K/V. A fork copies only the block "
          "table, and each block now has a reference count of four."),
     Stop(2, "copied", "copy", "Why copy on write", ("Copy-on-write",),
-         "“have”, “will”, “am” and “pray” all belong in the next slot of block 5. So A1, A2 and A3 copy "
-         "the block before they write (copy-on-write). A4 keeps the original."),
+         "“have”, “will”, “am” and “pray” belong in the same slot of block 5. A1, A2 and A3 copy the block "
+         "before they write (copy-on-write), so only A4's reference is left."),
     Stop(2, "updated", "decode", "The newest token has no K/V", ("Decode",),
          "A forward pass computes the K/V of its input. The token it samples, framed here, becomes the "
          "input of the next step, a decode, and has no K/V until then."),
@@ -65,9 +65,9 @@ STOPS = [
     Stop(13, "scheduled", "preempt", "Why preempt, and why the last", ("Preemption", "All-or-nothing"),
          "No block is free for the next tokens. A preemption takes all blocks of the request that came "
          "last (all-or-nothing), because a step reads all its K/V. Earlier requests finish."),
-    Stop(17, "scheduled", "preempt", "No room to swap", ("Swap", "Recompute"),
-         "The pool is full, so B, the last request, leaves. A swap would copy its 12 blocks to the host, "
-         "but only 4 are free. B will recompute its K/V."),
+    Stop(17, "scheduled", "preempt", "Full pool, no room to swap", ("Swap", "Recompute"),
+         "B, the last of the running requests, gives back its 12 blocks. The host has no room to swap them. "
+         "Nine stay cached; B will recompute the three A takes."),
     Stop(19, "scheduled", "evict", "Why evict the least recently used", ("Cached block", "Eviction", "LRU"),
          "A cached block has no user, but a later prompt may find its contents. When no block is free, an "
          "eviction takes the one unused for longest (LRU)."),
@@ -75,8 +75,8 @@ STOPS = [
          "In a beam search the best candidates become the next beams. A beam may have several children, "
          "which share its blocks until they write, or none."),
     Stop(60, "updated", "finish", "What is left", ("Partial block", "Prefix cache"),
-         "F, the last request, is finished, so no block is in use. Its partial block is free. Full blocks "
-         "stay in the prefix cache until their memory is needed."),
+         "F, the last request, is finished. Its partial block is free. Full blocks stay in the prefix cache "
+         "for prompts that begin like them, until their memory is needed."),
 ]  # fmt: skip
 
 

@@ -33,13 +33,13 @@ let answer = null, told = 0, trace = "";  // takes the result of the present run
 
 function load() {
   ready ??= new Promise((resolve, reject) => {
-    tell("Python is loading …", 0);
+    tell("Python is loading …");
     worker = new Worker("worker.js", { type: "module" });
     worker.onerror = (event) => reject(new Error(event.message || "worker.js cannot be loaded"));
     worker.onmessage = ({ data }) => {
       if (data.progress) {
         const [done, all] = [data.progress, data.total].map((bytes) => (bytes / 1e6).toFixed(1));
-        tell(done > 0.9 * all ? "Python starts …" : `Python: ${done} of ${all} MB`, done / all);  // it starts while the rest is read
+        tell(done > 0.9 * all ? "Python starts …" : `Python: ${done} of ${all} MB`);  // it starts while the rest is read
       } else if (data.ready) resolve(data);
       else if (data.step) {
         trace += data.added;
@@ -85,11 +85,7 @@ async function compute(settings, changes) {
   });
 }
 
-function tell(text, share) {
-  $("told").textContent = text;
-  $("progress").hidden = share === undefined;
-  if (share !== undefined) $("progress").value = Math.min(1, share);
-}
+const tell = (text) => { $("told").textContent = text; };
 
 // ── settings ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -109,9 +105,6 @@ function show(given, differences) {
 function choose(name) {
   preset = presets.find((each) => each.name === name) || presets[0];
   $("choice").value = preset.name;
-  for (const button of $("presets").querySelectorAll("button")) {
-    button.setAttribute("aria-pressed", button.value === preset.name);
-  }
   const texts = { ...preset, "further-question": preset.further[0], "further-answer": preset.further[1] };
   for (const part of ["title", "setup", "question", "answer", "further-question", "further-answer"]) {
     $(part).replaceChildren(...marked(texts[part]));
@@ -198,6 +191,7 @@ function open() {
   choose(parts.get("preset"));
   problem();
   $("edited").hidden = !given;
+  $("set").open ||= Boolean(given);
   try {
     if (given) show(...parse(given));
   } catch (error) {
@@ -406,12 +400,11 @@ async function begin() {
   viewer = texts[2];
   defaults.rank = "";
   for (const group of new Set(presets.map((each) => each.group))) {
-    const [buttons, options] = ["button", "option"].map((tag) => presets.filter((each) => each.group === group)
-      .map(({ name, title }) => make(tag, { type: "button", value: name }, title)));
-    $("presets").append(make("div", { role: "group", "aria-label": group }, make("b", {}, group), ...buttons));
+    const options = presets.filter((each) => each.group === group)
+      .map(({ name, title }) => make("option", { value: name }, title));
     $("choice").append(make("optgroup", { label: group }, ...options));
   }
-  $("presets").onclick = $("choice").onchange = ({ target }) => { if (target.value) location.hash = `preset=${target.value}`; };
+  $("choice").onchange = ({ target }) => { location.hash = `preset=${target.value}`; };
   if (!location.hash.includes("embed") && PATHS.some((path) => keep(path))) await openSource();
   $("source").open = num() > 0;
   open();

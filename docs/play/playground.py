@@ -107,7 +107,7 @@ def text_of(path: str, changes: dict[str, str]) -> str:
 
 # ── in place of the model ─────────────────────────────────────────────────────────────────────────
 
-WORDS = """the a and of in my our your good sweet old new king queen night day heart hand eye world love sword
+WORDS = """the a and of in my his your good sweet old new king queen night day heart hand eye world love sword
 crown time speaks comes goes sees knows gives takes dreams""".split()  # noqa: SIM905
 assert len(WORDS) == sha256().digest_size
 

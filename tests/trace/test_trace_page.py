@@ -332,7 +332,7 @@ def test_keys_jump_to_events(browser: Browser, small_page: Path) -> None:
     for step, line in enumerate(read_trace(small_page)[1:], 1):
         for part in parts_of(line):
             seen |= {mark for mark, _, _ in browser.run(GO_AND_READ, step, part)["marked"]}
-    assert seen == {"source", "copy", "taken", "freed", "evicted", "hit"}
+    assert seen == {"source", "copy", "taken", "freed", "kept", "evicted", "hit"}
     assert browser.logs()[0] == []
 
 
@@ -422,7 +422,7 @@ def test_a_run_of_several_texts_opens_with_one_table(browser: Browser, tmp_path:
     run_to_end(engine)
     browser.driver.get((tmp_path / "run.html").as_uri())
     assert browser.text("only") == (
-        "You see the table of C, one of 3 texts. They begin alike, so they share block 0."
+        "You see the table of C, the last of 3 texts. They begin alike, so they share block 0."
     )
     assert (browser.texts("h3"), len(browser.texts(".dimmed"))) == (["C"], 2)
     browser.click("#all")
@@ -436,8 +436,8 @@ def test_pool_and_tables_are_in_view(
 ) -> None:
     """At each stop of the tour and in each preset, without scrolling; on a phone, the caption and the pool.
 
-    An arrow leads from a table to a block, or to the border of the host. The tokens of a small pool are in
-    their slots. The pool and the tables keep their places as long as no more blocks are drawn.
+    An arrow leads from a table to a block, or words say that the host has no room. The tokens of a small pool
+    are in their slots. The pool and the tables keep their places as long as no more blocks are drawn.
     """
     browser.screen(width, height)
     browser.open(TOUR)
@@ -450,7 +450,7 @@ def test_pool_and_tables_are_in_view(
         assert screen == "phone" or picture[3] <= height
         assert page != TOUR or 0 < caption[1] < caption[3] <= height
         assert browser.run("document.documentElement.scrollWidth <= innerWidth")
-        assert browser.texts("#links path, #moves path") or not browser.texts(".entry")
+        assert browser.texts("#links path, #moves path, .refused") or not browser.texts(".entry")
         assert "".join(browser.texts("#pool .slot")).strip()
     browser.open(TOUR, "none")
     drawn = "document.querySelectorAll('.cell:not([hidden])').length"
@@ -503,9 +503,11 @@ def test_the_tour(browser: Browser) -> None:
     assert (len(browser.texts("#links path")), len(browser.texts("#moves path"))) == (4, 3)
     assert browser.run(links.format("#caption a")) == [f"{docs}/reference/glossary.md"]
     browser.run("trace.go(17, 'scheduled')")
-    assert browser.texts("#pool-tables .refused") == ["preempted: needs 12 host blocks, 4 free"]
-    assert len(browser.texts("#moves path")) == 2, "to the border of the host, and back to a block"
-    assert len(browser.texts("#pool .cell:not(.dimmed)")) == 13, "9 given back, and 4 taken"
+    assert browser.texts(".refused") == ["× no room for B: 12 needed, 4 free"]
+    assert len(browser.texts("#moves path")) == 1, "from B to these words"
+    owners = [label.partition(" ") for label in browser.texts("#pool .cell:not(.dimmed) .label")]
+    assert Counter(owner for owner, _, _ in owners) == {"B": 12, "C": 1}, "whose blocks they were"
+    assert Counter(now[0] for _, _, now in owners) == {"c": 9, "→": 4}, "cached, and taken by another"
     assert not browser.run("document.getElementById('about').checkVisibility()"), "a tour has captions"
     browser.run("trace.go(1)")
     browser.press(" ")
