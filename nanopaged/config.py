@@ -14,6 +14,7 @@ from typing import Any
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "cpp", "torch", "reference")
 NO_TOP_K = 1 << 24  # more than any vocabulary, and exact in float32
+NO_PENALTIES = (1, 0, 0)  # see `SamplingParams.penalties`
 MAX_NUM_BATCHED_TOKENS = 2048  # the default
 
 
@@ -312,11 +313,6 @@ class SamplingParams(RequestOptions):
     def penalties(self) -> tuple[float, ...]:
         """(repetition, frequency, presence penalty)."""
         return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
-
-    @cached_property
-    def has_penalties(self) -> bool:
-        """Whether the penalties change anything."""
-        return self.penalties != (1, 0, 0)
 
     @property
     def width(self) -> int:
