@@ -78,6 +78,7 @@ class ModelRunner:
             dtype=self.dtype,
         )
         backend = choose_backend(config.attention_backend, self.device, shape, self.score_mod)
+        is_eager = config.enforce_eager or self.device.type != "cuda"
         self.model = self.make_model(
             config=config,
             model_config=model_config,
@@ -86,9 +87,7 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
             ranks=ranks,
-            operations=choose_operations(
-                backend, self.device, dtype=self.dtype, enforce_eager=config.enforce_eager
-            ),
+            operations=choose_operations(backend, self.dtype, is_eager),
         )
         self.num_blocks, self.num_host_blocks = count_blocks(
             config=config,
@@ -108,7 +107,6 @@ class ModelRunner:
         scale = model_config.head_dim**-0.5  # the factor of q · k
         self.attention = self.make_attention(backend, self.kv_cache, scale)
         self.graphs = None
-        is_eager = config.enforce_eager or self.device.type != "cuda"
         if self.attention.supports_cuda_graphs and not is_eager:
             from nanopaged.cuda_graphs import DecodeGraphs
 
@@ -188,10 +186,8 @@ class ModelRunner:
         return cheaper_preemption(self.model, self.kv_cache, self.max_num_batched_tokens)
 
 
-def choose_operations(
-    backend: str, device: torch.device, dtype: torch.dtype, enforce_eager: bool
-) -> Operations:
-    """Fused versions of a layer's small operations where this device has them, else plain ones.
+def choose_operations(backend: str, dtype: torch.dtype, is_eager: bool) -> Operations:
+    """A layer's small operations: our C++ kernels, plain PyTorch, or what a compiler makes of it.
 
     torch.compile keeps eight versions of a function in a process, for all engines together. It runs
     what needs a ninth one uncompiled, and warns.
@@ -203,10 +199,10 @@ def choose_operations(
             cpp.silu_mul,
             packed_linear=cpp.PackedLinear if cpp.has_linear(dtype) else None,
         )
-    if device.type == "cuda" and not enforce_eager:
-        compiled = partial(torch.compile, dynamic=True)  # for any number of tokens
-        return Operations(compiled(add_norm), compiled(norm_rotate), compiled(silu_mul))
-    return PLAIN
+    if is_eager:
+        return PLAIN
+    compiled = partial(torch.compile, dynamic=True)  # for any number of tokens
+    return Operations(compiled(add_norm), compiled(norm_rotate), compiled(silu_mul))
 
 
 def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[PromptTile]]:

@@ -146,10 +146,11 @@ def test_host_blocks_are_for_swapping(qwen3: Oracle) -> None:
 def test_compiled_operations_give_the_same_tokens(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are traced as for a GPU, for any number of tokens, without the slow compiler behind it."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
-    operations = choose_operations("torch", torch.device("cuda"), torch.float32, enforce_eager=False)
-    assert choose_operations("torch", torch.device("cuda"), torch.float32, enforce_eager=True) == PLAIN
-    assert choose_operations("torch", torch.device("cpu"), torch.float32, enforce_eager=False) == PLAIN
-    monkeypatch.setattr("nanopaged.model_runner.choose_operations", lambda *_, **options: operations)
+    operations = choose_operations("torch", torch.float32, is_eager=False)
+    assert choose_operations("torch", torch.float32, is_eager=True) == PLAIN
+    on_cpu = LLM(oracle.folder, num_blocks=64, attention_backend="torch").engine.runner.model
+    assert on_cpu.norm.add_norm is PLAIN.add_norm
+    monkeypatch.setattr("nanopaged.model_runner.choose_operations", lambda *_: operations)
     llm = LLM(oracle.folder, dtype="float32", num_blocks=64, attention_backend="torch")
     prompts = random_prompts(4, seed=3)
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
