@@ -215,10 +215,14 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
     slots = []
     sample_rows = []  # of 1, 1 and 4 new tokens: rows 0, 1 and 5
     tiles = []
+    query_lens = []
+    context_lens = []
     for seq in batch.sequences:
         first_row = len(input_ids)
         start = seq.num_computed_tokens
         end = start + seq.num_scheduled_tokens
+        query_lens.append(seq.num_scheduled_tokens)
+        context_lens.append(end)
         input_ids += seq.token_ids[start:end]
         positions += range(start, end)
         for position in range(start, end):
@@ -228,11 +232,9 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
             sample_rows.append(len(input_ids) - 1)
         if seq.request.prompt_logprobs is not None:
             tiles += prompt_tiles(seq, first_row)
-    query_lens = np.array([seq.num_scheduled_tokens for seq in batch.sequences])
-    num_computed = np.array([seq.num_computed_tokens for seq in batch.sequences])
     metadata = AttentionMetadata(
-        query_lens=query_lens,
-        context_lens=num_computed + query_lens,
+        query_lens=np.array(query_lens),
+        context_lens=np.array(context_lens),
         block_tables=[seq.block_table for seq in batch.sequences],
         slot_mapping=np.array(slots),
         num_decodes=batch.num_decodes,
