@@ -59,8 +59,6 @@ class ModelRunner:
         config: EngineConfig,
         model_config: ModelConfig,
         folder: Path,
-        max_model_len: int,
-        max_num_batched_tokens: int,
         ranks: Ranks | None = None,
     ) -> None:
         self.ranks = ranks
@@ -69,8 +67,8 @@ class ModelRunner:
             torch.cuda.set_device(self.device)  # for Triton's kernels and CUDA graphs
         self.dtype = pick_dtype(config, model_config.dtype, self.device)
         self.block_size = config.block_size
-        self.max_num_batched_tokens = max_num_batched_tokens
-        share = model_config.share(ranks.size if ranks is not None else 1)  # this rank's layers
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        share = model_config.share(config.tensor_parallel_size)  # this rank's layers
         shape = self.make_shape(
             num_layers=share.num_layers,
             num_kv_heads=share.num_kv_heads,
@@ -83,20 +81,12 @@ class ModelRunner:
             config=config,
             model_config=model_config,
             folder=folder,
-            max_model_len=max_model_len,
             dtype=self.dtype,
             device=self.device,
             ranks=ranks,
             operations=choose_operations(backend, self.dtype, is_eager),
         )
-        self.num_blocks, self.num_host_blocks = count_blocks(
-            config=config,
-            model=self.model,
-            shape=shape,
-            ranks=ranks,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
+        self.num_blocks, self.num_host_blocks = count_blocks(config, self.model, shape, ranks)
         self.kv_cache = self.make_cache(
             shape,
             num_blocks=self.num_blocks,
@@ -114,7 +104,7 @@ class ModelRunner:
                 self.model,
                 self.attention,
                 max_num_seqs=config.max_num_seqs,
-                max_context_len=max_model_len,
+                max_context_len=config.max_model_len,
             )
 
     def make_attention(self, backend: str, cache: KVCache, scale: float) -> Any:

@@ -35,7 +35,7 @@ def size_on_a_gpu(monkeypatch: pytest.MonkeyPatch, peak: int, **options: object)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.__setitem__(0, 0))
     monkeypatch.setattr(memory, "largest_step", lambda *_: held.__setitem__(0, peak))
     model = SimpleNamespace(embed_tokens=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
-    return memory.measure_num_blocks(config_of(8192, **options), model, SHAPE, 8192, 8192)
+    return memory.measure_num_blocks(config_of(8192, **options), model, SHAPE)
 
 
 def test_what_is_left_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,20 +82,20 @@ def test_the_share_of_a_computers_memory(
     monkeypatch.setattr(memory.psutil, "Process", lambda: process)
     model = SimpleNamespace(embed_tokens=torch.nn.Embedding(1, 1))
     config = config_of(max_model_len, **options)
-    num_blocks = memory.measure_num_blocks(config, model, SHAPE, max_model_len, 8192)
+    num_blocks = memory.measure_num_blocks(config, model, SHAPE)
     assert num_blocks * SHAPE.block_bytes(16) == num_bytes
 
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "budget", "num_tokens"),
-    [(3, 40, 3 * 14), (50, 400, 50 * 8), (300, 17, 17), (2, 400, 3 * 134)],
+    [(3, 40, 3 * 14), (50, 400, 50 * 8), (300, 17, 17), (2, 400, 2 * 160)],
 )
 def test_the_largest_step(
     qwen3: Oracle, max_num_seqs: int, budget: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It computes the whole budget in equal parts, rounded up, and samples for all sequences there can be.
+    """It computes the budget in equal parts, rounded up, and samples for all sequences there can be.
 
-    A budget of 400 is more than two sequences of 160 tokens can fill: three compute it.
+    A budget of 400 is more than two sequences of 160 tokens can fill, so no step computes all of it.
     """
     options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
     options["attention_backend"] = "reference"  # which would take hours
@@ -107,7 +107,7 @@ def test_the_largest_step(
     monkeypatch.setattr(memory, "sample", lambda logits, rows: drawn.append(logits) or sample(logits, rows))
     computed = []
     hook = runner.model.register_forward_pre_hook(lambda _, args: computed.append(args[1]))
-    memory.largest_step(llm.engine.config, runner.model, runner.kv_cache.shape, MAX_MODEL_LEN, budget)
+    memory.largest_step(llm.engine.config, runner.model, runner.kv_cache.shape)
     hook.remove()
     (positions,), (logits,) = computed, drawn
     assert made == ["auto"]
