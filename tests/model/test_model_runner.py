@@ -87,11 +87,23 @@ def test_the_share_of_a_computers_memory(
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "budget", "num_tokens"),
-    [(3, 40, 3 * 14), (50, 400, 50 * 8), (300, 17, 17), (2, 400, 2 * 160)],
+    ("max_num_seqs", "budget", "keys", "num_tokens"),
+    [
+        (3, 40, 1 << 16, 3 * 14),
+        (50, 400, 1 << 16, 50 * 8),
+        (300, 17, 1 << 16, 17),
+        (50, 40, 3 * 160, 3 * 14),
+        (50, 400, 100, 3 * 134),
+        (2, 400, 1 << 16, 2 * 160),
+    ],
 )
 def test_the_largest_step(
-    qwen3: Oracle, max_num_seqs: int, budget: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    qwen3: Oracle,
+    max_num_seqs: int,
+    budget: int,
+    keys: int,
+    num_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It computes the budget in equal parts, rounded up, and samples for all sequences there can be.
 
@@ -99,6 +111,7 @@ def test_the_largest_step(
     """
     options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
     options["attention_backend"] = "reference"  # which would take hours
+    monkeypatch.setattr(memory, "GATHER_KEYS", keys)
     llm = LLM(qwen3.folder, dtype="float32", num_blocks=20, **options)
     runner, drawn = llm.engine.runner, []
     before = runner.kv_cache.data.fill_(1.0).clone()
