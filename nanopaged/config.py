@@ -5,7 +5,7 @@ Options are checked when they are made. Limits that depend on the model are chec
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "cpp", "torch", "reference")
 NO_TOP_K = 1 << 24  # more than any vocabulary, and exact in float32
-MAX_NUM_BATCHED_TOKENS = 2048  # the default
+NO_PENALTIES = (1, 0, 0)  # see `SamplingParams.penalties`
 
 
 def is_int(value: Any) -> bool:
@@ -132,8 +132,8 @@ class EngineConfig(Options):
     num_host_blocks: int | None = None
     memory_utilization: float | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    max_model_len: int | None = None
+    max_num_batched_tokens: int | Any = None  # `choose_lengths` makes it an int
+    max_model_len: int | Any = None  # and this
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     preemption: str = "auto"
@@ -179,14 +179,11 @@ class EngineConfig(Options):
                 )
 
 
-def choose_lengths(config: EngineConfig, model_limit: int) -> tuple[int, int]:
-    """The longest sequence, and the token budget of a step, where the options leave them open.
+def choose_lengths(config: EngineConfig, model_limit: int) -> EngineConfig:
+    """The config with `max_model_len` and `max_num_batched_tokens`, if it leaves them open.
 
     Args:
         model_limit: tokens of the longest sequence that the model was made for.
-
-    Returns:
-        (max_model_len, max_num_batched_tokens)
 
     Raises:
         ValueError: `max_model_len` is above the model's limit; or chunked prefill is off, and the
@@ -198,14 +195,14 @@ def choose_lengths(config: EngineConfig, model_limit: int) -> tuple[int, int]:
             f"max_model_len is {max_model_len}, but the model was made for at most {model_limit}"
         )
     longest_prefill = 0 if config.enable_chunked_prefill else max_model_len
-    budget = config.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, longest_prefill)
+    budget = config.max_num_batched_tokens or max(2048, longest_prefill)
     if budget < longest_prefill:
         raise ValueError(
             f"max_num_batched_tokens is {budget}, but without chunked prefill a prompt of up to "
             f"max_model_len = {max_model_len} tokens must fit in one step: raise "
             "max_num_batched_tokens, lower max_model_len, or set enable_chunked_prefill=True"
         )
-    return max_model_len, budget
+    return replace(config, max_model_len=max_model_len, max_num_batched_tokens=budget)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,11 +309,6 @@ class SamplingParams(RequestOptions):
     def penalties(self) -> tuple[float, ...]:
         """(repetition, frequency, presence penalty)."""
         return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
-
-    @cached_property
-    def has_penalties(self) -> bool:
-        """Whether the penalties change anything."""
-        return self.penalties != (1, 0, 0)
 
     @property
     def width(self) -> int:

@@ -56,31 +56,34 @@ class DecodeGraphs:
     ) -> None:
         self.model = model
         self.attention = attention
-        self.capture = Capture()
+        self.pool = torch.cuda.graph_pool_handle()  # the graphs share their memory
         max_blocks = -(-max_context_len // attention.cache.block_size)  # ceil division
         attention.tables.reserve(max_num_seqs, max_blocks)
-        self.sizes = graph_sizes(max_num_seqs)
         # It is illegal to free CUDA memory during a capture, so collect what others have left now.
         gc.collect()
-        # The largest first: smaller ones reuse its memory.
-        self.graphs = {size: self._capture_size(size) for size in reversed(self.sizes)}
+        sizes = reversed(graph_sizes(max_num_seqs))  # smaller ones reuse the memory of the largest
+        self.graphs = {size: self._capture_size(size) for size in sizes}
 
     @torch.inference_mode()
     def _capture_size(self, size: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
         """The inputs of a graph, its output [size, hidden_size], and its replay."""
         length = 5 * size + 1 + 3 * (size + self.attention.max_splits)
         inputs = torch.zeros(length, dtype=torch.int64, device=self.attention.device)
-        rows, firsts, splits = split_inputs(inputs, size)
-        input_ids, positions, slot_mapping, table_rows = rows
-        slot_mapping.fill_(-1)  # nothing is stored now
         attention = copy.copy(self.attention)  # the same cache and tables, but this graph's inputs
         attention.num_decodes = size
-        attention.slot_mapping = slot_mapping
-        attention.table_rows = table_rows
-        attention.firsts = firsts
-        attention.splits = splits
+        rows, attention.firsts, attention.splits = split_inputs(inputs, size)
+        input_ids, positions, attention.slot_mapping, attention.table_rows = rows
+        attention.slot_mapping.fill_(-1)  # nothing is stored now
         hidden, replay = self.capture(lambda: self.model(input_ids, positions, attention))
         return inputs, hidden, replay
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """Record `work`. Returns its output, and a function that computes this output again."""
+        work()  # once without recording, to compile kernels and initialise libraries
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            out = work()
+        return out, graph.replay
 
     def run(
         self, input_ids: np.ndarray, positions: np.ndarray, metadata: AttentionMetadata
@@ -90,7 +93,7 @@ class DecodeGraphs:
         The hidden states are valid until the next run.
         """
         n = len(input_ids)
-        size = next(size for size in self.sizes if size >= n)
+        size = min(size for size in self.graphs if size >= n)
         inputs, hidden, replay = self.graphs[size]
         table_rows = self.attention.tables.update(metadata.seq_ids, metadata.block_tables)
         splits, firsts = split_contexts(metadata.context_lens, self.attention.max_splits)
@@ -101,21 +104,6 @@ class DecodeGraphs:
         padded_firsts[:n] = firsts[:n]
         padded_firsts[n:] = len(splits)
         padded_splits[: len(splits)] = splits
-        to_device(padded, inputs.device, out=inputs)
+        inputs.copy_(to_device(padded, inputs.device))
         replay()
         return hidden[:n]
-
-
-class Capture:
-    """Records what a function launches as a CUDA graph. All graphs use one memory pool."""
-
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Record `work`. Returns its output, and a function that computes this output again."""
-        work()  # once without recording, to compile kernels and initialise libraries
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            out = work()
-        return out, graph.replay

@@ -6,7 +6,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -65,22 +64,18 @@ class LLMEngine:
         folder = find_model(config.model, with_weights=config.load_format == "auto")
         model_config = read_model_config(folder)
         model_config.share(config.tensor_parallel_size)  # raises ValueError if that is impossible
-        max_model_len, token_budget = choose_lengths(config, model_config.max_position_embeddings)
-        self.config = replace(
-            config, max_model_len=max_model_len, max_num_batched_tokens=token_budget
-        )
+        config = choose_lengths(config, model_config.max_position_embeddings)
+        self.config = config
         self.model_name = str(config.model or folder.name)
-        self.max_model_len = max_model_len
+        self.max_model_len = config.max_model_len
         self.vocab_size = model_config.vocab_size
         self.tokenizer = load_tokenizer(folder)
         if runner is None:
             make_runner = partial(
                 self.make_runner,
-                config=self.config,
+                config=config,
                 model_config=model_config,
                 folder=folder,
-                max_model_len=max_model_len,
-                max_num_batched_tokens=token_budget,
             )
             runner = start(config.tensor_parallel_size, make_runner)
         self.runner = runner
@@ -95,18 +90,17 @@ class LLMEngine:
         self.scheduler = self.make_scheduler(
             self.block_manager,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=token_budget,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             enable_chunked_prefill=config.enable_chunked_prefill,
             preemption=preemption,
             num_host_blocks=runner.num_host_blocks,
             watermark=config.watermark,
         )
         self.prompts = self.make_prompts(
-            self.config,
+            config,
             tokenizer=self.tokenizer,
             vocab_size=self.vocab_size,
             num_blocks=runner.num_blocks,
-            max_model_len=max_model_len,
             eos_token_ids=read_eos_token_ids(folder, self.tokenizer),
         )
         self.requests: dict[str, Request] = {}

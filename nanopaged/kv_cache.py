@@ -15,19 +15,16 @@ from torch import Tensor
 from nanopaged.sequence import Moves
 
 
-def to_device(array: np.ndarray, device: torch.device, out: Tensor | None = None) -> Tensor:
-    """Copy a host array to the device (into `out`, if given).
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy a host array to the device.
 
     A GPU copies from pinned memory while the host goes on. For Apple's GPU the host waits, because
     PyTorch may copy memory that was freed (its issues 139550 and 189690).
     """
     tensor = torch.from_numpy(array)
-    no_wait = device.type == "cuda"
-    if no_wait:
-        tensor = tensor.pin_memory()
-    if out is None:
-        return tensor.to(device, non_blocking=no_wait)
-    return out.copy_(tensor, non_blocking=no_wait)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:

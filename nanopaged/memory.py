@@ -79,18 +79,13 @@ def has_fast_bfloat16(config: EngineConfig, device: torch.device) -> bool:
 
 
 def count_blocks(
-    config: EngineConfig,
-    model: Model,
-    shape: KVShape,
-    ranks: Ranks | None,
-    max_model_len: int,
-    max_num_batched_tokens: int,
+    config: EngineConfig, model: Model, shape: KVShape, ranks: Ranks | None
 ) -> tuple[int, int]:
     """The number of blocks in the KV cache and in host memory, as configured or as measured."""
     block_bytes = shape.block_bytes(config.block_size)
     num_blocks = config.num_blocks
     if num_blocks is None:
-        num_blocks = measure_num_blocks(config, model, shape, max_model_len, max_num_batched_tokens)
+        num_blocks = measure_num_blocks(config, model, shape)
     num_host_blocks = config.num_host_blocks
     if num_host_blocks is None:
         maximum = HOST_BYTES // config.tensor_parallel_size // block_bytes
@@ -123,13 +118,7 @@ def num_pinned(num_blocks: int, block_bytes: int, device: torch.device) -> int:
     return num_blocks
 
 
-def measure_num_blocks(
-    config: EngineConfig,
-    model: Model,
-    shape: KVShape,
-    max_model_len: int,
-    max_num_batched_tokens: int,
-) -> int:
+def measure_num_blocks(config: EngineConfig, model: Model, shape: KVShape) -> int:
     """The number of blocks that fit in memory next to the largest step, if so many can be used.
 
     On a GPU the largest step is run once. PyTorch then still holds the memory that it took, which
@@ -142,11 +131,11 @@ def measure_num_blocks(
     needs more.
     """
     block_bytes = shape.block_bytes(config.block_size)
-    num_needed = math.ceil(max_model_len / config.block_size)  # for one sequence
+    num_needed = math.ceil(config.max_model_len / config.block_size)  # for one sequence
     device = model.embed_tokens.weight.device
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what loading left behind
-        largest_step(config, model, shape, max_model_len, max_num_batched_tokens)
+        largest_step(config, model, shape)
         free, total = torch.cuda.mem_get_info(device)
         torch.cuda.empty_cache()
         num_bytes = total * (config.memory_utilization or 0.9) - (total - free)
@@ -158,8 +147,8 @@ def measure_num_blocks(
     num_fitting = max(0, int(num_bytes)) // block_bytes
     if num_fitting < num_needed:
         raise ValueError(
-            f"one sequence of max_model_len={max_model_len} tokens needs {num_needed} blocks of"
-            f" {block_bytes:,} bytes, but only {num_fitting} fit in memory: lower max_model_len,"
+            f"one sequence of max_model_len={config.max_model_len} tokens needs {num_needed} blocks"
+            f" of {block_bytes:,} bytes, but only {num_fitting} fit in memory: lower max_model_len,"
             " raise memory_utilization, or set num_blocks yourself"
         )
     return min(num_fitting, num_needed * config.max_num_seqs)
@@ -176,27 +165,22 @@ def available_memory() -> int:
 
 
 @torch.inference_mode()
-def largest_step(
-    config: EngineConfig,
-    model: Model,
-    shape: KVShape,
-    max_model_len: int,
-    max_num_batched_tokens: int,
-) -> None:
+def largest_step(config: EngineConfig, model: Model, shape: KVShape) -> None:
     """Run the step that needs the most memory, with the most tokens, keys and samples.
 
     The prefills are the ends of contexts of `max_model_len` tokens, and have the same number of
-    tokens each. There are enough of them for a backend to gather as many keys as it ever gathers
-    together. All contexts share the blocks of one small cache with a single layer.
+    tokens each. If `max_num_seqs` allows, there are enough of them for the whole budget, and for a
+    backend to gather as many keys as it ever gathers together. All contexts share the blocks of one
+    small cache with a single layer.
     """
     device = model.embed_tokens.weight.device
-    num_for_keys = math.ceil(GATHER_KEYS / max_model_len)
-    num_for_tokens = math.ceil(max_num_batched_tokens / max_model_len)
-    num_seqs = min(config.max_num_seqs, max_num_batched_tokens, num_for_keys)
-    num_seqs = max(num_seqs, num_for_tokens)
-    query_len = math.ceil(max_num_batched_tokens / num_seqs)
-    positions = np.tile(np.arange(max_model_len - query_len, max_model_len), num_seqs)
-    num_blocks = math.ceil(max_model_len / config.block_size)
+    length = config.max_model_len
+    budget = config.max_num_batched_tokens
+    num_full = math.ceil(max(GATHER_KEYS, budget) / length)
+    num_seqs = min(config.max_num_seqs, budget, num_full)
+    query_len = min(length, math.ceil(budget / num_seqs))
+    positions = np.tile(np.arange(length - query_len, length), num_seqs)
+    num_blocks = math.ceil(length / config.block_size)
     cache = KVCache(
         replace(shape, num_layers=1),
         num_blocks=num_blocks,
@@ -208,7 +192,7 @@ def largest_step(
     attention = make_attention(backend, cache, 1.0)
     metadata = AttentionMetadata(
         query_lens=np.full(num_seqs, query_len),
-        context_lens=np.full(num_seqs, max_model_len),
+        context_lens=np.full(num_seqs, length),
         block_tables=[list(range(num_blocks))] * num_seqs,
         slot_mapping=positions,  # because the blocks are 0, 1, 2, …
         num_decodes=0,

@@ -59,8 +59,6 @@ class ModelRunner:
         config: EngineConfig,
         model_config: ModelConfig,
         folder: Path,
-        max_model_len: int,
-        max_num_batched_tokens: int,
         ranks: Ranks | None = None,
     ) -> None:
         self.ranks = ranks
@@ -69,8 +67,8 @@ class ModelRunner:
             torch.cuda.set_device(self.device)  # for Triton's kernels and CUDA graphs
         self.dtype = pick_dtype(config, model_config.dtype, self.device)
         self.block_size = config.block_size
-        self.max_num_batched_tokens = max_num_batched_tokens
-        share = model_config.share(ranks.size if ranks is not None else 1)  # this rank's layers
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        share = model_config.share(config.tensor_parallel_size)  # this rank's layers
         shape = self.make_shape(
             num_layers=share.num_layers,
             num_kv_heads=share.num_kv_heads,
@@ -78,26 +76,17 @@ class ModelRunner:
             dtype=self.dtype,
         )
         backend = choose_backend(config.attention_backend, self.device, shape, self.score_mod)
+        is_eager = config.enforce_eager or self.device.type != "cuda"
         self.model = self.make_model(
             config=config,
             model_config=model_config,
             folder=folder,
-            max_model_len=max_model_len,
             dtype=self.dtype,
             device=self.device,
             ranks=ranks,
-            operations=choose_operations(
-                backend, self.device, dtype=self.dtype, enforce_eager=config.enforce_eager
-            ),
+            operations=choose_operations(backend, self.dtype, is_eager),
         )
-        self.num_blocks, self.num_host_blocks = count_blocks(
-            config=config,
-            model=self.model,
-            shape=shape,
-            ranks=ranks,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
+        self.num_blocks, self.num_host_blocks = count_blocks(config, self.model, shape, ranks)
         self.kv_cache = self.make_cache(
             shape,
             num_blocks=self.num_blocks,
@@ -108,7 +97,6 @@ class ModelRunner:
         scale = model_config.head_dim**-0.5  # the factor of q · k
         self.attention = self.make_attention(backend, self.kv_cache, scale)
         self.graphs = None
-        is_eager = config.enforce_eager or self.device.type != "cuda"
         if self.attention.supports_cuda_graphs and not is_eager:
             from nanopaged.cuda_graphs import DecodeGraphs
 
@@ -116,7 +104,7 @@ class ModelRunner:
                 self.model,
                 self.attention,
                 max_num_seqs=config.max_num_seqs,
-                max_context_len=max_model_len,
+                max_context_len=config.max_model_len,
             )
 
     def make_attention(self, backend: str, cache: KVCache, scale: float) -> Any:
@@ -188,10 +176,8 @@ class ModelRunner:
         return cheaper_preemption(self.model, self.kv_cache, self.max_num_batched_tokens)
 
 
-def choose_operations(
-    backend: str, device: torch.device, dtype: torch.dtype, enforce_eager: bool
-) -> Operations:
-    """Fused versions of a layer's small operations where this device has them, else plain ones.
+def choose_operations(backend: str, dtype: torch.dtype, is_eager: bool) -> Operations:
+    """A layer's small operations: our C++ kernels, plain PyTorch, or what a compiler makes of it.
 
     torch.compile keeps eight versions of a function in a process, for all engines together. It runs
     what needs a ninth one uncompiled, and warns.
@@ -203,10 +189,10 @@ def choose_operations(
             cpp.silu_mul,
             packed_linear=cpp.PackedLinear if cpp.has_linear(dtype) else None,
         )
-    if device.type == "cuda" and not enforce_eager:
-        compiled = partial(torch.compile, dynamic=True)  # for any number of tokens
-        return Operations(compiled(add_norm), compiled(norm_rotate), compiled(silu_mul))
-    return PLAIN
+    if is_eager:
+        return PLAIN
+    compiled = partial(torch.compile, dynamic=True)  # for any number of tokens
+    return Operations(compiled(add_norm), compiled(norm_rotate), compiled(silu_mul))
 
 
 def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[PromptTile]]:
@@ -219,10 +205,14 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
     slots = []
     sample_rows = []  # of 1, 1 and 4 new tokens: rows 0, 1 and 5
     tiles = []
+    query_lens = []
+    context_lens = []
     for seq in batch.sequences:
         first_row = len(input_ids)
         start = seq.num_computed_tokens
         end = start + seq.num_scheduled_tokens
+        query_lens.append(seq.num_scheduled_tokens)
+        context_lens.append(end)
         input_ids += seq.token_ids[start:end]
         positions += range(start, end)
         for position in range(start, end):
@@ -232,11 +222,9 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
             sample_rows.append(len(input_ids) - 1)
         if seq.request.prompt_logprobs is not None:
             tiles += prompt_tiles(seq, first_row)
-    query_lens = np.array([seq.num_scheduled_tokens for seq in batch.sequences])
-    num_computed = np.array([seq.num_computed_tokens for seq in batch.sequences])
     metadata = AttentionMetadata(
-        query_lens=query_lens,
-        context_lens=num_computed + query_lens,
+        query_lens=np.array(query_lens),
+        context_lens=np.array(context_lens),
         block_tables=[seq.block_table for seq in batch.sequences],
         slot_mapping=np.array(slots),
         num_decodes=batch.num_decodes,

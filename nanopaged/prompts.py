@@ -40,7 +40,6 @@ class PromptProcessor:
     tokenizer: PreTrainedTokenizerBase | None
     vocab_size: int
     num_blocks: int
-    max_model_len: int
     eos_token_ids: frozenset[int]
 
     def __post_init__(self) -> None:
@@ -72,7 +71,7 @@ class PromptProcessor:
             params,
             num_prompt_tokens=len(token_ids),
             eos_token_ids=self.eos_token_ids,
-            max_model_len=self.max_model_len,
+            max_model_len=self.config.max_model_len,
         )
         self._check_lengths(len(token_ids), params, rules)
         self._check_params(params, rules)
@@ -100,10 +99,11 @@ class PromptProcessor:
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer: give the prompt as a list of token ids")
         text.encode()  # raises ValueError for half of a surrogate pair, which no tokenizer takes
-        if len(text) > MAX_TOKEN_LENGTH * self.max_model_len:
+        if len(text) > MAX_TOKEN_LENGTH * self.config.max_model_len:
             raise ValueError(
                 f"the prompt has {len(text):,} characters, but max_model_len is "
-                f"{self.max_model_len} tokens of at most {MAX_TOKEN_LENGTH} characters: shorten it"
+                f"{self.config.max_model_len} tokens of at most {MAX_TOKEN_LENGTH} characters: "
+                "shorten it"
             )
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
@@ -112,10 +112,11 @@ class PromptProcessor:
         num_seqs = params.width
         if num_prompt_tokens == 0:
             raise ValueError("the prompt is empty: it needs at least one token")
-        if num_prompt_tokens >= self.max_model_len:
+        if num_prompt_tokens >= self.config.max_model_len:
             raise ValueError(
                 f"the prompt has {num_prompt_tokens} tokens, but max_model_len is "
-                f"{self.max_model_len}, with at least one token to generate: shorten the prompt"
+                f"{self.config.max_model_len}, with at least one token to generate: shorten the "
+                "prompt"
             )
         if num_seqs > self.config.max_num_seqs:
             raise ValueError(

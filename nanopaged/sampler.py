@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 
-from nanopaged.config import BeamSearchParams, SamplingParams
+from nanopaged.config import NO_PENALTIES, BeamSearchParams, SamplingParams
 from nanopaged.kv_cache import take_rows, to_device
 from nanopaged.outputs import Logprob
 from nanopaged.sequence import NonFiniteLogits, Sample, ScheduledBatch, Sequence
@@ -122,7 +122,9 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
                 request.request_id,
             )
         if request.is_beam_search:
-            samples[seq] += candidates(token, draw)
+            for token_id, logprob in token.logprobs.items():  # the most likely first
+                if token_id not in draw.banned_token_ids:
+                    samples[seq].append(Sample(token_id, logprob))
         else:
             samples[seq].append(token)
     return list(samples.values())
@@ -143,7 +145,7 @@ def draws_of(seq: Sequence) -> list[Draw]:
     if isinstance(params, BeamSearchParams):
         params = GREEDY
         num_candidates = request.num_candidates + len(banned)
-    elif params.has_penalties:
+    elif params.penalties != NO_PENALTIES:
         counts = Counter(seq.output_token_ids)
         if params.repetition_penalty != 1:  # which changes the tokens of the prompt as well
             for token_id in seq.token_ids:
@@ -160,15 +162,6 @@ def draws_of(seq: Sequence) -> list[Draw]:
         )
         for index in indices
     ]
-
-
-def candidates(token: Sample, draw: Draw) -> list[Sample]:
-    """The most likely next tokens of a beam that may be drawn, the most likely first."""
-    allowed = []
-    for token_id, logprob in token.logprobs.items():
-        if token_id not in draw.banned_token_ids:
-            allowed.append(Sample(token_id, logprob))
-    return allowed
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:

@@ -235,10 +235,10 @@ def fake_varlen(cuda: FakeCuda) -> Callable[..., Tensor]:
     return attend
 
 
-def fake_capture(cuda: FakeCuda) -> Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]:
-    """Replaces `cuda_graphs.Capture`: a capture must not touch the host."""
+def fake_capture(cuda: FakeCuda) -> Callable[[Any, Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]:
+    """Replaces `DecodeGraphs.capture`: a capture must not touch the host."""
 
-    def capture(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    def capture(_: Any, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         cuda.note("capture")
         cuda.capturing = True
         try:
@@ -276,7 +276,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     monkeypatch.setattr(kernels, "MIN_SPLIT", 16)  # so that short contexts have splits, too
     monkeypatch.setattr(flash_backend, "load_varlen", lambda: fake_varlen(cuda))
-    monkeypatch.setattr(cuda_graphs, "Capture", lambda: fake_capture(cuda))
+    monkeypatch.setattr(cuda_graphs.DecodeGraphs, "capture", fake_capture(cuda))
     monkeypatch.setattr("nanopaged.model.checkpoint._read_weights", lambda *_: None)
     monkeypatch.setattr(torch.nn.Module, "_apply", lambda module, function, **_: fake_apply(module, function))
     driver = {
@@ -288,6 +288,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         "memory_allocated": lambda _: 1 << 30,
         "max_memory_allocated": lambda _: 2 << 30,
         "empty_cache": lambda: None,
+        "graph_pool_handle": lambda: None,
     }
     monkeypatch.setattr("gc.collect", lambda: 0)  # a quarter of a second for each engine
     for name, answer in driver.items():

@@ -178,7 +178,9 @@ def run_model(ranks: Ranks | None) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(0, 1) for x in inputs)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
 
-    model = load_model(EngineConfig(), TINY, TINY_MODEL, 32, torch.float32, CPU, ranks)
+    size = ranks.size if ranks is not None else 1
+    config = EngineConfig(max_model_len=32, tensor_parallel_size=size)
+    model = load_model(config, TINY, TINY_MODEL, torch.float32, CPU, ranks)
     hidden = model(torch.arange(500, 508), torch.arange(8), attention)
     return hidden, model.logits(hidden)
 

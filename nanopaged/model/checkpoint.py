@@ -52,7 +52,6 @@ def load_model(
     config: EngineConfig,
     model_config: ModelConfig,
     folder: Path,
-    max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
     ranks: Ranks | None = None,
@@ -62,11 +61,11 @@ def load_model(
     try:
         model = Model(model_config, ranks, operations).requires_grad_(False)
         model.to(dtype).to_empty(device=device)
-        model.cos, model.sin = rotary_tables(model_config, max_model_len, dtype, device)
+        model.cos, model.sin = rotary_tables(model_config, config.max_model_len, dtype, device)
     except (RuntimeError, OverflowError, TypeError) as error:  # of the first kind: out of memory
         raise ValueError(
             f"the model cannot be allocated on {device}: lower max_model_len, which is"
-            f" {max_model_len} ({model_config})"
+            f" {config.max_model_len} ({model_config})"
         ) from error
     if model_config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
@@ -77,7 +76,7 @@ def load_model(
             weight.normal_(0.0, 0.02, generator=generator)
     else:
         with torch.device("cpu"):  # the tensors of the files, whatever torch's default is
-            _read_weights(model, folder, rank, ranks.size if ranks is not None else 1)
+            _read_weights(model, folder, rank, config.tensor_parallel_size)
     for part in model.modules():
         if isinstance(part, Linear):
             part.pack(operations)

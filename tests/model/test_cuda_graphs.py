@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="decodes in graphs read their pages by Triton kernels")
 
-from nanopaged import LLM, SamplingParams, cuda_graphs
+from nanopaged import LLM, SamplingParams
 from nanopaged.attention import triton_backend
 from nanopaged.cuda_graphs import DecodeGraphs, graph_sizes
 
@@ -29,7 +29,8 @@ def with_graphs(folder: Path, max_num_seqs: int, **options: object) -> LLM:
     llm = LLM(folder, max_num_seqs=max_num_seqs, **options)
     runner = llm.engine.runner
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs, "Capture", lambda: compute_again)
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        patch.setattr(DecodeGraphs, "capture", lambda _, work: compute_again(work))
         runner.graphs = DecodeGraphs(runner.model, runner.attention, max_num_seqs, MAX_MODEL_LEN)
     return llm
 
@@ -71,8 +72,8 @@ def test_graphs_give_the_same_tokens(qwen3: Oracle, monkeypatch: pytest.MonkeyPa
     actual = llm.generate(prompts, params, use_tqdm=False)
     expected = eager.generate(prompts, params, use_tqdm=False)
     assert tokens_of(actual) == tokens_of(expected)
-    assert sizes & set(graphs.sizes), "no batch filled a graph"
-    assert sizes - set(graphs.sizes), "no batch needed padding"
+    assert sizes & set(graphs.graphs), "no batch filled a graph"
+    assert sizes - set(graphs.graphs), "no batch needed padding"
 
 
 def test_graphs_up_to_the_longest_context(qwen3: Oracle) -> None:

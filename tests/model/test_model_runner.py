@@ -35,7 +35,7 @@ def size_on_a_gpu(monkeypatch: pytest.MonkeyPatch, peak: int, **options: object)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.__setitem__(0, 0))
     monkeypatch.setattr(memory, "largest_step", lambda *_: held.__setitem__(0, peak))
     model = SimpleNamespace(embed_tokens=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
-    return memory.measure_num_blocks(config_of(8192, **options), model, SHAPE, 8192, 8192)
+    return memory.measure_num_blocks(config_of(8192, **options), model, SHAPE)
 
 
 def test_what_is_left_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,23 +82,36 @@ def test_the_share_of_a_computers_memory(
     monkeypatch.setattr(memory.psutil, "Process", lambda: process)
     model = SimpleNamespace(embed_tokens=torch.nn.Embedding(1, 1))
     config = config_of(max_model_len, **options)
-    num_blocks = memory.measure_num_blocks(config, model, SHAPE, max_model_len, 8192)
+    num_blocks = memory.measure_num_blocks(config, model, SHAPE)
     assert num_blocks * SHAPE.block_bytes(16) == num_bytes
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "budget", "num_tokens"),
-    [(3, 40, 3 * 14), (50, 400, 50 * 8), (300, 17, 17), (2, 400, 3 * 134)],
+    ("max_num_seqs", "budget", "keys", "num_tokens"),
+    [
+        (3, 40, 1 << 16, 3 * 14),
+        (50, 400, 1 << 16, 50 * 8),
+        (300, 17, 1 << 16, 17),
+        (50, 40, 3 * 160, 3 * 14),
+        (50, 400, 100, 3 * 134),
+        (2, 400, 1 << 16, 2 * 160),
+    ],
 )
 def test_the_largest_step(
-    qwen3: Oracle, max_num_seqs: int, budget: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    qwen3: Oracle,
+    max_num_seqs: int,
+    budget: int,
+    keys: int,
+    num_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It computes the whole budget in equal parts, rounded up, and samples for all sequences there can be.
+    """It computes the budget in equal parts, rounded up, and samples for all sequences there can be.
 
-    A budget of 400 is more than two sequences of 160 tokens can fill: three compute it.
+    A budget of 400 is more than two sequences of 160 tokens can fill, so no step computes all of it.
     """
     options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
     options["attention_backend"] = "reference"  # which would take hours
+    monkeypatch.setattr(memory, "GATHER_KEYS", keys)
     llm = LLM(qwen3.folder, dtype="float32", num_blocks=20, **options)
     runner, drawn = llm.engine.runner, []
     before = runner.kv_cache.data.fill_(1.0).clone()
@@ -107,7 +120,7 @@ def test_the_largest_step(
     monkeypatch.setattr(memory, "sample", lambda logits, rows: drawn.append(logits) or sample(logits, rows))
     computed = []
     hook = runner.model.register_forward_pre_hook(lambda _, args: computed.append(args[1]))
-    memory.largest_step(llm.engine.config, runner.model, runner.kv_cache.shape, MAX_MODEL_LEN, budget)
+    memory.largest_step(llm.engine.config, runner.model, runner.kv_cache.shape)
     hook.remove()
     (positions,), (logits,) = computed, drawn
     assert made == ["auto"]
@@ -146,10 +159,11 @@ def test_host_blocks_are_for_swapping(qwen3: Oracle) -> None:
 def test_compiled_operations_give_the_same_tokens(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are traced as for a GPU, for any number of tokens, without the slow compiler behind it."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
-    operations = choose_operations("torch", torch.device("cuda"), torch.float32, enforce_eager=False)
-    assert choose_operations("torch", torch.device("cuda"), torch.float32, enforce_eager=True) == PLAIN
-    assert choose_operations("torch", torch.device("cpu"), torch.float32, enforce_eager=False) == PLAIN
-    monkeypatch.setattr("nanopaged.model_runner.choose_operations", lambda *_, **options: operations)
+    operations = choose_operations("torch", torch.float32, is_eager=False)
+    assert choose_operations("torch", torch.float32, is_eager=True) == PLAIN
+    on_cpu = LLM(oracle.folder, num_blocks=64, attention_backend="torch").engine.runner.model
+    assert on_cpu.norm.add_norm is PLAIN.add_norm
+    monkeypatch.setattr("nanopaged.model_runner.choose_operations", lambda *_: operations)
     llm = LLM(oracle.folder, dtype="float32", num_blocks=64, attention_backend="torch")
     prompts = random_prompts(4, seed=3)
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)

@@ -120,14 +120,13 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sabotaged(oracle: Oracle, orders: Path) -> LLMEngine:
-    config = EngineConfig(model=oracle.folder, **OPTIONS)
+    options = OPTIONS | {"max_model_len": 160, "tensor_parallel_size": 2}
+    config = EngineConfig(model=oracle.folder, **options)
     make_runner = partial(
         Saboteur,
         config=config,
         model_config=read_model_config(oracle.folder),
         folder=oracle.folder,
-        max_model_len=160,
-        max_num_batched_tokens=40,
         orders=orders,
     )
     return LLMEngine(config, parallel.start(2, make_runner))

@@ -95,10 +95,9 @@ def test_memory_of_weights_that_was_never_written(
     empty = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: empty(*args, **kwargs).fill_(math.nan))
     model = load_model(
-        config=EngineConfig(),
+        config=EngineConfig(max_model_len=8, tensor_parallel_size=2),
         model_config=read_model_config(tmp_path),
         folder=tmp_path,
-        max_model_len=8,
         dtype=torch.float32,
         device=torch.device("cpu"),
         ranks=SimpleNamespace(rank=rank, size=2, meet=lambda device: None),

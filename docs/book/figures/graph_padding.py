@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from svg import COLORS, GREY, PAPER, Drawing
 
-from nanopaged import cuda_graphs
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.triton_backend import TritonAttention
+from nanopaged.cuda_graphs import DecodeGraphs
 from nanopaged.kv_cache import KVCache, KVShape
 
 BLOCK_SIZE, GRAPH_SIZE, MAX_SPLITS = 4, 4, 2
@@ -25,8 +25,9 @@ def buffer_of_graph() -> list[int]:
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=8, dtype=torch.float32)
     attention = TritonAttention(KVCache(shape, 20, BLOCK_SIZE, torch.device("cpu")), 1.0)
     attention.max_splits = MAX_SPLITS
-    cuda_graphs.Capture = lambda: lambda work: (torch.zeros(0), lambda: None)
-    graphs = cuda_graphs.DecodeGraphs(None, attention, GRAPH_SIZE, 64)
+    torch.cuda.graph_pool_handle = lambda: None
+    DecodeGraphs.capture = lambda _, work: (torch.zeros(0), lambda: None)
+    graphs = DecodeGraphs(None, attention, GRAPH_SIZE, 64)
     blocks = [table[position // BLOCK_SIZE] for table, position in zip(TABLES, POSITIONS, strict=True)]
     batch = AttentionMetadata(
         query_lens=np.ones(3, dtype=np.int64),
