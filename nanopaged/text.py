@@ -84,7 +84,7 @@ class Detokenizer:
         if self._stopped:
             return self.text
         if finished:
-            return self._decode(token_ids)
+            return self.tokenizer.decode(token_ids)
         self._read(token_ids)
         longest = max(map(len, self.stop), default=1)
         return self.text[: max(0, len(self.text) - longest + 1)]
@@ -122,12 +122,9 @@ class Detokenizer:
         """
         if not token_ids:
             return ""
-        before = self._decode(self._context).removesuffix(REPLACEMENT)
-        text = self._decode(self._context + token_ids).removesuffix(REPLACEMENT)
+        before = self.tokenizer.decode(self._context).removesuffix(REPLACEMENT)
+        text = self.tokenizer.decode(self._context + token_ids).removesuffix(REPLACEMENT)
         return text[len(before) :]
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 # ── what ends an output ─────────────────────────────────────────────────────────────────────────
