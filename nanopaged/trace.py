@@ -157,10 +157,12 @@ class Recorder:
             for request, number in self.numbers.items()
             if f"{number}.0" not in self.known
         ]
-        tokens = set[int]()
-        for request in self.numbers:
-            for seq in request.sequences:
-                tokens.update(seq.token_ids)
+        tokens = set()
+        for changes in (line.get("scheduled", {}), line["updated"]):
+            for lists in changes.values():
+                if len(lists) > 1:  # the changes of a sequence
+                    _, added_tokens = lists[1]
+                    tokens.update(added_tokens)
         if self.tokenizer is not None:
             new = sorted(tokens - self.known_texts)
             line["texts"] = {token_id: self.tokenizer.decode([token_id]) for token_id in new}
