@@ -122,7 +122,7 @@ class Sequence:
         token_id = self.token_ids[-1]
         if token_id in rules.token_ids:
             self.finish_reason = "stop"
-            if token_id not in rules.eos_token_ids:
+            if token_id in self.request.params.stop_token_ids:
                 self.stop_reason = token_id
         elif (stop_string := self._find_stop_string()) is not None:
             self.finish_reason = "stop"

@@ -163,11 +163,10 @@ def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Reque
         elif block.ref_count == 0:
             state = "free"
         blocks.append(BlockState(**asdict(block), state=state, num_filled=num_filled))
-    states = [_request_state(request) for request in requests if request.live]
     return Snapshot(
         num_steps=num_steps,
         block_size=manager.block_size,
-        requests=tuple(states),
+        requests=tuple(_request_state(request) for request in requests if request.live),
         blocks=tuple(blocks),
         num_free_blocks=manager.num_free_blocks,
         cached=tuple(manager.cached),

@@ -84,7 +84,7 @@ class Detokenizer:
         if self._stopped:
             return self.text
         if finished:
-            return self._decode(token_ids)
+            return self.tokenizer.decode(token_ids)
         self._read(token_ids)
         longest = max(map(len, self.stop), default=1)
         return self.text[: max(0, len(self.text) - longest + 1)]
@@ -122,12 +122,9 @@ class Detokenizer:
         """
         if not token_ids:
             return ""
-        before = self._decode(self._context).removesuffix(REPLACEMENT)
-        text = self._decode(self._context + token_ids).removesuffix(REPLACEMENT)
+        before = self.tokenizer.decode(self._context).removesuffix(REPLACEMENT)
+        text = self.tokenizer.decode(self._context + token_ids).removesuffix(REPLACEMENT)
         return text[len(before) :]
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 # ── what ends an output ─────────────────────────────────────────────────────────────────────────
@@ -138,14 +135,12 @@ class StopRules:
     """What ends the sequences of one request, apart from stop strings. Lengths include the prompt.
 
     Fields:
-        token_ids: a sequence ends with any of these.
-        eos_token_ids: the end-of-sequence tokens among them, which give no `stop_reason`.
+        token_ids: a sequence ends with any of these, the request's own and end-of-sequence tokens.
         min_length: below this length only `max_length` ends a sequence.
         max_length: at this length a sequence ends.
     """
 
     token_ids: frozenset[int]
-    eos_token_ids: frozenset[int]
     min_length: int
     max_length: int
 
@@ -158,13 +153,11 @@ class StopRules:
         max_model_len: int,
     ) -> StopRules:
         """The rules for a prompt of this length, and a model with these end-of-sequence tokens."""
-        stop_token_ids = frozenset(params.stop_token_ids)
         if params.ignore_eos:
             eos_token_ids = frozenset()
         max_length = num_prompt_tokens + (params.max_tokens or max_model_len)
         return cls(
-            token_ids=eos_token_ids | stop_token_ids,
-            eos_token_ids=eos_token_ids - stop_token_ids,
+            token_ids=eos_token_ids.union(params.stop_token_ids),
             min_length=num_prompt_tokens + params.min_tokens,
             max_length=min(max_length, max_model_len),
         )

@@ -10,7 +10,6 @@ The page makes the states from the changes, and compares them.
 
 import json
 import logging
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ logger = logging.getLogger("nanopaged")
 class Recorder:
     """The trace of one engine.
 
-    These are the fields of a line. Requests are numbers, in order of arrival. Empty fields are left
-    out.
+    These are the fields of a line. Requests are numbers, in the order in which they are first seen.
+    Empty fields are left out.
 
         scheduled, updated       the changes of the state
         admitted, preempted      requests; [[request, "swap" or "recompute"], …]
@@ -96,11 +95,9 @@ class Recorder:
 
     def step_ended(self, batch: ScheduledBatch) -> None:
         """Write the line of a step that has just ended."""
-        updated = self._state()
         numbers = self.numbers
         line = {
             "scheduled": _changes(self.known, self.scheduled),
-            "updated": _changes(self.scheduled, updated),
             "admitted": [numbers[request] for request in batch.admitted],
             "preempted": [[numbers[request], mode] for request, mode in batch.preempted],
             "out": batch.moves.swap_out,
@@ -111,17 +108,17 @@ class Recorder:
                 for seq in batch.sequences
             ],
         }
-        self._write(line, updated)
+        self._write(line)
 
     def step_failed(self, error: BaseException) -> None:
         """Write a line that says that a step has failed. All requests wait again."""
-        state = self._state()
-        self._write({"failed": type(error).__name__, "updated": _changes({}, state)}, state)
+        self.scheduled = {}
+        self._write({"failed": type(error).__name__})
 
     def _state(self) -> State:
         """Return the state now, with the requests that end in this step. Number the new ones."""
         queue = self.scheduler.running + self.scheduler.waiting
-        for request in sorted(queue, key=attrgetter("arrival_time")):
+        for request in queue:
             if request not in self.numbers:
                 self.numbers[request] = self.num_requests
                 self.num_requests += 1
@@ -142,11 +139,13 @@ class Recorder:
                 ]
         return state
 
-    def _write(self, line: dict[str, Any], state: State) -> None:
-        """Add all that the page does not know yet to the line that ends in `state`. Append it.
+    def _write(self, line: dict[str, Any]) -> None:
+        """Complete the line with the state now, and with all that the page does not know yet.
 
-        If that fails (the disk is full), the trace ends; the engine goes on.
+        If it cannot be written (the disk is full), the trace ends; the engine goes on.
         """
+        state = self._state()
+        line["updated"] = _changes(self.scheduled, state)
         line["requests"] = [
             [
                 number,

@@ -117,20 +117,6 @@ class Linear(nn.Linear):
         return out if self.ranks is None else self.ranks.all_reduce(out)
 
 
-class RMSNorm(nn.Module):
-    """`add_norm` with a weight."""
-
-    def __init__(self, size: int, eps: float, operations: Operations) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, device="meta"))
-        self.eps = eps
-        self.add_norm = operations.add_norm
-
-    def forward(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """x, added [num_tokens, size] → the sum and its norm, of the same shape."""
-        return self.add_norm(x, added, self.eps, self.weight)
-
-
 # A CPU computes so many tokens of an MLP at a time. The numbers between its layers then stay in the
 # caches, and take less than 32 MiB: what is larger, glibc returns to Linux after every layer.
 MLP_BLOCK = 480
@@ -211,8 +197,8 @@ class SelfAttention(nn.Module):
         self.qkv_proj = Linear(config.hidden_size, q_width + 2 * kv_width, config.qkv_bias)
         self.o_proj = Linear(q_width, config.hidden_size, config.o_bias, ranks=ranks)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, operations)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, operations)
+            self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps, device="meta")
+            self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps, device="meta")
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn) -> Tensor:
         """x [num_tokens, hidden_size] → the same shape."""
@@ -236,18 +222,20 @@ class DecoderLayer(nn.Module):
         self, config: ModelConfig, layer: int, ranks: Ranks | None, operations: Operations
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, operations)
+        self.eps = config.rms_norm_eps
+        self.add_norm = operations.add_norm
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, self.eps, device="meta")
         self.self_attn = SelfAttention(config, layer, ranks=ranks, operations=operations)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, operations)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, self.eps, device="meta")
         self.mlp = MLP(config, ranks, operations)
 
     def forward(
         self, x: Tensor, added: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn
     ) -> tuple[Tensor, Tensor]:
         """The layer of x + added → two tensors whose sum is its output."""
-        x, normed = self.input_layernorm(x, added)
+        x, normed = self.add_norm(x, added, self.eps, self.input_layernorm.weight)
         added = self.self_attn(normed, cos, sin, attention)
-        x, normed = self.post_attention_layernorm(x, added)
+        x, normed = self.add_norm(x, added, self.eps, self.post_attention_layernorm.weight)
         return x, self.mlp(normed)
 
 
@@ -278,7 +266,8 @@ class Model(nn.Module):
             DecoderLayer(share, layer, ranks=ranks, operations=operations)
             for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, operations)
+        self.add_norm = operations.add_norm
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, device="meta")
         self.lm_head = Linear(config.hidden_size, share.vocab_size, bias=False)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
@@ -292,7 +281,7 @@ class Model(nn.Module):
         added = torch.zeros_like(x)
         for layer in self.layers:
             x, added = layer(x, added, cos, sin, attention)
-        return self.norm(x, added)[1]
+        return self.add_norm(x, added, self.norm.eps, self.norm.weight)[1]
 
     def _embed_share(self, input_ids: Tensor, ranks: Ranks) -> Tensor:
         """Embed the tokens whose rows this rank has, and add up the results of all ranks."""

@@ -15,7 +15,7 @@ from nanopaged.text import StopRules
 
 
 def sequence(*token_ids: int) -> Sequence:
-    rules = StopRules(frozenset(), frozenset(), 0, 1000)
+    rules = StopRules(frozenset(), 0, 1000)
     return Request("r", None, list(token_ids), SamplingParams(), rules, 0).sequences[0]
 
 

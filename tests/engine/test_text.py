@@ -260,9 +260,9 @@ def test_no_token_is_decoded_again_and_again(tokenizer: PreTrainedTokenizerBase)
         get_added_tokens_decoder = backend.get_added_tokens_decoder
         token_to_id = backend.token_to_id
 
-        def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        def decode(self, token_ids: list[int]) -> str:
             self.num_decoded += len(token_ids)
-            return backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return backend.decode(token_ids)
 
     for token_id in (tokenizer.all_special_ids[0], tokenizer.encode("é")[0], tokenizer.encode("a")[0]):
         counting = CountingTokenizer()
