@@ -95,15 +95,17 @@ class BlockManager:
 
     def take(self) -> int:
         """Hand out a free block, or evict the least recently used cached one. Returns its id."""
-        if self.free_ids:
-            block = self.blocks[self.free_ids.pop()]
-        else:
-            _, block = self.cached.popitem(last=False)
-            assert block.key is not None
-            del self.index[block.key]
-            block.key = None
-        block.ref_count = 1
-        return block.block_id
+        block_id = self.free_ids.pop() if self.free_ids else self.evict()
+        self.blocks[block_id].ref_count = 1
+        return block_id
+
+    def evict(self) -> int:
+        """Forget the contents of the least recently used cached block. Returns its id."""
+        block_id, block = self.cached.popitem(last=False)
+        assert block.key is not None
+        del self.index[block.key]
+        block.key = None
+        return block_id
 
     def share(self, block_id: int) -> None:
         """Add a reference to a block; a cached block is in use again."""
@@ -309,9 +311,5 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> None:
         """Make all cached blocks free. Blocks in use can still be found."""
-        for block in self.cached.values():
-            assert block.key is not None
-            del self.index[block.key]
-            block.key = None
-        self.free_ids += reversed(self.cached)
-        self.cached.clear()
+        while self.cached:
+            self.free_ids.append(self.evict())
