@@ -70,7 +70,6 @@ class LLMEngine:
             config, max_model_len=max_model_len, max_num_batched_tokens=token_budget
         )
         self.model_name = str(config.model or folder.name)
-        self.max_model_len = max_model_len
         self.vocab_size = model_config.vocab_size
         self.tokenizer = load_tokenizer(folder)
         if runner is None:
