@@ -95,7 +95,10 @@ class BlockManager:
 
     def take(self) -> int:
         """Hand out a free block, or evict the least recently used cached one. Returns its id."""
-        block_id = self.free_ids.pop() if self.free_ids else self.evict()
+        if self.free_ids:
+            block_id = self.free_ids.pop()
+        else:
+            block_id = self.evict()
         self.blocks[block_id].ref_count = 1
         return block_id
 
