@@ -95,20 +95,19 @@ class BlockManager:
 
     def take(self) -> int:
         """Hand out a free block, or evict the least recently used cached one. Returns its id."""
-        if self.free_ids:
-            block_id = self.free_ids.pop()
-        else:
-            block_id = self.evict()
+        if not self.free_ids:
+            self.evict()
+        block_id = self.free_ids.pop()
         self.blocks[block_id].ref_count = 1
         return block_id
 
-    def evict(self) -> int:
-        """Forget the contents of the least recently used cached block. Returns its id."""
+    def evict(self) -> None:
+        """Make the least recently used cached block free: its contents can no longer be found."""
         block_id, block = self.cached.popitem(last=False)
         assert block.key is not None
         del self.index[block.key]
         block.key = None
-        return block_id
+        self.free_ids.append(block_id)
 
     def share(self, block_id: int) -> None:
         """Add a reference to a block; a cached block is in use again."""
@@ -315,4 +314,4 @@ class BlockManager:
     def reset_prefix_cache(self) -> None:
         """Make all cached blocks free. Blocks in use can still be found."""
         while self.cached:
-            self.free_ids.append(self.evict())
+            self.evict()

@@ -23,8 +23,8 @@ WRONG: dict[int, dict[str, Pieces]] = {
         "take copies the list": [
             (
                 "BlockManager.take",
-                "if self.free_ids:",
-                "self.free_ids = self.free_ids[:]\n        if self.free_ids:",
+                "if not self.free_ids:",
+                "self.free_ids = self.free_ids[:]\n        if not self.free_ids:",
             )
         ],
         "the blocks are given back from the beginning": [
