@@ -21,7 +21,7 @@ def blocks_needed(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_size: int) -> int:
+def blocks_to_grow(sequences: list[Sequence], block_size: int) -> int:
     """Free blocks that a request's sequences need to store their newest tokens.
 
     These are the new blocks after the end of a table, and the copies of a block that several
@@ -30,23 +30,20 @@ def blocks_to_grow(sequences: list[Sequence], tables: list[list[int]], block_siz
         block_size = 4, tables [7, 2] and [7, 2], 7 tokens each: one copy of block 2
         the same with 9 tokens each:                             two new blocks, nothing to copy
 
-    `swap_in` needs this number before there are device blocks whose references could be counted.
-    `append_slots` takes exactly so many, because only the request's own sequences share a block
-    that is not full.
-
-    Args:
-        tables: for each sequence its block table, or its host table if it is swapped out.
+    The number is the same for a request that is swapped out, whose host tables point to the same
+    shared blocks. `append_slots` takes exactly so many, because only the request's own sequences
+    share a block that is not full.
     """
     num_new = 0
     written = []
-    for seq, table in zip(sequences, tables, strict=True):
+    for seq in sequences:
+        table = seq.host_table or seq.block_table
         newest = (seq.num_tokens - 1) // block_size  # logical block of the newest token
         if newest < len(table):
             written.append(table[newest])
         else:
             num_new += newest + 1 - len(table)
-    num_copies = len(written) - len(set(written))
-    return num_new + num_copies
+    return num_new + len(written) - len(set(written))  # the last writer of a block needs no copy
 
 
 @dataclass(slots=True, eq=False)
@@ -98,15 +95,19 @@ class BlockManager:
 
     def take(self) -> int:
         """Hand out a free block, or evict the least recently used cached one. Returns its id."""
-        if self.free_ids:
-            block = self.blocks[self.free_ids.pop()]
-        else:
-            _, block = self.cached.popitem(last=False)
-            assert block.key is not None
-            del self.index[block.key]
-            block.key = None
-        block.ref_count = 1
-        return block.block_id
+        if not self.free_ids:
+            self.evict()
+        block_id = self.free_ids.pop()
+        self.blocks[block_id].ref_count = 1
+        return block_id
+
+    def evict(self) -> None:
+        """Make the least recently used cached block free: its contents can no longer be found."""
+        block_id, block = self.cached.popitem(last=False)
+        assert block.key is not None
+        del self.index[block.key]
+        block.key = None
+        self.free_ids.append(block_id)
 
     def share(self, block_id: int) -> None:
         """Add a reference to a block; a cached block is in use again."""
@@ -199,8 +200,7 @@ class BlockManager:
         size = self.block_size
         if len(sequences) == 1 and sequences[0].num_tokens <= len(sequences[0].block_table) * size:
             return []  # the usual case: a free slot, and no sibling that could share the block
-        tables = [seq.block_table for seq in sequences]
-        if blocks_to_grow(sequences, tables, size) > self.num_free_blocks:
+        if blocks_to_grow(sequences, size) > self.num_free_blocks:
             return None
         copies = []
         for seq in sequences:
@@ -212,7 +212,7 @@ class BlockManager:
                 if self.blocks[src].ref_count > 1:
                     dst = self.take()
                     self.release(src)
-                    # A new list, see `Sequence.block_table`. The newest block is the last one.
+                    # A new list, because only what is added to a list is sent to the device.
                     seq.block_table = [*seq.block_table[:-1], dst]
                     copies.append((src, dst))
             while len(seq.block_table) < blocks_needed(seq.num_tokens, size):
@@ -313,9 +313,5 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> None:
         """Make all cached blocks free. Blocks in use can still be found."""
-        for block in self.cached.values():
-            assert block.key is not None
-            del self.index[block.key]
-            block.key = None
-        self.free_ids += reversed(self.cached)
-        self.cached.clear()
+        while self.cached:
+            self.evict()

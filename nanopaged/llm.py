@@ -5,7 +5,6 @@ may be interleaved, because every step serves the requests of all of them. A cal
 aborts its unfinished requests.
 """
 
-import logging
 import os
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -24,8 +23,6 @@ from nanopaged.outputs import RequestOutput
 from nanopaged.prompts import Prompt, pair_up
 from nanopaged.sequence import NonFiniteLogits, Request
 from nanopaged.text import Message, render_chat
-
-logger = logging.getLogger("nanopaged")
 
 
 class LLM:
@@ -221,7 +218,6 @@ class LLM:
             request = self.engine.requests.get(error.request_id)
             if request in requests:
                 raise
-            logger.warning("%s", error)
             if request is not None:  # else its stream was closed during the step
                 request.error = error
                 self.engine.scheduler.abort(request)

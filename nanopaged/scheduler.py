@@ -100,8 +100,8 @@ class Scheduler:
                 budget = self._schedule_tokens(request, budget, batch)
                 i += 1
 
-        # A request that was preempted above waits in this queue as well. It may run again in this
-        # very step if it fits, because swaps out are moved first.
+        # A request that was preempted above waits in this queue as well. If it fits now, it runs
+        # again in this step: what it swapped out is copied to the host before any other move.
         num_seqs = sum(request.num_seqs for request in self.running)
         for request in self.waiting:
             num_seqs += request.num_seqs
@@ -123,7 +123,7 @@ class Scheduler:
         for seq in request.live:
             num_tokens = seq.num_tokens - seq.num_computed_tokens  # 0 if a beam waits for siblings
             if num_tokens > budget:
-                if not self.enable_chunked_prefill or budget == 0:
+                if not self.enable_chunked_prefill:
                     break  # its siblings wait as well, because they may share what it computes
                 num_tokens = budget
             seq.num_scheduled_tokens = num_tokens
@@ -157,7 +157,8 @@ class Scheduler:
         insort_left(self.waiting, request, key=BY_RANK)  # before those of equal rank
 
     def _admit(self, request: Request, budget: int, batch: ScheduledBatch) -> bool:
-        """Move the first waiting request to `running`. False if blocks or budget do not suffice.
+        """Give a waiting request its blocks and add it to `running`; `schedule` takes it out of the
+        queue. False if blocks or budget do not suffice.
 
         While other requests run, `num_watermark_blocks` stay free for them to grow. A request that
         took the last blocks would soon be preempted.
@@ -213,13 +214,16 @@ class Scheduler:
             elif request.awaits_fork:  # the prompt is computed
                 fork_samples(request, samples, self.block_manager)
             else:
-                has_ended = seq.append(samples[0])
-                if has_ended:
+                if seq.append(samples[0]):  # it has ended
                     self.block_manager.free(seq)
                     request.live.remove(seq)
-            if request.first_token_time is None:
+            if request.first_token_time is None:  # its prompt has just been computed
                 request.first_token_time = now
-                self._count_prompt(request)
+                counters.num_prompt_tokens += request.num_prompt_tokens
+                was_looked_up = request.prompt_logprobs is None
+                if self.block_manager.enable_prefix_caching and was_looked_up:
+                    counters.prefix_cache_queries += request.num_prompt_tokens
+                    counters.prefix_cache_hits += request.num_cached_tokens or 0
             counters.num_generated_tokens += num_new_tokens
             advanced[request] = None
             if request.finished:
@@ -234,14 +238,6 @@ class Scheduler:
             else:
                 counters.num_preemptions_recompute += 1
         return list(advanced)
-
-    def _count_prompt(self, request: Request) -> None:
-        """Count a prompt whose last token has just been computed."""
-        self.counters.num_prompt_tokens += request.num_prompt_tokens
-        was_looked_up = request.prompt_logprobs is None
-        if self.block_manager.enable_prefix_caching and was_looked_up:
-            self.counters.prefix_cache_queries += request.num_prompt_tokens
-            self.counters.prefix_cache_hits += request.num_cached_tokens or 0
 
     def start_over(self, requests: Iterable[Request]) -> None:
         """After a failed step, put all unfinished `requests` back into the waiting queue.

@@ -7,7 +7,6 @@ sequences. The scheduler gives the model runner a `ScheduledBatch`; the runner r
 
 from __future__ import annotations
 
-import time
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,7 +188,7 @@ class Request:
     rank: Any = None  # its place in the order of service, see `Scheduler.rank`
     error: Exception | None = None  # why it was aborted, for the call that waits for it
 
-    arrival_time: float = field(default_factory=time.monotonic)
+    arrival_time: float = 0.0  # when it was queued, in `time.monotonic()` seconds as the others
     first_token_time: float | None = None
     finish_time: float | None = None
     num_cached_tokens: int | None = None  # tokens that the first admission found in the cache

@@ -58,11 +58,10 @@ class Swapper:
             few blocks for these and for the newest tokens.
         """
         manager = self.block_manager
-        host_tables = [seq.host_table for seq in request.live]
-        host_blocks = {}  # used as an ordered set
-        for table in host_tables:
-            host_blocks |= dict.fromkeys(table)
-        num_grown = blocks_to_grow(request.live, host_tables, manager.block_size)
+        host_blocks = set()
+        for seq in request.live:
+            host_blocks.update(seq.host_table)
+        num_grown = blocks_to_grow(request.live, manager.block_size)
         if len(host_blocks) + num_grown > manager.num_free_blocks - num_reserved:
             return None
         device_block_of = {}
@@ -72,7 +71,7 @@ class Swapper:
                     manager.share(device_block_of[host_id])
                 else:
                     device_block_of[host_id] = manager.take()
-            seq.block_table = [device_block_of[host_id] for host_id in seq.host_table]
+                seq.block_table.append(device_block_of[host_id])
         self.release(request)
         return list(device_block_of.items())
 

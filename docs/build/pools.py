@@ -250,11 +250,11 @@ class Pool:
         }
 
     def grow(self, num_tokens: str, *words: str) -> tuple[int, list[list[int]]]:
-        """Returns the tables as well, which do not change. The sequences have no blocks of their own."""
+        """Returns the tables as well, which do not change. Their blocks are not the pool's."""
         tables = [numbers_of(table.split()) for table in " ".join(words).split("|")]
         request = self.request({"A": [1]})
-        sequences = [Sequence(request, [0] * int(num_tokens)) for _ in tables]
-        return block_manager.blocks_to_grow(sequences, tables, self.manager.block_size), tables
+        sequences = [Sequence(request, [0] * int(num_tokens), block_table=table) for table in tables]
+        return block_manager.blocks_to_grow(sequences, self.manager.block_size), tables
 
     # ── commands: host memory ─────────────────────────────────────────────────────────────────────
 

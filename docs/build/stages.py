@@ -53,7 +53,9 @@ STAGES = {
         suite=(TEST_SWAP, *RANDOM_RUNS),
     ),
     4: Stage(
-        functions=methods(BLOCKS, "BlockManager", "keys_of", "find_prefix", "publish", "allocate", "take"),
+        functions=methods(
+            BLOCKS, "BlockManager", "keys_of", "find_prefix", "publish", "allocate", "take", "evict"
+        ),
         suite=(TEST_BLOCKS, TEST_SCHEDULER, TEST_SWAP),
     ),
     5: Stage(

@@ -23,8 +23,8 @@ WRONG: dict[int, dict[str, Pieces]] = {
         "take copies the list": [
             (
                 "BlockManager.take",
-                "if self.free_ids:",
-                "self.free_ids = self.free_ids[:]\n        if self.free_ids:",
+                "if not self.free_ids:",
+                "self.free_ids = self.free_ids[:]\n        if not self.free_ids:",
             )
         ],
         "the blocks are given back from the beginning": [
@@ -169,9 +169,9 @@ RIGHT: dict[int, Pieces] = {
     ],
     4: [
         (
-            "BlockManager.take",
-            "_, block = self.cached.popitem(last=False)",
-            "block = self.cached.pop(next(iter(self.cached)))",
+            "BlockManager.evict",
+            "block_id, block = self.cached.popitem(last=False)",
+            "block_id = next(iter(self.cached)); block = self.cached.pop(block_id)",
         )
     ],
     6: [  # copies one after another, and host blocks from the other end

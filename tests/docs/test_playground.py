@@ -156,8 +156,20 @@ def test_a_broken_invariant_ends_the_run_at_its_step() -> None:
         # raised in `_preempt`, which the changed line calls
         ("scheduler.py", "self.running.pop()", "None", "request.live", "AttributeError: 'NoneType' object"),
         ("swap.py", "class Swapper:", "class Swapper", "class Swapper", "SyntaxError: "),
-        ("block_manager.py", "if self.free_ids:", "assert 0 > 1\n        if 1:", "0 > 1", "AssertionError: "),
-        ("block_manager.py", "if self.free_ids:", "raise SystemExit\n        if 1:", "raise", "SystemExit: "),
+        (
+            "block_manager.py",
+            "if not self.free_ids:",
+            "assert 0 > 1\n        if 1:",
+            "0 > 1",
+            "AssertionError: ",
+        ),
+        (
+            "block_manager.py",
+            "if not self.free_ids:",
+            "raise SystemExit\n        if 1:",
+            "raise",
+            "SystemExit: ",
+        ),
     ],
 )
 def test_an_exception_is_reported_at_its_line(file: str, old: str, new: str, line: str, message: str) -> None:
@@ -380,16 +392,18 @@ def test_the_source_is_changed(opened: Playground) -> None:
     opened.press_run("#reset")
     assert opened.pictures() == [before]
 
-    opened.change("if self.free_ids:", "if self.free_blocks:")
+    opened.change("if not self.free_ids:", "if not self.free_blocks:")
     opened.press_run()
     wrong = "Step 1 failed. AttributeError: 'BlockManager' object has no attribute 'free_blocks'"
     (problem,) = opened.texts("figure .problem")
     assert problem.startswith(wrong)
     assert re.search(r"block_manager\.py, line \d+\)", problem)
     opened.click("figure .problem button")
-    assert opened.run("getSelection().toString()").strip() == "if self.free_blocks:"
+    assert opened.run("getSelection().toString()").strip() == "if not self.free_blocks:"
 
-    opened.change("if self.free_blocks:", "while len(self.free_ids) < 9: pass\n        if self.free_ids:")
+    opened.change(
+        "if not self.free_blocks:", "while len(self.free_ids) < 9: pass\n        if not self.free_ids:"
+    )
     opened.click("#form .run")
     opened.until("document.getElementById('told').textContent.startsWith('Step 3')")
     opened.press_run("#stop")

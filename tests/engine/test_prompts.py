@@ -28,7 +28,7 @@ def test_what_is_no_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(error, match=r"messages are for chat: llm.chat\(messages, params\)"):
             llm.generate(prompts, GREEDY, use_tqdm=False)
     tokenizer = llm.get_tokenizer()
-    longest = MAX_TOKEN_LENGTH * llm.engine.max_model_len
+    longest = MAX_TOKEN_LENGTH * llm.engine.config.max_model_len
     monkeypatch.setattr(tokenizer, "encode", lambda *args, **options: pytest.fail("it is tokenised"))
     for prompt in ("x" * (longest + 1), {"prompt": "é" * (longest + 1)}):
         with pytest.raises(ValueError, match=r"the prompt has .* characters, but max_model_len is 2048"):

@@ -122,9 +122,8 @@ class PriorityScheduler(Scheduler):
         in_use = set[int]()
         num_reserved = self.num_watermark_blocks if others else 0
         for other in others:
-            tables = [seq.block_table for seq in other.live]
-            in_use.update(*tables)
-            num_reserved += blocks_to_grow(other.live, tables, self.block_size)
+            in_use.update(*(seq.block_table for seq in other.live))
+            num_reserved += blocks_to_grow(other.live, self.block_size)
         # As if it shared no block: it may need fewer.
         num_needed = sum(blocks_needed(seq.num_tokens, self.block_size) for seq in request.live)
         return num_needed + num_reserved <= self.block_manager.num_blocks - len(in_use)
