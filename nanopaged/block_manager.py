@@ -212,7 +212,7 @@ class BlockManager:
                 if self.blocks[src].ref_count > 1:
                     dst = self.take()
                     self.release(src)
-                    # A new list, because only what is added to a list is sent to the device.
+                    # A new list, because a step that still runs may hold the old one.
                     seq.block_table = [*seq.block_table[:-1], dst]
                     copies.append((src, dst))
             while len(seq.block_table) < blocks_needed(seq.num_tokens, size):

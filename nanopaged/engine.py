@@ -67,6 +67,7 @@ class LLMEngine:
         config = choose_lengths(config, model_config.max_position_embeddings)
         self.config = config
         self.model_name = str(config.model or folder.name)
+        self.max_model_len = config.max_model_len
         self.vocab_size = model_config.vocab_size
         self.tokenizer = load_tokenizer(folder)
         if runner is None:
