@@ -10,6 +10,7 @@ The page makes the states from the changes, and compares them.
 
 import json
 import logging
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ class Recorder:
     def _state(self) -> State:
         """Return the state now, with the requests that end in this step. Number the new ones."""
         queue = self.scheduler.running + self.scheduler.waiting
-        for request in queue:
+        for request in sorted(queue, key=attrgetter("arrival_time")):
             if request not in self.numbers:
                 self.numbers[request] = self.num_requests
                 self.num_requests += 1
