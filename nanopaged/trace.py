@@ -28,7 +28,7 @@ logger = logging.getLogger("nanopaged")
 class Recorder:
     """The trace of one engine.
 
-    These are the fields of a line. Requests are numbers, in the order in which they are first seen.
+    These are the fields of a line. Requests are numbers, in order of arrival.
     Empty fields are left out.
 
         scheduled, updated       the changes of the state
