@@ -184,7 +184,8 @@ class LLM:
 
     def _check_thread(self) -> None:
         """Raise RuntimeError while a call of another thread is unfinished."""
-        if self._threads and self._threads[0] != get_ident():
+        first = next(iter(self._threads), get_ident())  # itself, if no call is unfinished
+        if first != get_ident():
             raise RuntimeError(
                 "another thread is using this LLM, which serves one thread at a time: "
                 "put a lock around your calls, or send the prompts to one thread"

@@ -55,8 +55,7 @@ class Recorder:
         requests                 [[number, id, prompt tokens, sequences, is it a beam search], …]
         texts                    token → its text
 
-    `known` and `known_texts` are what the lines so far tell the page. They change only after a line
-    was written.
+    `known` and `known_texts` are what the lines so far tell the page.
 
     Args:
         tokenizer: None leaves the texts out.
@@ -75,7 +74,7 @@ class Recorder:
         self.numbers: dict[Request, int] = {}  # of requests that did not end before this step
         self.num_requests = 0
         self.known: State = {}
-        self.known_texts = set[int]()
+        self.known_texts: set[int] = set()
         self.scheduled: State = {}  # the next line will tell it, if it is written
         header = {
             "model": Path(model_name).name,
