@@ -66,8 +66,8 @@ STOPS = [
          "No block is free for the next tokens. A preemption takes all blocks of the request that came "
          "last (all-or-nothing), because a step reads all its K/V. Earlier requests finish."),
     Stop(17, "scheduled", "preempt", "Full pool, no room to swap", ("Swap", "Recompute"),
-         "B, the last of the running requests, gives back its 12 blocks. The host has no room to swap them. "
-         "Nine stay cached; B will recompute the three A takes."),
+         "A1 to A4 each need a block, and none is free, so B, the latest running request, is preempted. With "
+         "no room to swap, B will recompute its evicted blocks."),
     Stop(19, "scheduled", "evict", "Why evict the least recently used", ("Cached block", "Eviction", "LRU"),
          "A cached block has no user, but a later prompt may find its contents. When no block is free, an "
          "eviction takes the one unused for longest (LRU)."),

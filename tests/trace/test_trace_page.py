@@ -422,7 +422,8 @@ def test_a_run_of_several_texts_opens_with_one_table(browser: Browser, tmp_path:
     run_to_end(engine)
     browser.driver.get((tmp_path / "run.html").as_uri())
     assert browser.text("only") == (
-        "You see the table of C, the last of 3 texts. They begin alike, so they share block 0."
+        "You see the table of C, the last of 3 texts. They begin alike, so they share block 0. "
+        "A block in which they differ, even at its end, is not shared."
     )
     assert (browser.texts("h3"), len(browser.texts(".dimmed"))) == (["C"], 2)
     browser.click("#all")
@@ -501,10 +502,12 @@ def test_the_tour(browser: Browser) -> None:
     assert browser.texts("#pool .dimmed .id") == ["2", "3", "4", "7"], "only what is copied is in colour"
     assert browser.texts("#pool [data-mark=source] .refs") == ["4 → 3 → 2 → 1 refs"]
     assert (len(browser.texts("#links path")), len(browser.texts("#moves path"))) == (4, 3)
+    assert browser.texts("#moves text") == ["copy"] * 3
     assert browser.run(links.format("#caption a")) == [f"{docs}/reference/glossary.md"]
     browser.run("trace.go(17, 'scheduled')")
-    assert browser.texts(".refused") == ["× no room for B: 12 needed, 4 free"]
-    assert len(browser.texts("#moves path")) == 1, "from B to these words"
+    assert browser.texts(".table[data-seq=B] .refused") == ["× no room for B: 12 needed, 4 free"]
+    free = "[...document.querySelectorAll('#host .cell')].filter((c) => c.checkVisibility()).length"
+    assert browser.run(free) == 4, "C's blocks are only in its table"
     owners = [label.partition(" ") for label in browser.texts("#pool .cell:not(.dimmed) .label")]
     assert Counter(owner for owner, _, _ in owners) == {"B": 12, "C": 1}, "whose blocks they were"
     assert Counter(now[0] for _, _, now in owners) == {"c": 9, "→": 4}, "cached, and taken by another"
