@@ -231,9 +231,11 @@ def start(size: int, make_runner: Any) -> Any:
 def _work(index: int, size: int, folder: str, make_runner: Any) -> None:
     """Serve as one of the workers that `start` has started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
-    threading.Thread(target=_end_with_rank_0, args=(folder,), daemon=True).start()
     rank = index + 1
+    # A store whose file is missing waits for minutes, and no other thread can run meanwhile. So it
+    # is made before the thread starts that removes the folder.
     ranks = Ranks(rank, size, local_rank=rank, store=dist.FileStore(f"{folder}/store"))
+    threading.Thread(target=_end_with_rank_0, args=(folder,), daemon=True).start()
     make_runner(ranks=ranks).serve()
 
 
