@@ -300,16 +300,16 @@ class BlockManager:
 
             block_size = 4, 6 tokens computed, 7 scheduled: tokens 6 to 12 fill blocks 1 and 2
         """
-        if not self.enable_prefix_caching:
-            return
         first = seq.num_computed_tokens // self.block_size
         end = (seq.num_computed_tokens + seq.num_scheduled_tokens) // self.block_size
+        if first == end or not self.enable_prefix_caching:
+            return
+        keys = self.keys_of(seq, end)
         for i in range(first, end):
-            key = self.keys_of(seq, i + 1)[-1]
-            if key not in self.index:
+            if keys[i] not in self.index:
                 block = self.blocks[seq.block_table[i]]
-                block.key = key
-                self.index[key] = block
+                block.key = keys[i]
+                self.index[keys[i]] = block
 
     def reset_prefix_cache(self) -> None:
         """Make all cached blocks free. Blocks in use can still be found."""

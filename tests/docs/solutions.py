@@ -81,7 +81,7 @@ WRONG: dict[int, dict[str, Pieces]] = {
             ("BlockManager.keys_of", "sha256(keys[-1])", "sha256(keys[0])")
         ],
         "a second block takes the place of an equal one": [
-            ("BlockManager.publish", "if key not in self.index:", "if True:")
+            ("BlockManager.publish", "if keys[i] not in self.index:", "if True:")
         ],
     },
     5: {
