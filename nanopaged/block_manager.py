@@ -212,8 +212,7 @@ class BlockManager:
                 if self.blocks[src].ref_count > 1:
                     dst = self.take()
                     self.release(src)
-                    # A new list, because a step that still runs may hold the old one.
-                    seq.block_table = [*seq.block_table[:-1], dst]
+                    seq.block_table[newest] = dst
                     copies.append((src, dst))
             while len(seq.block_table) < blocks_needed(seq.num_tokens, size):
                 seq.block_table.append(self.take())
@@ -241,9 +240,8 @@ class BlockManager:
         block_size = 4, table [7, 2, 5], 6 tokens: block 5 is given back
         """
         num_kept = blocks_needed(num_tokens, self.block_size)
-        for block_id in reversed(seq.block_table[num_kept:]):
-            self.release(block_id)
-        seq.block_table = seq.block_table[:num_kept]
+        while len(seq.block_table) > num_kept:
+            self.release(seq.block_table.pop())
 
     # ── the prefix cache ──────────────────────────────────────────────────────────────────────────
 

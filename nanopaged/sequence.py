@@ -50,9 +50,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_scheduled_tokens: int = 0  # to compute in this step, from num_computed_tokens on
 
-    # Logical block i → physical block. A table that was used only grows, or is replaced by a new
-    # list, because a step that still runs may hold the old one (in the fork overlap).
-    block_table: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)  # logical block i → physical block
     host_table: list[int] = field(default_factory=list)  # the same, while swapped out
     block_keys: list[bytes] = field(default_factory=list)  # see `BlockManager.keys_of`
 

@@ -28,9 +28,11 @@ WRONG: dict[int, dict[str, Pieces]] = {
             )
         ],
         "the blocks are given back from the beginning": [
-            ("BlockManager.trim", "reversed(seq.block_table[num_kept:])", "seq.block_table[num_kept:]")
+            ("BlockManager.trim", "seq.block_table.pop()", "seq.block_table.pop(num_kept)")
         ],
-        "a loop without an end": [("BlockManager.trim", "self.release(block_id)", "while True: pass")],
+        "a loop without an end": [
+            ("BlockManager.trim", "self.release(seq.block_table.pop())", "while True: pass")
+        ],
     },
     3: {
         "at most two victims in a step": [
