@@ -207,6 +207,13 @@ class Scheduler:
                 continue
             if request.is_beam_search:
                 seq.candidates = samples
+            if request.first_token_time is None:  # its prompt has just been computed
+                request.first_token_time = now
+                counters.num_prompt_tokens += request.num_prompt_tokens
+                # A prompt to be scored is not looked up.
+                if self.block_manager.enable_prefix_caching and request.prompt_logprobs is None:
+                    counters.prefix_cache_queries += request.num_prompt_tokens
+                    counters.prefix_cache_hits += request.num_cached_tokens
                 if any(beam.candidates is None for beam in request.live):
                     continue  # it waits for its siblings
                 advance_beams(request, self.block_manager)
@@ -217,13 +224,6 @@ class Scheduler:
                 if seq.append(samples[0]):  # it has ended
                     self.block_manager.free(seq)
                     request.live.remove(seq)
-            if request.first_token_time is None:  # its prompt has just been computed
-                request.first_token_time = now
-                counters.num_prompt_tokens += request.num_prompt_tokens
-                was_looked_up = request.prompt_logprobs is None
-                if self.block_manager.enable_prefix_caching and was_looked_up:
-                    counters.prefix_cache_queries += request.num_prompt_tokens
-                    counters.prefix_cache_hits += request.num_cached_tokens or 0
             counters.num_generated_tokens += num_new_tokens
             advanced[request] = None
             if request.finished:
@@ -253,6 +253,8 @@ class Scheduler:
         self.running = []
         self.waiting = []
         for request in requests:
+            elif request.finish_time is None:  # it ended in the step that failed
+                request.finish_time = time.monotonic()
             request.start_over()
             if not request.finished:
                 self.add(request)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from itertools import count
 
 import pytest
 from conftest import tokens, tokens_of
-from fake_runner import fake_engine, next_token
+from fake_runner import fake_engine, next_token, proposals
+from harness import FailAtLine
 
-from nanopaged import LLMEngine, SamplingParams
+from nanopaged import BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
+from nanopaged.scheduler import Scheduler
 
 make = partial(fake_engine, preemption="recompute")
 
@@ -222,6 +226,43 @@ def test_another_rank_is_another_policy(
         engine.step()
     assert list(run(engine)) == expected
     assert engine.stats().num_preemptions_recompute > 0
+
+
+LIKELY = proposals(tokens(3, 3), k=1)[0].token_id
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        params(1),
+        params(2, n=2, temperature=1),
+        BeamSearchParams(beam_width=2, max_tokens=2, stop_token_ids=[LIKELY], early_stopping=False),
+    ],
+)
+def test_an_update_may_be_interrupted_at_any_line(asked: SamplingParams | BeamSearchParams) -> None:
+    """The output is the same, and has its times.
+
+    Past bugs: a hypothesis was found twice, and a request had ended without a `finish_time`.
+    """
+
+    def output(fault: FailAtLine) -> RequestOutput:
+        engine = make(num_blocks=8)
+        engine.add_request("a", tokens(3, 3), asked)
+        while engine.has_unfinished_requests():
+            with suppress(KeyboardInterrupt), fault:
+                (output,) = engine.step()
+            engine.check_invariants()
+        return output
+
+    undisturbed = output(FailAtLine(0, [], Scheduler, KeyboardInterrupt))
+    for number in count(1):
+        fault = FailAtLine(number, [Scheduler.update], Scheduler, KeyboardInterrupt)
+        found = output(fault)
+        assert found.outputs == undisturbed.outputs, fault.raised
+        assert found.metrics.arrival_time <= found.metrics.first_token_time <= found.metrics.finish_time
+        if fault.raised is None:
+            break
+    assert number > 30
 
 
 def test_a_rank_that_raises_leaves_nothing_queued() -> None:
