@@ -179,8 +179,8 @@ class Scheduler:
                 return False
         insort_right(self.running, request, key=BY_RANK)
         batch.admitted.append(request)
-        if request.num_cached_tokens is None:  # the first admission, not one after a preemption
-            request.num_cached_tokens = request.live[0].num_computed_tokens
+            if request.num_preemptions == 0 and request.first_token_time is None:
+                request.num_cached_tokens = request.live[0].num_computed_tokens
         return True
 
     def _fits_whole(self, request: Request, budget: int) -> bool:

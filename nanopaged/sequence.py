@@ -188,7 +188,7 @@ class Request:
     arrival_time: float = 0.0  # when it was queued, in `time.monotonic()` seconds as the others
     first_token_time: float | None = None
     finish_time: float | None = None
-    num_cached_tokens: int | None = None  # tokens that the first admission found in the cache
+    num_cached_tokens: int = 0  # tokens that the first admission found in the cache
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
@@ -234,8 +234,6 @@ class Request:
 
     def start_over(self) -> None:
         """Keep the tokens of every sequence and forget their K/V, because a step failed."""
-        if self.first_token_time is None:
-            self.num_cached_tokens = None  # its next admission is the first one again
         for seq in self.sequences:
             seq.start_over()
         self.live = [seq for seq in self.sequences if not seq.finished]
@@ -253,7 +251,7 @@ class Request:
                 arrival_time=self.arrival_time,
                 first_token_time=self.first_token_time,
                 finish_time=self.finish_time,
-                num_cached_tokens=self.num_cached_tokens or 0,
+                num_cached_tokens=self.num_cached_tokens,
                 num_preemptions=self.num_preemptions,
             ),
         )

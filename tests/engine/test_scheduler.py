@@ -139,6 +139,21 @@ def test_a_preempted_prompt_finds_its_blocks_again() -> None:
     assert (engine.stats().prefix_cache_hits, engine.stats().prefix_cache_queries) == (0, 16)
 
 
+def test_a_prompt_preempted_in_its_middle_is_no_prefix_hit() -> None:
+    """When it comes back, it finds the blocks that it has filled. They do not count as cached."""
+    engine = make(num_blocks=8, max_num_batched_tokens=4)
+    engine.add_request("early", tokens(1, 4), params(8))
+    engine.step()
+    engine.add_request("late", tokens(2, 24), params(1))
+    late = engine.requests["late"]
+    while late.num_preemptions == 0:
+        engine.step()
+    assert late.first_token_time is None
+    run(engine)
+    assert sum(step.get("late", 0) for step in engine.runner.steps) == 24, "and computes only the rest"
+    assert late.num_cached_tokens == 0
+
+
 def test_twins_arriving_in_the_same_step_share_their_prompt() -> None:
     """Three equal prompts of 10 tokens in one step: the first computes 10, the others 2 each."""
     engine = make()
@@ -160,7 +175,12 @@ def test_a_fully_cached_prompt_computes_its_last_block_again() -> None:
     assert engine.runner.steps[-1] == {"b": 4}
     assert output.metrics.num_cached_tokens == 4
     assert engine.stats().num_used_blocks == 2, "one shared block, and a private one that is computed again"
+    again = engine.requests["b"]
+    engine.runner.fail_next = True
+    with pytest.raises(RuntimeError, match="on fire"):
+        engine.step()
     run(engine)
+    assert again.num_cached_tokens == 4, "at the first admission"
 
 
 def test_a_prompt_with_logprobs_is_neither_looked_up_nor_counted() -> None:
@@ -208,26 +228,6 @@ def test_a_failed_step_loses_nothing() -> None:
     assert texts == dict.fromkeys("abcd", [said(tokens(1, 10), 3)]) | {"old": [said(tokens(5, 6), 6)]}
 
 
-@pytest.mark.parametrize(
-    ("rank", "lengths", "expected"),
-    [
-        (lambda request: request.num_prompt_tokens, (12, 4, 8), ["b", "c", "a"]),
-        (lambda request: -request.arrival_time, (12, 12, 12), ["c", "b", "a"]),
-    ],
-)
-def test_another_rank_is_another_policy(
-    rank: Callable, lengths: tuple[int, ...], expected: list[str]
-) -> None:
-    """The shortest prompt first, or the last one. The last in rank is preempted, also if it arrived first."""
-    engine = make(num_blocks=8, watermark=0)
-    engine.scheduler.rank = rank
-    for i, name in enumerate("abc"):
-        engine.add_request(name, tokens(30 * i, lengths[i]), params(12))
-        engine.step()
-    assert list(run(engine)) == expected
-    assert engine.stats().num_preemptions_recompute > 0
-
-
 LIKELY = proposals(tokens(3, 3), k=1)[0].token_id
 
 
@@ -263,6 +263,26 @@ def test_an_update_may_be_interrupted_at_any_line(asked: SamplingParams | BeamSe
         if fault.raised is None:
             break
     assert number > 30
+
+
+@pytest.mark.parametrize(
+    ("rank", "lengths", "expected"),
+    [
+        (lambda request: request.num_prompt_tokens, (12, 4, 8), ["b", "c", "a"]),
+        (lambda request: -request.arrival_time, (12, 12, 12), ["c", "b", "a"]),
+    ],
+)
+def test_another_rank_is_another_policy(
+    rank: Callable, lengths: tuple[int, ...], expected: list[str]
+) -> None:
+    """The shortest prompt first, or the last one. The last in rank is preempted, also if it arrived first."""
+    engine = make(num_blocks=8, watermark=0)
+    engine.scheduler.rank = rank
+    for i, name in enumerate("abc"):
+        engine.add_request(name, tokens(30 * i, lengths[i]), params(12))
+        engine.step()
+    assert list(run(engine)) == expected
+    assert engine.stats().num_preemptions_recompute > 0
 
 
 def test_a_rank_that_raises_leaves_nothing_queued() -> None:
