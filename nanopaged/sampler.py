@@ -244,16 +244,13 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     """Draw one token id for each row, by inverting the cumulative distribution at u:
 
-        torch.searchsorted(probs.cumsum(-1), u * probs.sum(-1, keepdim=True), right=True)
+        locate(probs, u)[0][:, 0]
 
-    A cumulative sum over the whole vocabulary is slow. So the first one runs over the sums of
-    chunks, and the second one over the tokens of the chunk that was drawn.
+    Cumulative sums over the whole vocabulary are slow. So a chunk of the vocabulary is drawn first,
+    then one of its tokens.
 
-        VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    sums of chunks .3 .3 .4, cumulative .3 .6 1.
-        u = .5: the second chunk, at 1 - (.6 - .5) / .3 = 2/3 of it: token 2
-
-    The cumulative sums are in float64, which adds float32 numbers almost exactly, so that no token
-    of probability 0 is drawn.
+        VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    sums of chunks .3 .3 .4
+        u = .5: 2/3 of the second chunk lie before .5; 2/3 of its tokens' sum lie in token 2
 
     Args:
         probs: [num_rows, vocab_size]; their sum need not be 1.
@@ -261,18 +258,34 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     """
     padded = F.pad(probs, (0, -probs.shape[-1] % VOCAB_CHUNK))
     chunks = padded.unflatten(1, (-1, VOCAB_CHUNK))  # [num_rows, num_chunks, VOCAB_CHUNK]
-    # In a row of NaN, whose error the caller raises, any token will do.
-    sums = chunks.sum(-1).double().nan_to_num(1.0)
-    chunk_ends = sums.cumsum(-1)
-    target = u * chunk_ends[:, -1:]
-    chunk = torch.searchsorted(chunk_ends, target, right=True)
-    # How much of the chunk lies before the target; below 1, so that its last token is not passed.
-    share_behind = (chunk_ends.gather(1, chunk) - target) / sums.gather(1, chunk)
-    share = (1.0 - share_behind).clamp(0.0, 1.0 - 2.0**-53)
+    chunk, part = locate(chunks.sum(-1), u)
     tokens = chunks.take_along_dim(chunk[:, :, None], dim=1)[:, 0]  # [num_rows, VOCAB_CHUNK]
-    token_ends = tokens.double().nan_to_num(1.0).cumsum(-1)
-    token = torch.searchsorted(token_ends, share * token_ends[:, -1:], right=True)
+    token, _ = locate(tokens, part)
     return (chunk * VOCAB_CHUNK + token)[:, 0]
+
+
+def locate(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """In each row, the weight in which the part u of their sum ends, and the part of this weight.
+
+        weights 2 0 4, u = .5: half of their sum is 3; it ends in weight 2, at (3 - 2) / 4 of it
+
+    The cumulative sums are in float64, which adds float32 numbers almost exactly, so that no weight
+    of 0 is found. In a row of NaN, whose error the caller raises, any weight will do.
+
+    Args:
+        weights: [num_rows, num_weights].
+        u: [num_rows, 1], in [0, 1).
+
+    Returns:
+        indices and parts, each [num_rows, 1]. The parts are in [0, 1) as well.
+    """
+    weights = weights.double().nan_to_num(1.0)
+    ends = weights.cumsum(-1)
+    target = u * ends[:, -1:]
+    index = torch.searchsorted(ends, target, right=True)
+    start = (ends - weights).gather(1, index)
+    part = (target - start) / weights.gather(1, index)
+    return index, part.clamp(0.0, 1.0 - 2.0**-53)
 
 
 def gather_logprobs(

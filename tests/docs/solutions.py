@@ -122,14 +122,7 @@ WRONG: dict[int, dict[str, Pieces]] = {
             ("filtered_probs", "logits / metadata.temperature", "logits.div_(metadata.temperature)")
         ],
         "the sums are float32": [
-            (
-                "draw_tokens",
-                "    padded = F.pad(",
-                "    ends = probs.cumsum(-1)\n"
-                "    found = torch.searchsorted(ends, u.float() * ends[:, -1:], right=True)\n"
-                "    return found[:, 0].clamp(max=probs.shape[-1] - 1)\n"
-                "    padded = F.pad(",
-            )
+            ("locate", "weights.double().nan_to_num(1.0)", "weights.nan_to_num(1.0)"),
         ],
     },
     8: {
