@@ -28,7 +28,6 @@ VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
 # Rows whose log_softmax is computed together: a GPU takes a multiprocessor for each, and on a CPU
 # their numbers fit into a cache.
 SOFTMAX_ROWS = {"cuda": 64, "cpu": 8}
-GREEDY = SamplingParams(temperature=0)
 
 
 @dataclass(slots=True)
@@ -38,14 +37,12 @@ class Draw:
     Fields:
         uniform: a number in [0, 1) that chooses the token; see `draw_tokens`.
         token_counts: each token that penalties change → how often it was generated.
-        num_candidates: of a beam, the number of most likely tokens to return. Else 0.
     """
 
     params: SamplingParams
     uniform: float
     banned_token_ids: Collection[int]
     token_counts: dict[int, int] = field(default_factory=dict)
-    num_candidates: int = 0
 
 
 class SamplingMetadata:
@@ -71,7 +68,7 @@ class SamplingMetadata:
         self.penalties = None
         if penalties:  # see `penalize`
             self.penalties = to_device(np.array(penalties, dtype=np.float32).T, device)
-        self.num_logprobs = [draw.num_candidates or draw.params.logprobs for draw in draws]
+        self.num_logprobs = [draw.params.logprobs for draw in draws]
         self.all_greedy = all(draw.params.temperature == 0 for draw in draws)
         if self.all_greedy:
             return
@@ -141,10 +138,9 @@ def draws_of(seq: Sequence) -> list[Draw]:
     params = request.params
     banned = seq.banned_token_ids
     counts = {}
-    num_candidates = 0
     if isinstance(params, BeamSearchParams):
-        params = GREEDY
         num_candidates = request.num_candidates + len(banned)
+        params = SamplingParams(temperature=0, logprobs=num_candidates)
     elif params.penalties != NO_PENALTIES:
         counts = Counter(seq.output_token_ids)
         if params.repetition_penalty != 1:  # which changes the tokens of the prompt as well
@@ -158,7 +154,6 @@ def draws_of(seq: Sequence) -> list[Draw]:
             uniform=0.0 if is_greedy else uniform(request.seed, index, seq.num_tokens),
             banned_token_ids=banned,
             token_counts=counts,
-            num_candidates=num_candidates,
         )
         for index in indices
     ]
