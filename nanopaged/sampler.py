@@ -75,13 +75,13 @@ class SamplingMetadata:
         numbers = [(*draw.params.filters, draw.uniform) for draw in draws]
         table = np.array(numbers, dtype=np.float32)  # [num_draws, 5]
         # On the host as well, to decide which filters to run.
-        _, self.top_ks, self.top_ps, self.min_ps, _ = table.T
+        _, self.host_top_k, self.host_top_p, self.host_min_p, _ = table.T
         columns = to_device(table, device).split(1, dim=1)  # each [num_draws, 1]
         self.temperature, self.top_k, self.top_p, self.min_p, self.uniform = columns
 
 
-def uniform(seed: int, index: int, position: int) -> float:
-    """A pseudo-random number in [0, 1): 24 bits, which float32 holds exactly."""
+def random_number(seed: int, index: int, position: int) -> float:
+    """A draw's number in [0, 1), pseudo-random: 24 bits, which float32 holds exactly."""
     digest = xxhash.xxh3_64_intdigest(struct.pack("<QQQ", seed % 2**64, index, position))
     return (digest >> 40) / 2**24
 
@@ -114,8 +114,8 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
         if token.token_id in draw.banned_token_ids:
             raise NonFiniteLogits(
                 f"no token is allowed for request {request.request_id!r} at position "
-                f"{seq.num_tokens}: its banned tokens or its mask leave none of the vocabulary; "
-                "abort it, or allow a token",
+                f"{seq.num_tokens}: its banned tokens are the whole vocabulary; abort it, or allow "
+                "a token",
                 request.request_id,
             )
         if request.is_beam_search:
@@ -151,7 +151,7 @@ def draws_of(seq: Sequence) -> list[Draw]:
     return [
         Draw(
             params,
-            uniform=0.0 if is_greedy else uniform(request.seed, index, seq.num_tokens),
+            uniform=0.0 if is_greedy else random_number(request.seed, index, seq.num_tokens),
             banned_token_ids=banned,
             token_counts=counts,
         )
@@ -204,36 +204,41 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """
     logits = logits / metadata.temperature
     vocab_size = logits.shape[-1]
-    has_top_k = metadata.top_ks < vocab_size
-    has_top_p = metadata.top_ps < 1.0
+    has_top_k = metadata.host_top_k < vocab_size
+    has_top_p = metadata.host_top_p < 1.0
     if has_top_k.any():
-        largest_k = int(metadata.top_ks[has_top_k].max())
+        largest_k = int(metadata.host_top_k[has_top_k].max())
         best = logits.topk(largest_k)  # [num_rows, largest_k]
         last = metadata.top_k.clamp(max=largest_k).long() - 1
         threshold = best.values.gather(1, last)
         threshold.masked_fill_(metadata.top_k >= vocab_size, -math.inf)
         logits.masked_fill_(logits < threshold, -math.inf)
     if has_top_p.any():
-        if has_top_k[has_top_p].all():  # `best` is sorted, and has all tokens left but ties
-            falling = logits.gather(1, best.indices)
-        elif logits.device.type == "cpu":  # ten times as fast as torch, which sorts indices as well
-            falling = torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
+        if has_top_k[has_top_p].all():
+            falling = logits.gather(1, best.indices)  # all tokens that are left, but for some ties
         else:
-            falling = logits.sort(-1, descending=True).values
+            falling = sort_falling(logits)
         # A token is kept if all more likely ones sum up to less than top_p. top_p = 0.8: falling
         # 0.5 0.4 0.1, sums before them 0.0 0.5 0.9, two are kept. In float32, a sum of 100,000
         # probabilities is off by more than some of them are, so the sums are in float64.
         weights = (falling - falling[:, :1]).exp().double()  # the probabilities, but for a factor
-        # The sum over `logits`, because `best` may lack some ties with the k-th token.
+        # The sum over `logits`, which have the ties that `falling` may lack.
         total = (logits - falling[:, :1]).exp().sum(-1, keepdim=True, dtype=torch.float64)
         is_kept = weights.cumsum(-1) - weights < metadata.top_p * total
         threshold = falling.where(is_kept, math.inf).amin(-1, keepdim=True)
         threshold.masked_fill_(metadata.top_p >= 1.0, -math.inf)
         logits.masked_fill_(logits < threshold, -math.inf)
     probs = logits.softmax(-1)
-    if metadata.min_ps.any():
+    if metadata.host_min_p.any():
         probs.masked_fill_(probs < metadata.min_p * probs.amax(-1, keepdim=True), 0.0)
     return probs
+
+
+def sort_falling(logits: Tensor) -> Tensor:
+    """Each row's logits, the largest first."""
+    if logits.device.type == "cpu":  # ten times as fast as torch, which sorts indices as well
+        return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
+    return logits.sort(-1, descending=True).values
 
 
 def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
@@ -313,10 +318,9 @@ def gather_logprobs(
     for row, num in zip(rows, num_logprobs, strict=True):
         token = Sample(token_id=int(row[0]), logprob=row[1])
         if num is not None:
-            best_values = row[3 : 3 + num_best]
-            best_ids = row[3 + num_best :]
             for i in range(min(num, num_best)):
-                token.logprobs[int(best_ids[i])] = Logprob(best_values[i], rank=i + 1)
+                best_id = int(row[3 + num_best + i])
+                token.logprobs[best_id] = Logprob(row[3 + i], rank=i + 1)
             token.logprobs.setdefault(token.token_id, Logprob(token.logprob, rank=int(row[2])))
         samples.append(token)
     return samples

@@ -311,8 +311,9 @@ class StepResult:
 
 
 class NonFiniteLogits(FloatingPointError):
-    """No token can be sampled for a request, because its logits are not finite, or every token is
-    banned. The engine can go on without it.
+    """No token can be sampled for a request. The engine can go on without it.
+
+    The model's logits are not finite, or all tokens are banned, which makes their logits -inf.
 
     Args:
         request_id: of the request, for `LLMEngine.abort_request`.
