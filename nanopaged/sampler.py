@@ -244,13 +244,13 @@ def sort_falling(logits: Tensor) -> Tensor:
 def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     """Draw one token id for each row, by inverting the cumulative distribution at u:
 
-        locate(probs, u)[0][:, 0]
+        token, _ = locate(probs, u)
 
     Cumulative sums over the whole vocabulary are slow. So a chunk of the vocabulary is drawn first,
     then one of its tokens.
 
         VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    sums of chunks .3 .3 .4
-        u = .5: 2/3 of the second chunk lie before .5; 2/3 of its tokens' sum lie in token 2
+        u = .5 ends in the second chunk, after (.5 - .3) / .3 = 2/3 of it; 2/3 of .3 .0: token 2
 
     Args:
         probs: [num_rows, vocab_size]; their sum need not be 1.
@@ -265,9 +265,9 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def locate(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """In each row, the weight in which the part u of their sum ends, and the part of this weight.
+    """Find where the part u of each row's sum ends: in which weight, and after which part of it.
 
-        weights 2 0 4, u = .5: half of their sum is 3; it ends in weight 2, at (3 - 2) / 4 of it
+        weights 2 0 4, u = .5: half of the sum, 3, ends in weight 2, after (3 - 2) / 4 of it
 
     The cumulative sums are in float64, which adds float32 numbers almost exactly, so that no weight
     of 0 is found. In a row of NaN, whose error the caller raises, any weight will do.
