@@ -53,7 +53,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
         beams  A B C      next beams  B+x  A+y  B+z      B+x and B+z share B's blocks, C's are freed
 
     The request gets its new sequences at the end. If the step fails before that, `start_over` finds
-    the old beams with their tokens.
+    the old beams with their tokens, and they propose the same candidates again.
     """
     params = request.params
     assert isinstance(params, BeamSearchParams)
@@ -61,14 +61,15 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     beams = request.live
     candidates = []
     for beam in beams:
-        logprob_so_far = beam.cumulative_logprob
         for sample in beam.candidates or ():
-            candidates.append(Candidate(beam, sample, logprob_so_far + sample.logprob))
+            logprob = beam.cumulative_logprob + sample.logprob
+            candidates.append(Candidate(beam, sample, logprob))
     candidates.sort(key=attrgetter("cumulative_logprob"), reverse=True)
 
     next_beams = []
-    hypotheses = list(request.hypotheses)
-    for rank, candidate in enumerate(candidates):
+    # Longer ones are of a step that failed, and are found again.
+    hypotheses = [seq for seq in request.hypotheses if seq.num_tokens <= beams[0].num_tokens]
+    for place, candidate in enumerate(candidates):
         if len(next_beams) == width:
             break
         child = block_manager.fork(candidate.beam, index=len(next_beams))
@@ -76,7 +77,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
             next_beams.append(child)
         else:  # it has ended
             block_manager.free(child)
-            if rank < width:  # as in transformers, any other text that ends is dropped
+            if place < width:  # as in transformers, any other text that ends is dropped
                 num_tokens = child.num_output_tokens
                 child.score = candidate.cumulative_logprob / num_tokens**params.length_penalty
                 hypotheses.append(child)

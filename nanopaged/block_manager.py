@@ -37,7 +37,7 @@ def blocks_to_grow(sequences: list[Sequence], block_size: int) -> int:
     num_new = 0
     written = []
     for seq in sequences:
-        table = seq.host_table or seq.block_table
+        table = seq.host_table or seq.block_table  # a swapped sequence has only a host table
         newest = (seq.num_tokens - 1) // block_size  # logical block of the newest token
         if newest < len(table):
             written.append(table[newest])
@@ -143,7 +143,8 @@ class BlockManager:
         A sequence's table begins with the blocks found in the prefix cache; the others are taken.
 
             block_size = 2, a b c d e, the cache has (a b) in block 7:   table [7 0 1], 2 computed
-            2 free blocks are needed, but 3 if block 7 is only cached, because it counts as free.
+            2 free blocks are needed, or 3 if block 7 is only cached, because a cached block counts
+            as a free one.
 
         Several sequences, of a preempted request, also share the full blocks of their common
         prefixes. Such a block counts as computed for all but the first of them.
@@ -157,32 +158,35 @@ class BlockManager:
             False, and nothing is changed, if the pool has too few blocks.
         """
         size = self.block_size
-        distinct_keys = set()
-        block_of = {}  # key → block: those found in the cache, then the new ones as well
+        hits = set()  # blocks
+        missing = {}  # sequence → keys of the full blocks that the cache does not have
         for seq in sequences:
+            prefix = self.find_prefix(seq)
+            hits.update(prefix)
             # The last block of a sequence is its own, even if it is full, because the last token is
             # always computed.
             keys = self.keys_of(seq, (seq.num_tokens - 1) // size)
-            distinct_keys.update(keys)
-            block_of.update(zip(keys, self.find_prefix(seq), strict=False))  # which may be shorter
-        # A block for each key, and a last block for each sequence. Hits in use take no free block.
-        hits_in_use = [hit for hit in block_of.values() if self.blocks[hit].ref_count > 0]
-        num_needed = len(distinct_keys) + len(sequences) - len(hits_in_use)
-        if num_needed > self.num_free_blocks - num_reserved:
+            missing[seq] = keys[len(prefix) :]
+        # A block for each missing key, and a last block for each sequence. A hit that is only
+        # cached counts as free until it is shared.
+        num_new = len(set().union(*missing.values())) + len(sequences)
+        if num_new + len(hits & self.cached.keys()) > self.num_free_blocks - num_reserved:
             return False
-        for block_id in block_of.values():  # share all hits first, because `take` may evict them
-            self.share(block_id)
-        for seq in sequences:
-            keys = self.keys_of(seq, (seq.num_tokens - 1) // size)
-            seq.num_computed_tokens = size * len([key for key in keys if key in block_of])
+        for seq in sequences:  # share all hits first, because `take` may evict them
+            seq.block_table = self.find_prefix(seq)
+            seq.num_computed_tokens = size * len(seq.block_table)
+            for block_id in seq.block_table:
+                self.share(block_id)
+        block_of = {}  # missing key → block
+        for seq, keys in missing.items():
             for key in keys:
                 if key not in block_of:
                     block_of[key] = self.take()
-                self.share(block_of[key])
+                else:  # a sibling before `seq` computes this block
+                    self.share(block_of[key])
+                    seq.num_computed_tokens += size
                 seq.block_table.append(block_of[key])
             seq.block_table.append(self.take())
-        for block_id in block_of.values():
-            self.release(block_id)  # each table has a reference of its own
         return True
 
     def append_slots(self, sequences: list[Sequence]) -> list[Move] | None:
@@ -212,8 +216,7 @@ class BlockManager:
                 if self.blocks[src].ref_count > 1:
                     dst = self.take()
                     self.release(src)
-                    # A new list, because a step that still runs may hold the old one.
-                    seq.block_table = [*seq.block_table[:-1], dst]
+                    seq.block_table[newest] = dst
                     copies.append((src, dst))
             while len(seq.block_table) < blocks_needed(seq.num_tokens, size):
                 seq.block_table.append(self.take())
@@ -241,9 +244,8 @@ class BlockManager:
         block_size = 4, table [7, 2, 5], 6 tokens: block 5 is given back
         """
         num_kept = blocks_needed(num_tokens, self.block_size)
-        for block_id in reversed(seq.block_table[num_kept:]):
-            self.release(block_id)
-        seq.block_table = seq.block_table[:num_kept]
+        while len(seq.block_table) > num_kept:
+            self.release(seq.block_table.pop())
 
     # ── the prefix cache ──────────────────────────────────────────────────────────────────────────
 

@@ -28,7 +28,6 @@ VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
 # Rows whose log_softmax is computed together: a GPU takes a multiprocessor for each, and on a CPU
 # their numbers fit into a cache.
 SOFTMAX_ROWS = {"cuda": 64, "cpu": 8}
-GREEDY = SamplingParams(temperature=0)
 
 
 @dataclass(slots=True)
@@ -38,14 +37,12 @@ class Draw:
     Fields:
         uniform: a number in [0, 1) that chooses the token; see `draw_tokens`.
         token_counts: each token that penalties change → how often it was generated.
-        num_candidates: of a beam, the number of most likely tokens to return. Else 0.
     """
 
     params: SamplingParams
     uniform: float
     banned_token_ids: Collection[int]
     token_counts: dict[int, int] = field(default_factory=dict)
-    num_candidates: int = 0
 
 
 class SamplingMetadata:
@@ -71,20 +68,20 @@ class SamplingMetadata:
         self.penalties = None
         if penalties:  # see `penalize`
             self.penalties = to_device(np.array(penalties, dtype=np.float32).T, device)
-        self.num_logprobs = [draw.num_candidates or draw.params.logprobs for draw in draws]
+        self.num_logprobs = [draw.params.logprobs for draw in draws]
         self.all_greedy = all(draw.params.temperature == 0 for draw in draws)
         if self.all_greedy:
             return
         numbers = [(*draw.params.filters, draw.uniform) for draw in draws]
         table = np.array(numbers, dtype=np.float32)  # [num_draws, 5]
         # On the host as well, to decide which filters to run.
-        _, self.top_ks, self.top_ps, self.min_ps, _ = table.T
+        _, self.host_top_k, self.host_top_p, self.host_min_p, _ = table.T
         columns = to_device(table, device).split(1, dim=1)  # each [num_draws, 1]
         self.temperature, self.top_k, self.top_p, self.min_p, self.uniform = columns
 
 
-def uniform(seed: int, index: int, position: int) -> float:
-    """A pseudo-random number in [0, 1): 24 bits, which float32 holds exactly."""
+def random_number(seed: int, index: int, position: int) -> float:
+    """A draw's number in [0, 1), pseudo-random: 24 bits, which float32 holds exactly."""
     digest = xxhash.xxh3_64_intdigest(struct.pack("<QQQ", seed % 2**64, index, position))
     return (digest >> 40) / 2**24
 
@@ -117,8 +114,8 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
         if token.token_id in draw.banned_token_ids:
             raise NonFiniteLogits(
                 f"no token is allowed for request {request.request_id!r} at position "
-                f"{seq.num_tokens}: its banned tokens or its mask leave none of the vocabulary; "
-                "abort it, or allow a token",
+                f"{seq.num_tokens}: its banned tokens are the whole vocabulary; abort it, or allow "
+                "a token",
                 request.request_id,
             )
         if request.is_beam_search:
@@ -141,10 +138,9 @@ def draws_of(seq: Sequence) -> list[Draw]:
     params = request.params
     banned = seq.banned_token_ids
     counts = {}
-    num_candidates = 0
     if isinstance(params, BeamSearchParams):
-        params = GREEDY
         num_candidates = request.num_candidates + len(banned)
+        params = SamplingParams(temperature=0, logprobs=num_candidates)
     elif params.penalties != NO_PENALTIES:
         counts = Counter(seq.output_token_ids)
         if params.repetition_penalty != 1:  # which changes the tokens of the prompt as well
@@ -155,10 +151,9 @@ def draws_of(seq: Sequence) -> list[Draw]:
     return [
         Draw(
             params,
-            uniform=0.0 if is_greedy else uniform(request.seed, index, seq.num_tokens),
+            uniform=0.0 if is_greedy else random_number(request.seed, index, seq.num_tokens),
             banned_token_ids=banned,
             token_counts=counts,
-            num_candidates=num_candidates,
         )
         for index in indices
     ]
@@ -209,51 +204,53 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """
     logits = logits / metadata.temperature
     vocab_size = logits.shape[-1]
-    has_top_k = metadata.top_ks < vocab_size
-    has_top_p = metadata.top_ps < 1.0
+    has_top_k = metadata.host_top_k < vocab_size
+    has_top_p = metadata.host_top_p < 1.0
     if has_top_k.any():
-        largest_k = int(metadata.top_ks[has_top_k].max())
+        largest_k = int(metadata.host_top_k[has_top_k].max())
         best = logits.topk(largest_k)  # [num_rows, largest_k]
         last = metadata.top_k.clamp(max=largest_k).long() - 1
         threshold = best.values.gather(1, last)
         threshold.masked_fill_(metadata.top_k >= vocab_size, -math.inf)
         logits.masked_fill_(logits < threshold, -math.inf)
     if has_top_p.any():
-        if has_top_k[has_top_p].all():  # `best` is sorted, and has all tokens left but ties
-            falling = logits.gather(1, best.indices)
-        elif logits.device.type == "cpu":  # ten times as fast as torch, which sorts indices as well
-            falling = torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
+        if has_top_k[has_top_p].all():
+            falling = logits.gather(1, best.indices)  # all tokens that are left, but for some ties
         else:
-            falling = logits.sort(-1, descending=True).values
+            falling = sort_falling(logits)
         # A token is kept if all more likely ones sum up to less than top_p. top_p = 0.8: falling
         # 0.5 0.4 0.1, sums before them 0.0 0.5 0.9, two are kept. In float32, a sum of 100,000
         # probabilities is off by more than some of them are, so the sums are in float64.
         weights = (falling - falling[:, :1]).exp().double()  # the probabilities, but for a factor
-        # The sum over `logits`, because `best` may lack some ties with the k-th token.
+        # The sum over `logits`, which have the ties that `falling` may lack.
         total = (logits - falling[:, :1]).exp().sum(-1, keepdim=True, dtype=torch.float64)
         is_kept = weights.cumsum(-1) - weights < metadata.top_p * total
         threshold = falling.where(is_kept, math.inf).amin(-1, keepdim=True)
         threshold.masked_fill_(metadata.top_p >= 1.0, -math.inf)
         logits.masked_fill_(logits < threshold, -math.inf)
     probs = logits.softmax(-1)
-    if metadata.min_ps.any():
+    if metadata.host_min_p.any():
         probs.masked_fill_(probs < metadata.min_p * probs.amax(-1, keepdim=True), 0.0)
     return probs
+
+
+def sort_falling(logits: Tensor) -> Tensor:
+    """Each row's logits, the largest first."""
+    if logits.device.type == "cpu":  # ten times as fast as torch, which sorts indices as well
+        return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
+    return logits.sort(-1, descending=True).values
 
 
 def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     """Draw one token id for each row, by inverting the cumulative distribution at u:
 
-        torch.searchsorted(probs.cumsum(-1), u * probs.sum(-1, keepdim=True), right=True)
+        token, _ = locate(probs, u)
 
-    A cumulative sum over the whole vocabulary is slow. So the first one runs over the sums of
-    chunks, and the second one over the tokens of the chunk that was drawn.
+    Cumulative sums over the whole vocabulary are slow. So a chunk of the vocabulary is drawn first,
+    then one of its tokens.
 
-        VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    sums of chunks .3 .3 .4, cumulative .3 .6 1.
-        u = .5: the second chunk, at 1 - (.6 - .5) / .3 = 2/3 of it: token 2
-
-    The cumulative sums are in float64, which adds float32 numbers almost exactly, so that no token
-    of probability 0 is drawn.
+        VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    sums of chunks .3 .3 .4
+        u = .5 ends in the second chunk, after (.5 - .3) / .3 = 2/3 of it; 2/3 of .3 .0: token 2
 
     Args:
         probs: [num_rows, vocab_size]; their sum need not be 1.
@@ -261,18 +258,34 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
     """
     padded = F.pad(probs, (0, -probs.shape[-1] % VOCAB_CHUNK))
     chunks = padded.unflatten(1, (-1, VOCAB_CHUNK))  # [num_rows, num_chunks, VOCAB_CHUNK]
-    # In a row of NaN, whose error the caller raises, any token will do.
-    sums = chunks.sum(-1).double().nan_to_num(1.0)
-    chunk_ends = sums.cumsum(-1)
-    target = u * chunk_ends[:, -1:]
-    chunk = torch.searchsorted(chunk_ends, target, right=True)
-    # How much of the chunk lies before the target; below 1, so that its last token is not passed.
-    share_behind = (chunk_ends.gather(1, chunk) - target) / sums.gather(1, chunk)
-    share = (1.0 - share_behind).clamp(0.0, 1.0 - 2.0**-53)
+    chunk, part = locate(chunks.sum(-1), u)
     tokens = chunks.take_along_dim(chunk[:, :, None], dim=1)[:, 0]  # [num_rows, VOCAB_CHUNK]
-    token_ends = tokens.double().nan_to_num(1.0).cumsum(-1)
-    token = torch.searchsorted(token_ends, share * token_ends[:, -1:], right=True)
+    token, _ = locate(tokens, part)
     return (chunk * VOCAB_CHUNK + token)[:, 0]
+
+
+def locate(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Find where the part u of each row's sum ends: in which weight, and after which part of it.
+
+        weights 2 0 4, u = .5: half of the sum, 3, ends in weight 2, after (3 - 2) / 4 of it
+
+    The cumulative sums are in float64, which adds float32 numbers almost exactly, so that no weight
+    of 0 is found. In a row of NaN, whose error the caller raises, any weight will do.
+
+    Args:
+        weights: [num_rows, num_weights].
+        u: [num_rows, 1], in [0, 1).
+
+    Returns:
+        indices and parts, each [num_rows, 1]. The parts are in [0, 1) as well.
+    """
+    weights = weights.double().nan_to_num(1.0)
+    ends = weights.cumsum(-1)
+    target = u * ends[:, -1:]
+    index = torch.searchsorted(ends, target, right=True)
+    start = (ends - weights).gather(1, index)
+    part = (target - start) / weights.gather(1, index)
+    return index, part.clamp(0.0, 1.0 - 2.0**-53)
 
 
 def gather_logprobs(
@@ -305,10 +318,9 @@ def gather_logprobs(
     for row, num in zip(rows, num_logprobs, strict=True):
         token = Sample(token_id=int(row[0]), logprob=row[1])
         if num is not None:
-            best_values = row[3 : 3 + num_best]
-            best_ids = row[3 + num_best :]
             for i in range(min(num, num_best)):
-                token.logprobs[int(best_ids[i])] = Logprob(best_values[i], rank=i + 1)
+                best_id = int(row[3 + num_best + i])
+                token.logprobs[best_id] = Logprob(row[3 + i], rank=i + 1)
             token.logprobs.setdefault(token.token_id, Logprob(token.logprob, rank=int(row[2])))
         samples.append(token)
     return samples

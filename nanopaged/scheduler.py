@@ -146,8 +146,10 @@ class Scheduler:
         moves = self.swapper.swap_out(request) if mode == "swap" else None
         if moves is not None:
             batch.moves.swap_out += moves
+            self.counters.num_preemptions_swap += 1
         else:
             mode = "recompute"
+            self.counters.num_preemptions_recompute += 1
             for seq in request.live:
                 self.block_manager.free(seq)
                 seq.candidates = None  # a beam that is computed again proposes them again
@@ -177,10 +179,10 @@ class Scheduler:
                 return False
             if not self.block_manager.allocate(request.live, num_reserved):
                 return False
+            if request.num_preemptions == 0 and request.first_token_time is None:
+                request.num_cached_tokens = request.live[0].num_computed_tokens
         insort_right(self.running, request, key=BY_RANK)
         batch.admitted.append(request)
-        if request.num_cached_tokens is None:  # the first admission, not one after a preemption
-            request.num_cached_tokens = request.live[0].num_computed_tokens
         return True
 
     def _fits_whole(self, request: Request, budget: int) -> bool:
@@ -205,6 +207,13 @@ class Scheduler:
             seq.num_computed_tokens += seq.num_scheduled_tokens
             if not samples:  # a chunk of a prompt, or of what a preempted request computes again
                 continue
+            if request.first_token_time is None:  # its prompt has just been computed
+                request.first_token_time = now
+                counters.num_prompt_tokens += request.num_prompt_tokens
+                # A prompt to be scored is not looked up.
+                if self.block_manager.enable_prefix_caching and request.prompt_logprobs is None:
+                    counters.prefix_cache_queries += request.num_prompt_tokens
+                    counters.prefix_cache_hits += request.num_cached_tokens
             if request.is_beam_search:
                 seq.candidates = samples
                 if any(beam.candidates is None for beam in request.live):
@@ -217,13 +226,6 @@ class Scheduler:
                 if seq.append(samples[0]):  # it has ended
                     self.block_manager.free(seq)
                     request.live.remove(seq)
-            if request.first_token_time is None:  # its prompt has just been computed
-                request.first_token_time = now
-                counters.num_prompt_tokens += request.num_prompt_tokens
-                was_looked_up = request.prompt_logprobs is None
-                if self.block_manager.enable_prefix_caching and was_looked_up:
-                    counters.prefix_cache_queries += request.num_prompt_tokens
-                    counters.prefix_cache_hits += request.num_cached_tokens or 0
             counters.num_generated_tokens += num_new_tokens
             advanced[request] = None
             if request.finished:
@@ -232,11 +234,6 @@ class Scheduler:
         counters.num_blocks_copied += len(batch.moves.copies)
         counters.num_blocks_swapped_out += len(batch.moves.swap_out)
         counters.num_blocks_swapped_in += len(batch.moves.swap_in)
-        for _, mode in batch.preempted:
-            if mode == "swap":
-                counters.num_preemptions_swap += 1
-            else:
-                counters.num_preemptions_recompute += 1
         return list(advanced)
 
     def start_over(self, requests: Iterable[Request]) -> None:
@@ -256,3 +253,5 @@ class Scheduler:
             request.start_over()
             if not request.finished:
                 self.add(request)
+            elif request.finish_time is None:  # it ended in the step that failed
+                request.finish_time = time.monotonic()

@@ -50,9 +50,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_scheduled_tokens: int = 0  # to compute in this step, from num_computed_tokens on
 
-    # Logical block i → physical block. A table that was used only grows, or is replaced by a new
-    # list, because a step that still runs may hold the old one (in the fork overlap).
-    block_table: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)  # logical block i → physical block
     host_table: list[int] = field(default_factory=list)  # the same, while swapped out
     block_keys: list[bytes] = field(default_factory=list)  # see `BlockManager.keys_of`
 
@@ -190,7 +188,7 @@ class Request:
     arrival_time: float = 0.0  # when it was queued, in `time.monotonic()` seconds as the others
     first_token_time: float | None = None
     finish_time: float | None = None
-    num_cached_tokens: int | None = None  # tokens that the first admission found in the cache
+    num_cached_tokens: int = 0  # tokens that the first admission found in the cache
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
@@ -236,8 +234,6 @@ class Request:
 
     def start_over(self) -> None:
         """Keep the tokens of every sequence and forget their K/V, because a step failed."""
-        if self.first_token_time is None:
-            self.num_cached_tokens = None  # its next admission is the first one again
         for seq in self.sequences:
             seq.start_over()
         self.live = [seq for seq in self.sequences if not seq.finished]
@@ -255,7 +251,7 @@ class Request:
                 arrival_time=self.arrival_time,
                 first_token_time=self.first_token_time,
                 finish_time=self.finish_time,
-                num_cached_tokens=self.num_cached_tokens or 0,
+                num_cached_tokens=self.num_cached_tokens,
                 num_preemptions=self.num_preemptions,
             ),
         )
@@ -315,8 +311,9 @@ class StepResult:
 
 
 class NonFiniteLogits(FloatingPointError):
-    """No token can be sampled for a request, because its logits are not finite, or every token is
-    banned. The engine can go on without it.
+    """No token can be sampled for a request. The engine can go on without it.
+
+    The model's logits are not finite, or all tokens are banned, which makes their logits -inf.
 
     Args:
         request_id: of the request, for `LLMEngine.abort_request`.

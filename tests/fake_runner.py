@@ -80,7 +80,6 @@ class FakeRunner:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
-        self.tables: dict[Sequence, tuple[list[int], list[int]]] = {}  # and a copy, of its last step
         self.fail_next = False
         self.most_tokens = 0  # seen in one step
         self.steps: list[dict[str, int]] = []  # request id → number of tokens that the step computed
@@ -104,10 +103,6 @@ class FakeRunner:
         self.most_tokens = max(self.most_tokens, sum(seq.num_scheduled_tokens for seq in batch.sequences))
         assert all(seq.num_scheduled_tokens == 1 for seq in batch.sequences[: batch.num_decodes])
         assert all(seq.num_scheduled_tokens > 1 for seq in batch.sequences[batch.num_decodes :])
-        for seq in batch.sequences:
-            table, before = self.tables.get(seq, ([], []))
-            assert table is not seq.block_table or table[: len(before)] == before, "a table changed in place"
-        self.tables |= {seq: (seq.block_table, list(seq.block_table)) for seq in batch.sequences}
         self.steps.append({seq.request.request_id: seq.num_scheduled_tokens for seq in batch.sequences})
         if self.fail_next:
             self.fail_next = False

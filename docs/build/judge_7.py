@@ -14,13 +14,13 @@ from tensors import check, shown
 from torch import Tensor
 
 from nanopaged import SamplingParams
-from nanopaged.sampler import Draw, SamplingMetadata, draw_tokens, filtered_probs, sample
+from nanopaged.sampler import Draw, SamplingMetadata, filtered_probs, locate, sample
 from nanopaged.sequence import Sample
 
 # Fields of SamplingParams; u; banned tokens; counts of generated ones; whether it has NaN
 Row = dict[str, Any]
 NO_PARAMS = ("u", "banned", "counts", "nan")
-LAST_U = 1 - 2**-24  # the largest number that `uniform` gives
+LAST_U = 1 - 2**-24  # the largest number that `random_number` gives
 FIVE = [0.1, 0.4, 0.05, 0.3, 0.15]  # the probabilities of tokens 0 to 4
 POWERS = [0.5, 0.25, 0.125, 0.0625, 0.0625]  # their sums are exact
 TIES = [0.4, 0.19, 0.19, 0.19, 0.03]
@@ -122,8 +122,10 @@ def draw_cases() -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize(("rule", "probs", "u"), list(draw_cases()))
-def test_draw_tokens(rule: str, probs: Tensor, u: Tensor) -> None:
-    check(f"{rule} (each row has {shown(probs[0, :8])} …)", draw_tokens, probs, u)
+def test_locate(rule: str, probs: Tensor, u: Tensor) -> None:
+    """Its results are indices and parts."""
+    for view in (lambda found: found[0], lambda found: found[1].float()):
+        check(f"{rule} (each row has {shown(probs[0, :8])} …)", locate, probs, u, view=view)
 
 
 def in_words(samples: list[Sample], rows: list[Row]) -> list[str]:

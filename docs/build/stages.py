@@ -74,7 +74,7 @@ STAGES = {
         ),
         suite=(TEST_SWAP, TEST_SCHEDULER, *RANDOM_RUNS),
     ),
-    7: Stage(((SAMPLER, "filtered_probs"), (SAMPLER, "draw_tokens"), (SAMPLER, "sample"))),
+    7: Stage(((SAMPLER, "filtered_probs"), (SAMPLER, "locate"), (SAMPLER, "sample"))),
     8: Stage(((KERNELS, "decode_kernel"), (KERNELS, "reduce_kernel"))),
     9: Stage(
         (

@@ -28,9 +28,11 @@ WRONG: dict[int, dict[str, Pieces]] = {
             )
         ],
         "the blocks are given back from the beginning": [
-            ("BlockManager.trim", "reversed(seq.block_table[num_kept:])", "seq.block_table[num_kept:]")
+            ("BlockManager.trim", "seq.block_table.pop()", "seq.block_table.pop(num_kept)")
         ],
-        "a loop without an end": [("BlockManager.trim", "self.release(block_id)", "while True: pass")],
+        "a loop without an end": [
+            ("BlockManager.trim", "self.release(seq.block_table.pop())", "while True: pass")
+        ],
     },
     3: {
         "at most two victims in a step": [
@@ -120,14 +122,7 @@ WRONG: dict[int, dict[str, Pieces]] = {
             ("filtered_probs", "logits / metadata.temperature", "logits.div_(metadata.temperature)")
         ],
         "the sums are float32": [
-            (
-                "draw_tokens",
-                "    padded = F.pad(",
-                "    ends = probs.cumsum(-1)\n"
-                "    found = torch.searchsorted(ends, u.float() * ends[:, -1:], right=True)\n"
-                "    return found[:, 0].clamp(max=probs.shape[-1] - 1)\n"
-                "    padded = F.pad(",
-            )
+            ("locate", "weights.double().nan_to_num(1.0)", "weights.nan_to_num(1.0)"),
         ],
     },
     8: {

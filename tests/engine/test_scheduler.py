@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from itertools import count
 
 import pytest
 from conftest import tokens, tokens_of
-from fake_runner import fake_engine, next_token
+from fake_runner import fake_engine, next_token, proposals
+from harness import FailAtLine
 
-from nanopaged import LLMEngine, SamplingParams
+from nanopaged import BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
+from nanopaged.scheduler import Scheduler
 
 make = partial(fake_engine, preemption="recompute")
 
@@ -135,6 +139,21 @@ def test_a_preempted_prompt_finds_its_blocks_again() -> None:
     assert (engine.stats().prefix_cache_hits, engine.stats().prefix_cache_queries) == (0, 16)
 
 
+def test_a_prompt_preempted_in_its_middle_is_no_prefix_hit() -> None:
+    """When it comes back, it finds the blocks that it has filled. They do not count as cached."""
+    engine = make(num_blocks=8, max_num_batched_tokens=4)
+    engine.add_request("early", tokens(1, 4), params(8))
+    engine.step()
+    engine.add_request("late", tokens(2, 24), params(1))
+    late = engine.requests["late"]
+    while late.num_preemptions == 0:
+        engine.step()
+    assert late.first_token_time is None
+    run(engine)
+    assert sum(step.get("late", 0) for step in engine.runner.steps) == 24, "and computes only the rest"
+    assert late.num_cached_tokens == 0
+
+
 def test_twins_arriving_in_the_same_step_share_their_prompt() -> None:
     """Three equal prompts of 10 tokens in one step: the first computes 10, the others 2 each."""
     engine = make()
@@ -156,7 +175,12 @@ def test_a_fully_cached_prompt_computes_its_last_block_again() -> None:
     assert engine.runner.steps[-1] == {"b": 4}
     assert output.metrics.num_cached_tokens == 4
     assert engine.stats().num_used_blocks == 2, "one shared block, and a private one that is computed again"
+    again = engine.requests["b"]
+    engine.runner.fail_next = True
+    with pytest.raises(RuntimeError, match="on fire"):
+        engine.step()
     run(engine)
+    assert again.num_cached_tokens == 4, "at the first admission"
 
 
 def test_a_prompt_with_logprobs_is_neither_looked_up_nor_counted() -> None:
@@ -202,6 +226,43 @@ def test_a_failed_step_loses_nothing() -> None:
     texts = run(engine)
     assert list(texts) == [*"abcd", "old"]
     assert texts == dict.fromkeys("abcd", [said(tokens(1, 10), 3)]) | {"old": [said(tokens(5, 6), 6)]}
+
+
+LIKELY = proposals(tokens(3, 3), k=1)[0].token_id
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        params(1),
+        params(2, n=2, temperature=1),
+        BeamSearchParams(beam_width=2, max_tokens=2, stop_token_ids=[LIKELY], early_stopping=False),
+    ],
+)
+def test_an_update_may_be_interrupted_at_any_line(asked: SamplingParams | BeamSearchParams) -> None:
+    """The output is the same, and has its times.
+
+    Past bugs: a hypothesis was found twice, and a request had ended without a `finish_time`.
+    """
+
+    def output(fault: FailAtLine) -> RequestOutput:
+        engine = make(num_blocks=8)
+        engine.add_request("a", tokens(3, 3), asked)
+        while engine.has_unfinished_requests():
+            with suppress(KeyboardInterrupt), fault:
+                (output,) = engine.step()
+            engine.check_invariants()
+        return output
+
+    undisturbed = output(FailAtLine(0, [], Scheduler, KeyboardInterrupt))
+    for number in count(1):
+        fault = FailAtLine(number, [Scheduler.update], Scheduler, KeyboardInterrupt)
+        found = output(fault)
+        assert found.outputs == undisturbed.outputs, fault.raised
+        assert found.metrics.arrival_time <= found.metrics.first_token_time <= found.metrics.finish_time
+        if fault.raised is None:
+            break
+    assert number > 30
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class SinkBlocks(BlockManager):
         return range(self.num_sink_blocks, max(self.num_sink_blocks, first_seen))
 
     def slide(self, seq: Sequence) -> None:
-        """Give back what no later token sees. The table is a new list: a runner may know the old one."""
+        """Give back what no later token sees."""
         rows, table = self.unseen(seq.num_computed_tokens), seq.block_table
         if rows and table[rows[-1]] != HOLE:
             for row in rows:
