@@ -9,12 +9,15 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "cpp", "torch", "reference")
 NO_TOP_K = 1 << 24  # more than any vocabulary, and exact in float32
 NO_PENALTIES = (1, 0, 0)  # see `SamplingParams.penalties`
+# Stands for the temperature 0. Logits are divided by it, which turns even a difference of 1e-17
+# into 184, so only the most likely tokens keep a probability above 0 in float32.
+ALMOST_ZERO = 2.0**-64
 
 
 def is_int(value: Any) -> bool:
@@ -132,8 +135,10 @@ class EngineConfig(Options):
     num_host_blocks: int | None = None
     memory_utilization: float | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int | Any = None  # `choose_lengths` makes it an int
-    max_model_len: int | Any = None  # and this
+    # A user may leave these two open with None. `choose_lengths` makes them ints, which all code
+    # behind it relies on, so a type checker should not see the None.
+    max_num_batched_tokens: int | Any = None
+    max_model_len: int | Any = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     preemption: str = "auto"
@@ -297,13 +302,9 @@ class SamplingParams(RequestOptions):
 
     @cached_property
     def filters(self) -> tuple[float, ...]:
-        """(temperature, top-k, top-p, min-p); one that is not set has a value that keeps all.
-
-        At the temperature 2^-64, which stands for 0, only the most likely tokens keep a probability
-        above 0.
-        """
+        """(temperature, top-k, top-p, min-p); one that is not set has a value that keeps all."""
         top_k = min(self.top_k, NO_TOP_K) if self.top_k > 0 else NO_TOP_K
-        return max(self.temperature, 2.0**-64), top_k, self.top_p, self.min_p
+        return max(self.temperature, ALMOST_ZERO), top_k, self.top_p, self.min_p
 
     @cached_property
     def penalties(self) -> tuple[float, ...]:
@@ -338,12 +339,12 @@ class BeamSearchParams(RequestOptions):
     length_penalty: float = 1.0
     early_stopping: bool | str = False
 
-    # The engine reads these fields of SamplingParams from any params. A beam search has no such
-    # options.
-    seed = None
-    stop = ()
-    logprobs = None
-    prompt_logprobs = None
+    # The engine reads these fields of SamplingParams from any params. In a beam search they are no
+    # options, and always have these values.
+    seed: ClassVar = None
+    stop: ClassVar = ()
+    logprobs: ClassVar = None
+    prompt_logprobs: ClassVar = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
