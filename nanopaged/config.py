@@ -37,11 +37,11 @@ def check_int(name: str, value: Any, minimum: int) -> int:
 class Options:
     """The checks that the classes of options share. Each raises an error that names the option."""
 
-    def check_ints(self, *names: str, minimum: int, optional: bool = False) -> None:
-        """Raise unless the options are ints of at least `minimum`, or None if they are optional."""
+    def check_ints(self, *names: str, minimum: int) -> None:
+        """Raise unless the options are ints of at least `minimum`, or None as by default."""
         for name in names:
             value = getattr(self, name)
-            if value is not None or not optional:
+            if value is not None or getattr(type(self), name, 0) is not None:
                 self.keep(name, check_int(name, value, minimum))
 
     def check_numbers(self, *names: str, low: float, high: float) -> None:
@@ -159,12 +159,16 @@ class EngineConfig(Options):
         self.check_choice("preemption", ("auto", "swap", "recompute"))
         self.check_choice("attention_backend", ATTENTION_BACKENDS)
         self.check_choice("load_format", ("auto", "dummy"))
-        self.check_ints("block_size", "max_num_seqs", "tensor_parallel_size", minimum=1)
         self.check_ints(
-            "num_blocks", "max_num_batched_tokens", "max_model_len", minimum=1, optional=True
+            "block_size",
+            "num_blocks",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "tensor_parallel_size",
+            minimum=1,
         )
-        self.check_ints("num_host_blocks", minimum=0, optional=True)
-        self.check_ints("seed", minimum=0)
+        self.check_ints("num_host_blocks", "seed", minimum=0)
         self.check_numbers("watermark", low=0.0, high=0.9)
         if self.memory_utilization is not None:
             self.check_numbers("memory_utilization", low=0.01, high=1.0)
@@ -228,12 +232,13 @@ class RequestOptions(Options):
     stop_token_ids: SequenceOf[int] = ()
 
     def __post_init__(self) -> None:
-        self.check_ints("max_tokens", minimum=1, optional=True)
         self.check_ints("min_tokens", minimum=0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens is {self.min_tokens}, but max_tokens is only {self.max_tokens}"
-            )
+        if self.max_tokens is not None:
+            self.check_ints("max_tokens", minimum=1)
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(
+                    f"min_tokens is {self.min_tokens}, but max_tokens is only {self.max_tokens}"
+                )
         self.check_types("ignore_eos", types=bool, description="True or False")
         token_ids = self.check_list("stop_token_ids")
         token_ids = [check_int("stop_token_ids", token_id, minimum=0) for token_id in token_ids]
@@ -285,7 +290,7 @@ class SamplingParams(RequestOptions):
         super().__post_init__()
         self.check_ints("n", minimum=1)
         self.check_ints("top_k", minimum=-1)
-        self.check_ints("seed", "logprobs", "prompt_logprobs", minimum=0, optional=True)
+        self.check_ints("seed", "logprobs", "prompt_logprobs", minimum=0)
         self.check_numbers("temperature", low=0.0, high=1e6)
         self.check_numbers("top_p", "min_p", low=0.0, high=1.0)
         self.check_numbers("repetition_penalty", low=0.01, high=100.0)

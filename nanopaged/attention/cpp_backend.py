@@ -82,8 +82,8 @@ class CppAttention(TorchAttention):
         return cpp.paged_decode(q, k_cache, v_cache, self.runs, self.scale)
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `TorchAttention.prefill`, which is faster where PyTorch multiplies with AMX."""
-        if not cpp.has_linear(q.dtype):
+        """As `TorchAttention.prefill`."""
+        if not cpp.has_linear(q.dtype):  # PyTorch multiplies with AMX, so its prefill is faster
             return super().prefill(layer, q, k, v)
         k_cache, v_cache = self.layers[layer]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

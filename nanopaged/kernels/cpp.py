@@ -228,7 +228,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def has_linear(dtype: torch.dtype) -> bool:
-    """Whether the kernel of `PackedLinear` is compiled for this dtype and processor."""
+    """Whether `PackedLinear` has a kernel for this dtype and processor.
+
+    It has none for bfloat16 where the processor has AMX, with which PyTorch multiplies faster.
+    """
     return bool(load().linear(None, None, None, None, 0, 0, 0, DTYPES[dtype]))
 
 
