@@ -7,6 +7,7 @@ from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -121,33 +122,46 @@ class ModelRunner:
         inputs, tiles = prepare(batch, self.block_size)
         logits = None
         with nullcontext() if self.ranks is None else self.ranks.step(inputs):
-            hidden = self.forward(inputs)
-            if inputs.sample_rows:
-                logits = self.model.logits(take_rows(hidden, inputs.sample_rows))
-            prompt_logprobs = self.score_prompts(tiles, hidden)
+            sampled, *scored = self.forward(inputs)
+            if len(sampled) > 0:
+                logits = self.model.logits(sampled)
+            prompt_logprobs = self.score_prompts(tiles, scored)
         samples = [[] for _ in batch.sequences]
         if logits is not None:
             samples = self.sample(batch, logits)
         return StepResult(samples, prompt_logprobs)
 
-    def forward(self, inputs: StepInputs) -> Tensor:
-        """Move blocks and run the model → hidden states [num_tokens, hidden_size]."""
+    def forward(self, inputs: StepInputs) -> tuple[Tensor, ...]:
+        """Move blocks and run the model.
+
+        Returns:
+            For each group of `inputs.logit_rows`, its hidden states [group size, hidden_size].
+        """
         self.kv_cache.move_blocks(inputs.moves)
         metadata = inputs.metadata
+        rows = list(chain.from_iterable(inputs.logit_rows))
         if self.graphs is not None and metadata.num_decodes == len(metadata.query_lens):
-            return self.graphs.run(inputs.input_ids, inputs.positions, metadata)
-        self.attention.begin_step(metadata)
-        ids_and_positions = np.stack((inputs.input_ids, inputs.positions))
-        input_ids, positions = to_device(ids_and_positions, self.device)  # one copy for both
-        return self.model(input_ids, positions, self.attention)
+            hidden = self.graphs.run(inputs.input_ids, inputs.positions, metadata)
+            hidden = take_rows(hidden, rows)
+        else:
+            self.attention.begin_step(metadata)
+            ids_and_positions = np.stack((inputs.input_ids, inputs.positions))
+            input_ids, positions = to_device(ids_and_positions, self.device)  # one copy for both
+            rows = to_device(np.array(rows, dtype=np.int64), self.device)
+            hidden = self.model(input_ids, positions, self.attention, rows=rows)
+        return hidden.split([len(group) for group in inputs.logit_rows])
 
     def score_prompts(
-        self, tiles: list[PromptTile], hidden: Tensor
+        self, tiles: list[PromptTile], hidden: list[Tensor]
     ) -> dict[Request, list[Logprobs]]:
-        """For each request of the tiles, the log-probabilities of the tokens scored."""
+        """For each request of the tiles, the log-probabilities of the tokens scored.
+
+        Args:
+            hidden: for each tile, its hidden states.
+        """
         scores = defaultdict(list)
-        for tile in tiles:
-            logits = self.model.logits(take_rows(hidden, tile.rows))
+        for tile, tile_hidden in zip(tiles, hidden, strict=True):
+            logits = self.model.logits(tile_hidden)
             token_ids = to_device(np.array(tile.token_ids), logits.device)
             num_logprobs = [tile.request.params.prompt_logprobs] * len(tile.rows)
             tokens = gather_logprobs(logits, token_ids, num_logprobs)
@@ -163,10 +177,9 @@ class ModelRunner:
             if inputs is None:  # rank 0 measures, which needs all ranks
                 self.cheaper_preemption()
                 continue
-            hidden = self.forward(inputs)
-            for rows in (inputs.sample_rows, *inputs.score_rows):
-                if rows:
-                    self.model.logits(take_rows(hidden, rows))
+            for hidden in self.forward(inputs):
+                if len(hidden) > 0:
+                    self.model.logits(hidden)
 
     @torch.inference_mode()
     def cheaper_preemption(self) -> str:
@@ -235,8 +248,7 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
         input_ids=np.array(input_ids),
         positions=np.array(positions),
         metadata=metadata,
-        sample_rows=sample_rows,
-        score_rows=[tile.rows for tile in tiles],
+        logit_rows=[sample_rows, *(tile.rows for tile in tiles)],
     )
     return inputs, tiles
 

@@ -42,16 +42,15 @@ class StepInputs:
     Fields:
         input_ids, positions: int64 [num_tokens].
         moves: the blocks that `KVCache.move_blocks` moves before the model runs.
-        sample_rows: the tokens of the flat batch whose logits are sampled from.
-        score_rows: for each tile of a prompt, the tokens whose logits score the prompt.
+        logit_rows: the tokens of the flat batch whose logits are needed. The first group is sampled
+            from, each further one is a tile of a prompt that is scored.
     """
 
     input_ids: np.ndarray
     positions: np.ndarray
     metadata: AttentionMetadata
     moves: Moves
-    sample_rows: list[int]
-    score_rows: list[list[int]]
+    logit_rows: list[list[int]]
 
 
 def slots_of(block_table: list[int], positions: np.ndarray, block_size: int) -> np.ndarray:

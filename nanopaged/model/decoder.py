@@ -230,11 +230,23 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, ranks, operations)
 
     def forward(
-        self, x: Tensor, added: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn
+        self,
+        x: Tensor,
+        added: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attention: AttentionFn,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The layer of x + added → two tensors whose sum is its output."""
+        """The layer of x + added → two tensors whose sum is its output.
+
+        rows: the tokens whose output is needed; None stands for all.
+        """
         x, normed = self.add_norm(x, added, self.eps, self.input_layernorm.weight)
         added = self.self_attn(normed, cos, sin, attention)
+        if rows is not None:
+            x = x[rows]
+            added = added[rows]
         x, normed = self.add_norm(x, added, self.eps, self.post_attention_layernorm.weight)
         return x, self.mlp(normed)
 
@@ -270,8 +282,18 @@ class Model(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, device="meta")
         self.lm_head = Linear(config.hidden_size, share.vocab_size, bias=False)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
-        """input_ids, positions [num_tokens] → hidden states [num_tokens, hidden_size]."""
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionFn,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """input_ids, positions [num_tokens] → hidden states [num_tokens, hidden_size].
+
+        With `rows` [n], only the hidden states of these tokens [n, hidden_size]. The last layer
+        stores the K/V of every token, but computes its MLP, most of its work, only for them.
+        """
         if self.ranks is None:
             x = self.embed_tokens(input_ids)
         else:
@@ -279,8 +301,10 @@ class Model(nn.Module):
         cos = self.cos[positions]
         sin = self.sin[positions]
         added = torch.zeros_like(x)
-        for layer in self.layers:
+        *layers, last_layer = self.layers
+        for layer in layers:
             x, added = layer(x, added, cos, sin, attention)
+        x, added = last_layer(x, added, cos, sin, attention, rows)
         return self.add_norm(x, added, self.norm.eps, self.norm.weight)[1]
 
     def _embed_share(self, input_ids: Tensor, ranks: Ranks) -> Tensor:

@@ -17,7 +17,6 @@ import torch
 import nanopaged
 from nanopaged.config import EngineConfig
 from nanopaged.engine import LLMEngine
-from nanopaged.kv_cache import take_rows
 from nanopaged.model_runner import ModelRunner, prepare
 from nanopaged.sampler import LOGITS_TILE, sample_next_tokens
 from nanopaged.scheduler import Scheduler
@@ -158,13 +157,13 @@ class SpeculatingRunner(ModelRunner):
         num_decodes = batch.num_decodes - len(drafts)
         inputs, tiles = prepare(ScheduledBatch(longest, num_decodes, batch.moves), self.block_size)
         sampling = [its for seq, its in texts.items() if seq.needs_sample]
-        ends = zip(inputs.sample_rows, sampling, strict=True)  # with two drafts, row 7 is: rows 5 6 7
-        rows = [end - i for end, its in ends for i in reversed(range(len(its)))]
-        hidden = self.forward(inputs)
-        every, logits = list(chain(*texts.values())), self.model.logits(take_rows(hidden, rows))
+        ends = zip(inputs.logit_rows[0], sampling, strict=True)  # with two drafts, row 7 is: rows 5 6 7
+        inputs.logit_rows[0] = [end - i for end, its in ends for i in reversed(range(len(its)))]
+        sampled, *scored = self.forward(inputs)
+        every, logits = list(chain(*texts.values())), self.model.logits(sampled)
         draws = iter(sample_next_tokens(ScheduledBatch(every), logits))
         samples = {seq: list(chain(*islice(draws, len(its)))) for seq, its in texts.items()}
-        return StepResult([samples[seq] for seq in batch.sequences], self.score_prompts(tiles, hidden))
+        return StepResult([samples[seq] for seq in batch.sequences], self.score_prompts(tiles, scored))
 
 
 class SpeculatingEngine(LLMEngine):
