@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "flash", "triton", "cpp", "torch", "reference")
 NO_TOP_K = 1 << 24  # more than any vocabulary, and exact in float32
 NO_PENALTIES = (1, 0, 0)  # see `SamplingParams.penalties`
 # Stands for the temperature 0. Logits are divided by it, which turns even a difference of 1e-17
@@ -157,7 +156,9 @@ class EngineConfig(Options):
         self.keep("device", str(self.device))
         self.check_choice("dtype", DTYPES)
         self.check_choice("preemption", ("auto", "swap", "recompute"))
-        self.check_choice("attention_backend", ATTENTION_BACKENDS)
+        self.check_choice(
+            "attention_backend", ("auto", "flash", "triton", "cpp", "torch", "reference")
+        )
         self.check_choice("load_format", ("auto", "dummy"))
         self.check_ints(
             "block_size",
@@ -181,7 +182,7 @@ class EngineConfig(Options):
         )
         if self.trace is not None:
             self.check_types("trace", types=str | Path, description="a file name like 'run.html'")
-            path = Path(self.trace).absolute()
+            path = Path(self.trace)
             if path.is_dir() or not path.parent.is_dir():
                 raise FileNotFoundError(
                     f"trace is {str(self.trace)!r}, but must be a file in a folder that exists"
