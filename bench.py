@@ -36,7 +36,7 @@ from nanopaged.terminal import load_fork, one_line, run_program
 
 Requests = list[tuple[list[int], int]]  # token ids of a prompt, number of tokens to generate
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SIZES = {  # field of a config → shape → its size
+SIZES = {  # a row for each field of a Qwen3 config, a column for each shape
     "num_hidden_layers": {"test": 2, "28m": 6, "100m": 12, "qwen3-0.6b": 28},
     "hidden_size": {"test": 64, "28m": 384, "100m": 768, "qwen3-0.6b": 1024},
     "intermediate_size": {"test": 96, "28m": 1024, "100m": 2048, "qwen3-0.6b": 3072},
@@ -95,7 +95,7 @@ def save_random_weights(folder: str, args: Namespace) -> None:
 
 def make_config(shape: str) -> PreTrainedConfig:
     """The config of a Qwen3 model."""
-    sizes = {field: by_shape[shape] for field, by_shape in SIZES.items()}
+    sizes = {field: row[shape] for field, row in SIZES.items()}
     return AutoConfig.for_model("qwen3", **sizes, max_position_embeddings=4096, tie_word_embeddings=True)
 
 
@@ -137,6 +137,7 @@ def make_sides(model: str, requests: Requests, args: Namespace) -> dict[str, Cal
     elif args.baseline:
         if not Path(args.baseline, "nanopaged").is_dir():
             raise ValueError(f"{args.baseline} is neither hf nor a checkout of nanopaged")
+        # Both sides are processes then, so that each can import a package of its own.
         sides["nanopaged"] = partial(run_checkout, model, requests, Path(__file__).parent, fork=args.fork)
         sides[f"nanopaged in {args.baseline}"] = partial(run_checkout, model, requests, args.baseline)
     return sides
@@ -162,6 +163,7 @@ def measure(llm: LLM, requests: Requests) -> float:
 
 def run_checkout(model: str, requests: Requests, folder: str | Path, fork: str | None = None) -> float:
     """Run this program in a new process that imports the package `nanopaged` of the folder."""
+    # Imports are looked up first in sys.path[0], which is otherwise the folder of the program.
     code = f"import runpy, sys; sys.path[0] = {str(folder)!r}; "
     code += f"runpy.run_path({__file__!r}, run_name='__main__')"
     options = ["--model", model, "--repeat=1", "--baseline=", f"--fork={fork or ''}"]

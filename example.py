@@ -31,30 +31,35 @@ def main() -> None:
     parser.add_argument("--fork", metavar="FILE", help="a fork, whose engine runs")
     args = parser.parse_args()
     prompts = args.prompt or [f"{OPENING}\n\n{speaker}:\n" for speaker in SPEAKERS]
-    prompts = list(dict.fromkeys(prompts))  # each is its own id, so none may come twice
+    # Each request has an id of its own, by which the engine returns its output.
+    prompt_of = {f"prompt {number}": prompt for number, prompt in enumerate(prompts, start=1)}
     try:
         make_llm = load_fork(args.fork) if args.fork else LLM
         engine = make_llm(args.model, trace=args.trace).engine
         # An empty line ends a speech.
         params = SamplingParams(temperature=0.7, max_tokens=args.max_tokens, stop="\n\n")
-        for prompt in prompts:
-            engine.add_request(prompt, prompt, params)  # the first argument is its id
+        for request_id, prompt in prompt_of.items():
+            engine.add_request(request_id, prompt, params)
     except (ValueError, OSError) as error:
         parser.error(one_line(error))
 
     outputs, busiest = run(engine)
     print("" if args.prompt else OPENING)
-    for prompt, output in outputs.items():
-        print(f"\n{prompt.removeprefix(OPENING).strip()}\n  {output.outputs[0].text.strip()}")
+    for request_id, output in outputs.items():
+        print(f"\n{prompt_of[request_id].removeprefix(OPENING).strip()}")
+        print(f"  {output.outputs[0].text.strip()}")
+
     stats = engine.stats()
-    print(f"""\nWhat paging did
-  steps           {stats.num_steps}, with up to {len(outputs)} requests in each
-  tokens          {stats.num_prompt_tokens} of prompts, {stats.num_generated_tokens} generated
-  prefix cache    {stats.prefix_cache_hits} of {stats.prefix_cache_queries} prompt tokens reused
-  busiest step    {busiest.num_used_blocks} blocks of {engine.config.block_size} slots, \
-{busiest.slot_utilization:.1%} of them filled
-  without paging  {engine.max_model_len} slots for each request
-  afterwards      {stats.num_used_blocks} blocks in use, {stats.num_cached_blocks} in the prefix cache""")
+    cached = stats.num_cached_blocks
+    size = engine.config.block_size
+    filled = busiest.slot_utilization
+    print("\nWhat paging did")
+    print(f"  steps           {stats.num_steps}, with up to {len(outputs)} requests in each")
+    print(f"  tokens          {stats.num_prompt_tokens} of prompts, {stats.num_generated_tokens} generated")
+    print(f"  prefix cache    {stats.prefix_cache_hits} of {stats.prefix_cache_queries} prompt tokens reused")
+    print(f"  busiest step    {busiest.num_used_blocks} blocks of {size} slots, {filled:.1%} of them filled")
+    print(f"  without paging  {engine.max_model_len} slots for each request")
+    print(f"  afterwards      {stats.num_used_blocks} blocks in use, {cached} in the prefix cache")
 
     samples = SamplingParams(n=4, temperature=0.8, max_tokens=40)
     beams = BeamSearchParams(beam_width=4, max_tokens=40)

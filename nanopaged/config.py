@@ -9,12 +9,14 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "flash", "triton", "cpp", "torch", "reference")
 NO_TOP_K = 1 << 24  # more than any vocabulary, and exact in float32
 NO_PENALTIES = (1, 0, 0)  # see `SamplingParams.penalties`
+# Stands for the temperature 0. Logits are divided by it, which turns even a difference of 1e-17
+# into 184, so only the most likely tokens keep a probability above 0 in float32.
+ALMOST_ZERO = 2.0**-64
 
 
 def is_int(value: Any) -> bool:
@@ -34,11 +36,11 @@ def check_int(name: str, value: Any, minimum: int) -> int:
 class Options:
     """The checks that the classes of options share. Each raises an error that names the option."""
 
-    def check_ints(self, *names: str, minimum: int, optional: bool = False) -> None:
-        """Raise unless the options are ints of at least `minimum`, or None if they are optional."""
+    def check_ints(self, *names: str, minimum: int) -> None:
+        """Raise unless the options are ints of at least `minimum`, or None as by default."""
         for name in names:
             value = getattr(self, name)
-            if value is not None or not optional:
+            if value is not None or getattr(type(self), name, 0) is not None:
                 self.keep(name, check_int(name, value, minimum))
 
     def check_numbers(self, *names: str, low: float, high: float) -> None:
@@ -132,8 +134,10 @@ class EngineConfig(Options):
     num_host_blocks: int | None = None
     memory_utilization: float | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int | Any = None  # `choose_lengths` makes it an int
-    max_model_len: int | Any = None  # and this
+    # A user may leave these two open with None. `choose_lengths` makes them ints, which all code
+    # behind it relies on, so a type checker should not see the None.
+    max_num_batched_tokens: int | Any = None
+    max_model_len: int | Any = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     preemption: str = "auto"
@@ -152,14 +156,20 @@ class EngineConfig(Options):
         self.keep("device", str(self.device))
         self.check_choice("dtype", DTYPES)
         self.check_choice("preemption", ("auto", "swap", "recompute"))
-        self.check_choice("attention_backend", ATTENTION_BACKENDS)
-        self.check_choice("load_format", ("auto", "dummy"))
-        self.check_ints("block_size", "max_num_seqs", "tensor_parallel_size", minimum=1)
-        self.check_ints(
-            "num_blocks", "max_num_batched_tokens", "max_model_len", minimum=1, optional=True
+        self.check_choice(
+            "attention_backend", ("auto", "flash", "triton", "cpp", "torch", "reference")
         )
-        self.check_ints("num_host_blocks", minimum=0, optional=True)
-        self.check_ints("seed", minimum=0)
+        self.check_choice("load_format", ("auto", "dummy"))
+        self.check_ints(
+            "block_size",
+            "num_blocks",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "tensor_parallel_size",
+            minimum=1,
+        )
+        self.check_ints("num_host_blocks", "seed", minimum=0)
         self.check_numbers("watermark", low=0.0, high=0.9)
         if self.memory_utilization is not None:
             self.check_numbers("memory_utilization", low=0.01, high=1.0)
@@ -172,7 +182,7 @@ class EngineConfig(Options):
         )
         if self.trace is not None:
             self.check_types("trace", types=str | Path, description="a file name like 'run.html'")
-            path = Path(self.trace).absolute()
+            path = Path(self.trace)
             if path.is_dir() or not path.parent.is_dir():
                 raise FileNotFoundError(
                     f"trace is {str(self.trace)!r}, but must be a file in a folder that exists"
@@ -223,12 +233,13 @@ class RequestOptions(Options):
     stop_token_ids: SequenceOf[int] = ()
 
     def __post_init__(self) -> None:
-        self.check_ints("max_tokens", minimum=1, optional=True)
         self.check_ints("min_tokens", minimum=0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens is {self.min_tokens}, but max_tokens is only {self.max_tokens}"
-            )
+        if self.max_tokens is not None:
+            self.check_ints("max_tokens", minimum=1)
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(
+                    f"min_tokens is {self.min_tokens}, but max_tokens is only {self.max_tokens}"
+                )
         self.check_types("ignore_eos", types=bool, description="True or False")
         token_ids = self.check_list("stop_token_ids")
         token_ids = [check_int("stop_token_ids", token_id, minimum=0) for token_id in token_ids]
@@ -280,7 +291,7 @@ class SamplingParams(RequestOptions):
         super().__post_init__()
         self.check_ints("n", minimum=1)
         self.check_ints("top_k", minimum=-1)
-        self.check_ints("seed", "logprobs", "prompt_logprobs", minimum=0, optional=True)
+        self.check_ints("seed", "logprobs", "prompt_logprobs", minimum=0)
         self.check_numbers("temperature", low=0.0, high=1e6)
         self.check_numbers("top_p", "min_p", low=0.0, high=1.0)
         self.check_numbers("repetition_penalty", low=0.01, high=100.0)
@@ -297,13 +308,9 @@ class SamplingParams(RequestOptions):
 
     @cached_property
     def filters(self) -> tuple[float, ...]:
-        """(temperature, top-k, top-p, min-p); one that is not set has a value that keeps all.
-
-        At the temperature 2^-64, which stands for 0, only the most likely tokens keep a probability
-        above 0.
-        """
+        """(temperature, top-k, top-p, min-p); one that is not set has a value that keeps all."""
         top_k = min(self.top_k, NO_TOP_K) if self.top_k > 0 else NO_TOP_K
-        return max(self.temperature, 2.0**-64), top_k, self.top_p, self.min_p
+        return max(self.temperature, ALMOST_ZERO), top_k, self.top_p, self.min_p
 
     @cached_property
     def penalties(self) -> tuple[float, ...]:
@@ -338,12 +345,12 @@ class BeamSearchParams(RequestOptions):
     length_penalty: float = 1.0
     early_stopping: bool | str = False
 
-    # The engine reads these fields of SamplingParams from any params. A beam search has no such
-    # options.
-    seed = None
-    stop = ()
-    logprobs = None
-    prompt_logprobs = None
+    # The engine reads these fields of SamplingParams from any params. In a beam search they are no
+    # options, and always have these values.
+    seed: ClassVar = None
+    stop: ClassVar = ()
+    logprobs: ClassVar = None
+    prompt_logprobs: ClassVar = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,7 +18,7 @@ from nanopaged.outputs import EngineStats, RequestOutput
 from nanopaged.parallel import start
 from nanopaged.prompts import Prompt, PromptProcessor
 from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import Request, StepResult
+from nanopaged.sequence import Request
 from nanopaged.snapshot import (
     Snapshot,
     check_blocks,
@@ -63,7 +63,6 @@ class LLMEngine:
             raise TypeError(f"config must be an EngineConfig, got {config!r}")
         folder = find_model(config.model, with_weights=config.load_format == "auto")
         model_config = read_model_config(folder)
-        model_config.share(config.tensor_parallel_size)  # raises ValueError if that is impossible
         config = choose_lengths(config, model_config.max_position_embeddings)
         self.config = config
         self.model_name = str(config.model or folder.name)
@@ -104,8 +103,10 @@ class LLMEngine:
             eos_token_ids=read_eos_token_ids(folder, self.tokenizer),
         )
         self.requests: dict[str, Request] = {}
-        self.is_changing = False  # within `_or_start_over`
-        self.to_forget: list[Request] = []  # when the present change is complete
+        # The garbage collector may close a stream of `LLM` at any moment. In the middle of
+        # `_or_start_over`, `forget` leaves the stream's request to the end of it.
+        self.is_changing = False
+        self.to_forget: list[Request] = []
         self.num_steps = 0
         self.listeners: list[Any] = []
         if config.trace is not None:
@@ -139,14 +140,13 @@ class LLMEngine:
 
     def run_step(self) -> list[Request]:
         """Compute one batch. Returns the requests that got a token. `LLM` needs no outputs yet."""
-        if not self.requests:
+        if not (self.scheduler.running or self.scheduler.waiting):
             return []
         with self._or_start_over():
             batch = self.scheduler.schedule()
             for listener in self.listeners:
                 listener.batch_scheduled(batch)
-            # The batch is empty if all requests have ended, and `step` has not returned them yet.
-            result = self.runner.execute(batch) if batch.sequences else StepResult([])
+            result = self.runner.execute(batch)
             advanced = self.scheduler.update(batch, result)
             for listener in self.listeners:
                 listener.step_ended(batch)
@@ -155,11 +155,7 @@ class LLMEngine:
 
     @contextmanager
     def _or_start_over(self) -> Iterator[None]:
-        """Around each change of the requests. If it fails, all requests wait again.
-
-        The garbage collector may close a stream of `LLM` in the middle of a change. The request of
-        that stream is forgotten when the change is complete.
-        """
+        """Around each change of the requests. If it fails, all requests wait again."""
         try:
             self.is_changing = True
             yield
@@ -209,7 +205,10 @@ class LLMEngine:
         return request.output()
 
     def forget(self, request: Request) -> None:
-        """Remove a request if it is still here, and free its blocks if it is unfinished."""
+        """Remove a request if it is still here, and free its blocks if it is unfinished.
+
+        In the middle of `_or_start_over` this is done at the end of it.
+        """
         if self.is_changing:
             self.to_forget.append(request)
         elif self.requests.get(request.request_id) is request:

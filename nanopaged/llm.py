@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -42,7 +42,9 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **config: Any) -> None:
         self.engine = self.engine_class(self.engine_class.make_config(model=model, **config))
         self._count = count()
-        self._threads: list[int] = []  # of the unfinished calls: one `generate`, or several streams
+        # One entry for each unfinished call: one `generate`, or several streams of one thread.
+        self._threads: list[int] = []
+        self._entry = Lock()  # while a thread looks whether it may enter, and enters
 
     def __repr__(self) -> str:
         runner = self.engine.runner
@@ -71,10 +73,11 @@ class LLM:
                 then.
             RuntimeError: a call of another thread is unfinished.
         """
-        # With None there is no bar if the error stream is not a terminal.
-        disable = (os.environ.get("TQDM_DISABLE") or None) if use_tqdm else True
+        disable = None  # no bar if the error stream is not a terminal
+        if not use_tqdm or os.environ.get("TQDM_DISABLE"):
+            disable = True
         requests = self._make_requests(pair_up(prompts, sampling_params))
-        with self._call(requests):
+        with self._being_served(requests):
             for request in tqdm(requests, desc="Generating", unit="prompt", disable=disable):
                 while not request.finished:  # a step serves all requests, also those of streams
                     self._step(requests)
@@ -90,7 +93,7 @@ class LLM:
 
         Raises: as `generate`.
         """
-        for item in params if isinstance(params, list | tuple) else [params]:
+        for _, item in pair_up(prompts, params):
             if not isinstance(item, BeamSearchParams):
                 raise TypeError(f"params must be BeamSearchParams, got {type(item).__name__}")
         return self.generate(prompts, params, use_tqdm)
@@ -109,7 +112,7 @@ class LLM:
 
     def _stream(self, requests: list[Request]) -> Generator[RequestOutput]:
         (request,) = requests
-        with self._call(requests):
+        with self._being_served(requests):
             while not request.finished:  # a step of another stream may have finished it
                 advanced = self._step(requests)
                 if request in advanced and not request.finished:
@@ -184,20 +187,20 @@ class LLM:
 
     def _check_thread(self) -> None:
         """Raise RuntimeError while a call of another thread is unfinished."""
-        first = next(iter(self._threads), get_ident())  # itself, if no call is unfinished
-        if first != get_ident():
+        if any(thread != get_ident() for thread in self._threads):
             raise RuntimeError(
                 "another thread is using this LLM, which serves one thread at a time: "
                 "put a lock around your calls, or send the prompts to one thread"
             )
 
     @contextmanager
-    def _call(self, requests: list[Request]) -> Iterator[None]:
+    def _being_served(self, requests: list[Request]) -> Iterator[None]:
         """Around a call: queue its requests, and take them out of the engine at the end."""
         thread = get_ident()
-        self._threads.append(thread)
+        with self._entry:
+            self._check_thread()
+            self._threads.append(thread)
         try:
-            self._check_thread()  # after the append, so that two threads cannot miss each other
             for request in requests:
                 self.engine.queue(request)
             yield

@@ -183,12 +183,11 @@ def prompt_as_dict(prompt: Any) -> Mapping[str, Any]:
     if not isinstance(prompt, Mapping):
         return {"prompt_token_ids": prompt}
     if "input_ids" in prompt:
-        prompts = encoded_prompts(prompt)
-        if len(prompts) > 1:
+        prompt, *others = encoded_prompts(prompt)
+        if others:
             raise ValueError(
-                f"these are the tokens of {len(prompts)} texts: give them to LLM.generate"
+                f"these are the tokens of {1 + len(others)} texts: give them to LLM.generate"
             )
-        prompt = prompts[0]
     salt = prompt.get("cache_salt")
     unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
     if unknown or not isinstance(prompt.get("prompt"), str | None):

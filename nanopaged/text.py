@@ -198,18 +198,19 @@ def render_chat(
     defaults = {"add_generation_prompt": not options.get("continue_final_message")}
     render = partial(tokenizer.apply_chat_template, **defaults | options | {"tokenize": False})
     try:
-        text = str(render(messages if _takes(render, messages) else texts))
+        text = str(render(messages if _renders_parts(render, messages) else texts))
     except Exception as error:  # a template is a program, so it may raise anything
         raise ValueError(f"the chat template fails: {type(error).__name__}: {error}") from error
     _check_options(tokenizer, options)
     return text
 
 
-def _takes(render: Callable[[Any], Any], messages: SequenceOf[Message]) -> bool:
-    """Whether the template writes messages with parts or without a content.
+def _renders_parts(render: Callable[[Any], Any], messages: SequenceOf[Message]) -> bool:
+    """Whether the template can take these messages as they are, with parts or without a content.
 
-    Instead of looping over the parts, a template may fail, drop them, or print the list. So their
-    texts are marks in a trial run, and all marks must come out.
+    Instead of looping over the parts, a template may fail, drop them, or print the list. So in a
+    trial run the text of each part is a mark, and all marks must come out. If no message has parts,
+    it is enough that the template does not fail.
     """
     num_parts = 0
     marked = []

@@ -93,5 +93,6 @@ def why_unavailable(
         from nanopaged.kernels import paged_attention
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
-    reason = flash_backend.why_no_flash(device, shape) if name == "flash" else None
-    return paged_attention.why_no_triton(device) or reason
+    if name == "flash":
+        return flash_backend.why_no_flash(device, shape)
+    return paged_attention.why_no_triton(device)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from os.path import commonprefix  # of lists of any kind
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nanopaged.attention.metadata import AttentionMetadata
@@ -82,11 +81,11 @@ class CppAttention(TorchAttention):
         return cpp.paged_decode(q, k_cache, v_cache, self.runs, self.scale)
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `TorchAttention.prefill`, which is faster where PyTorch multiplies with AMX."""
-        if not cpp.has_linear(q.dtype):
+        """As `TorchAttention.prefill`."""
+        if not cpp.has_linear(q.dtype):  # PyTorch multiplies with AMX, so its prefill is faster
             return super().prefill(layer, q, k, v)
         k_cache, v_cache = self.layers[layer]
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(q.shape)
         for tokens, table, context_len in self.prefills:
             cpp.paged_prefill(
                 q[tokens], k_cache, v_cache, table, context_len, scale=self.scale, out=out[tokens]

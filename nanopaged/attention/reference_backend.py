@@ -54,7 +54,7 @@ def reference_paged_attention(
         num_keys = min(block_size, context_len - start)  # the last block may be partial
         keys = k_cache[block_id, :, :num_keys].float()  # [num_kv_heads, num_keys, head_dim]
         values = v_cache[block_id, :, :num_keys].float()
-        scores = scale * queries @ keys.transpose(1, 2)  # [num_kv_heads, group, num_keys]
+        scores = scale * queries @ keys.mT  # [num_kv_heads, group, num_keys]
         if score_mod is not None:
             positions = torch.arange(context_len, device=q.device)
             keys_of_block = positions[start : start + num_keys]

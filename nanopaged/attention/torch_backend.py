@@ -14,7 +14,7 @@ from nanopaged.attention.metadata import AttentionMetadata, gather_groups
 from nanopaged.attention.reference_backend import ScoreMod
 from nanopaged.kv_cache import KVCache, to_device
 
-QUERY_TILE = 64  # queries computed together, so that their scores fit in the CPU's cache
+QUERY_TILE = 64  # tokens computed together, so that their scores fit in the CPU's cache
 
 
 class TorchAttention:
@@ -118,33 +118,41 @@ class TorchAttention:
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """All tokens of the prefills: q [num_tokens, num_heads, head_dim], new k, v → out.
 
-        A tile of queries is computed together. Each query sees the keys up to its own position:
-        with 3 cached keys, query 0 sees keys 0 to 3.
+        A tile of tokens is computed together. Each token sees the keys up to its own position: with
+        3 cached keys, token 0 is at position 3 and sees keys 0 to 3.
+
+        The query heads of a KV head are rows of one matrix. Tokens at positions 3 and 4, a group of
+        2 heads:
+
+            rows  token 0, head 0    token 0, head 1    token 1, head 0    token 1, head 1
+            see   keys 0 to 3        keys 0 to 3        keys 0 to 4        keys 0 to 4
         """
         q = self.by_kv_head(q.to(self.dtype) * self.scale)
+        group = q.shape[2]
         outs = []
         for tokens, table, context_len in self.prefills:
             keys, values = self.gather(layer, table, context_len)
-            # Keys after a query have weight 0, but 0 · NaN = NaN. If a value is NaN, one query is
+            # Keys after a token have weight 0, but 0 · NaN = NaN. If a value is NaN, one token is
             # computed at a time, because then its tile has no key after it. On a GPU the host
             # would have to wait for the answer.
             has_nan = values.is_cpu and not values.isfinite().all()
             end = context_len - len(q[tokens])
-            # tile [num_queries, num_kv_heads, group, head_dim]
             for tile in q[tokens].split(1 if has_nan else QUERY_TILE):
-                first = end  # the position of the tile's first query
+                first = end  # the position of the tile's first token
                 end += len(tile)
                 positions = torch.arange(first, end, device=self.device)
+                # [num_tokens, num_kv_heads, group, head_dim] → [num_kv_heads, rows, head_dim]
+                rows = tile.transpose(0, 1).flatten(1, 2)
                 out = attend(
-                    tile.transpose(0, 1).flatten(1, 2),
+                    rows,
                     keys[:, :end],
                     values[:, :end],
-                    positions.repeat_interleave(tile.shape[2])[:, None],
+                    positions.repeat_interleave(group)[:, None],
                     num_seen=first,
                     score_mod=self.score_mod,
                     layer=layer,
                 )
-                outs.append(out.unflatten(1, (len(tile), -1)).transpose(0, 1))
+                outs.append(out.unflatten(1, (-1, group)).transpose(0, 1))  # and back
         return torch.cat(outs).flatten(1, 2).to(k.dtype)
 
     def by_kv_head(self, q: Tensor) -> Tensor:

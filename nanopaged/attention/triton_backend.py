@@ -76,8 +76,7 @@ class BlockTables:
 
     def reserve(self, num_rows: int, num_columns: int) -> None:
         """Give the tables this size. They move, so all entries are sent again."""
-        sizes = (num_rows, num_columns)
-        self.data = torch.zeros(sizes, dtype=torch.int32, device=self.device)
+        self.data = torch.zeros(num_rows, num_columns, dtype=torch.int32, device=self.device)
         self.rows: dict[int, int] = {}  # sequence id → row
         self.free = list(range(num_rows))  # rows of no sequence
         self.sent: dict[int, list[int]] = {}  # row → its entries on the device

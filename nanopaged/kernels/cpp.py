@@ -110,7 +110,7 @@ def paged_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Runs, scale:
     assert q.dtype == k_cache.dtype
     assert q.stride()[1:] == (head_dim, 1)
     assert num_seqs == runs.num_seqs
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty(q.shape)
     load().paged_decode(
         q.data_ptr(),
         k_cache.data_ptr(),
@@ -174,7 +174,7 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     num_tokens, size = x.shape
     assert x.dtype == weight.dtype
     assert x.stride(1) == 1
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = x.new_empty(x.shape)
     load().rms_norm(
         x.data_ptr(),
         weight.data_ptr(),
@@ -228,7 +228,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def has_linear(dtype: torch.dtype) -> bool:
-    """Whether the kernel of `PackedLinear` is compiled for this dtype and processor."""
+    """Whether `PackedLinear` has a kernel for this dtype and processor.
+
+    It has none for bfloat16 where the processor has AMX, with which PyTorch multiplies faster.
+    """
     return bool(load().linear(None, None, None, None, 0, 0, 0, DTYPES[dtype]))
 
 

@@ -56,7 +56,8 @@ def store_kernel(
         tl.store(v_cache_ptr + target, v, mask=mask)
 
 
-# Else Triton compiles a kernel for each alignment: a CUDA graph has rows and splits in one buffer.
+# Triton would compile the kernel again for every combination of aligned and unaligned arguments.
+# These three vary: in a CUDA graph, the rows and splits are parts of one buffer.
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "splits_ptr", "table_row"])
 def decode_kernel(
     q_ptr,
@@ -270,7 +271,6 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     """
     num_tokens, num_heads, head_dim = k.shape
     assert k.stride()[1:] == v.stride()[1:] == k_cache.stride()[2:] == (head_dim, 1)
-    assert k_cache.stride() == v_cache.stride()
     store_kernel[(num_tokens,)](
         k,
         v,
@@ -310,7 +310,6 @@ def paged_decode(
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     assert q.stride()[1:] == k_cache.stride()[2:] == (head_dim, 1)
-    assert k_cache.stride() == v_cache.stride()
     group = num_heads // num_kv_heads
     capability = (9, 0)  # if the kernels are interpreted
     if q.is_cuda:

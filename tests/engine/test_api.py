@@ -52,6 +52,8 @@ def generate(llm: LLM, prompts: object, params: object) -> list[list[int]]:
         (SamplingParams, "top_p", 0.0, ValueError, "top_p is 0"),
         (SamplingParams, "min_tokens", 17, ValueError, "min_tokens is 17, but max_tokens is only 16"),
         (SamplingParams, "seed", 1.5, TypeError, "seed must be an int"),
+        (SamplingParams, "n", None, TypeError, "n must be an int, got None"),
+        (BeamSearchParams, "beam_width", None, TypeError, "beam_width must be an int, got None"),
         (SamplingParams, "stop", ["a", ""], ValueError, "empty string"),
         (SamplingParams, "stop", [3], TypeError, "stop must be a string"),
         (SamplingParams, "stop", b"x", TypeError, "stop must be a string or a list of strings, got 120"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
 from unittest.mock import Mock
 
 import pytest
@@ -66,6 +67,26 @@ def test_a_second_thread_gets_an_error_and_the_first_goes_on(
     assert len(errors) == len(calls) * (8 + 7)
     assert not llm.engine.has_unfinished_requests()
     assert in_thread(lambda: generate(llm, "JULIET:\n")) == expected
+
+
+def test_a_refused_thread_never_counts_as_the_user(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past bug: until it had its error, it could be taken for the user, whose next call was refused then."""
+    counted = []
+
+    class Threads(list):
+        def append(self, thread: int) -> None:
+            counted.append(thread)
+            super().append(thread)
+
+    monkeypatch.setattr(llm, "_threads", Threads())
+    late = in_thread(lambda: llm.stream("ROMEO:\n", GREEDY))
+    stream = llm.stream("JULIET:\n", GREEDY)
+    next(stream)
+    with pytest.raises(RuntimeError, match="another thread is using this LLM"):
+        in_thread(lambda: next(late))
+    stream.close()
+    assert counted == [get_ident()]
+    assert not llm._threads
 
 
 @pytest.mark.parametrize("run", [lambda work: work(), in_thread])
