@@ -3,9 +3,12 @@
 The library knows nothing of PyTorch. It gets addresses and strides, so dtypes are checked here.
 """
 
+from __future__ import annotations
+
 import ctypes
 import math
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +18,26 @@ from torch import Tensor
 from nanopaged.kernels import build
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in `with_dtype` of vectors.h
-DTYPE = ctypes.c_int
 FLOAT = ctypes.c_float
 INT = ctypes.c_int64
 INTS = ctypes.POINTER(INT)
-POINTER = ctypes.c_void_p
 LOG2_E = math.log2(math.e)  # 2^(x · log2(e)) = e^x
+
+
+class Address(ctypes.c_void_p):
+    """An argument that is a tensor or None in Python, and its address in the library."""
+
+    @classmethod
+    def from_param(cls, value: Any) -> Address:
+        return cls(None if value is None else value.data_ptr())
+
+
+class DType(ctypes.c_int):
+    """An argument that is a torch.dtype in Python, and its number in the library."""
+
+    @classmethod
+    def from_param(cls, value: Any) -> DType:
+        return cls(DTYPES[value])
 
 
 class Runs(ctypes.Structure):
@@ -39,6 +56,9 @@ class Runs(ctypes.Structure):
     ]
 
 
+RUNS = ctypes.POINTER(Runs)
+
+
 def int_array(values: list[int] | np.ndarray) -> ctypes.Array:
     """An int64 array as the library reads it. A field of `Runs` keeps it alive."""
     return np.ctypeslib.as_ctypes(np.array(values, dtype=np.int64))
@@ -48,13 +68,14 @@ def int_array(values: list[int] | np.ndarray) -> ctypes.Array:
 def load() -> ctypes.CDLL:
     """The library, built if it has to be. Raises ValueError, as `build.load` does."""
     library = build.load()
-    library.paged_decode.argtypes = [POINTER] * 5 + [INT] * 7 + [FLOAT, DTYPE]
-    library.paged_prefill.argtypes = [POINTER] * 5 + [INT] * 9 + [FLOAT, DTYPE]
-    library.store_kv.argtypes = [POINTER] * 4 + [INTS] + [INT] * 8 + [DTYPE]
-    library.rms_norm.argtypes = [POINTER] * 3 + [INT] * 3 + [FLOAT, DTYPE]
-    library.norm_rotate.argtypes = [POINTER] * 5 + [FLOAT] + [INT] * 5 + [DTYPE]
-    library.silu_mul.argtypes = [POINTER] * 2 + [INT] * 2 + [DTYPE]
-    library.linear.argtypes = [POINTER] * 4 + [INT] * 3 + [DTYPE]
+    library.paged_decode.argtypes = [Address] * 4 + [RUNS] + [INT] * 7 + [FLOAT, DType]
+    library.paged_prefill.argtypes = [Address] * 5 + [INT] * 9 + [FLOAT, DType]
+    library.store_kv.argtypes = [Address] * 4 + [INTS] + [INT] * 8 + [DType]
+    library.rms_norm.argtypes = [Address] * 3 + [INT] * 3 + [FLOAT, DType]
+    library.norm_rotate.argtypes = [Address] * 5 + [FLOAT] + [INT] * 5 + [DType]
+    library.silu_mul.argtypes = [Address] * 2 + [INT] * 2 + [DType]
+    library.num_columns.argtypes = [DType]
+    library.linear.argtypes = [Address] * 4 + [INT] * 3 + [DType]
     return library
 
 
@@ -65,7 +86,7 @@ def why_no_cpp(device: torch.device, head_dim: int, dtype: torch.dtype) -> str |
     if head_dim > 256:
         return f"its kernels take a head_dim of up to 256, not {head_dim}"
     try:  # a call with nothing to compute returns 0 if the processor lacks this dtype
-        has_dtype = load().silu_mul(None, None, 0, 0, DTYPES[dtype])
+        has_dtype = load().silu_mul(None, None, 0, 0, dtype)
     except (ValueError, AttributeError) as error:  # AttributeError: the library lacks a function
         return str(error)
     return None if has_dtype else "this processor cannot convert float16"
@@ -82,10 +103,10 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: ctyp
     assert k.dtype == v.dtype == k_cache.dtype
     assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1)  # the heads of a token are contiguous
     load().store_kv(
-        k.data_ptr(),
-        v.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
+        k,
+        v,
+        k_cache,
+        v_cache,
         slots,
         num_tokens,
         k.stride(0),
@@ -95,7 +116,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: ctyp
         k_cache.shape[2],
         k_cache.stride(0),
         k_cache.stride(1),
-        DTYPES[k.dtype],
+        k.dtype,
     )
 
 
@@ -112,11 +133,11 @@ def paged_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Runs, scale:
     assert num_seqs == runs.num_seqs
     out = q.new_empty(q.shape)
     load().paged_decode(
-        q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        out.data_ptr(),
-        ctypes.byref(runs),
+        q,
+        k_cache,
+        v_cache,
+        out,
+        runs,
         num_heads,
         k_cache.shape[1],
         head_dim,
@@ -125,7 +146,7 @@ def paged_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Runs, scale:
         k_cache.stride(0),
         k_cache.stride(1),
         scale * LOG2_E,
-        DTYPES[q.dtype],
+        q.dtype,
     )
     return out
 
@@ -150,11 +171,11 @@ def paged_prefill(
     assert q.dtype == k_cache.dtype == out.dtype
     assert q.stride()[1:] == (head_dim, 1)
     load().paged_prefill(
-        q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        out.data_ptr(),
-        block_table.data_ptr(),
+        q,
+        k_cache,
+        v_cache,
+        out,
+        block_table,
         num_queries,
         context_len,
         num_heads,
@@ -165,7 +186,7 @@ def paged_prefill(
         k_cache.stride(0),
         k_cache.stride(1),
         scale * LOG2_E,
-        DTYPES[q.dtype],
+        q.dtype,
     )
 
 
@@ -176,14 +197,14 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     assert x.stride(1) == 1
     out = x.new_empty(x.shape)
     load().rms_norm(
-        x.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
+        x,
+        weight,
+        out,
         num_tokens,
         size,
         x.stride(0),
         eps,
-        DTYPES[x.dtype],
+        x.dtype,
     )
     return out
 
@@ -200,19 +221,20 @@ def norm_rotate(
     num_tokens, num_heads, head_dim = qk.shape
     assert qk.dtype == cos.dtype == sin.dtype
     assert qk.stride()[1:] == (head_dim, 1)
+    q_weight, k_weight = weights or (None, None)
     load().norm_rotate(
-        qk.data_ptr(),
-        weights[0].data_ptr() if weights is not None else None,
-        weights[1].data_ptr() if weights is not None else None,
-        cos.data_ptr(),
-        sin.data_ptr(),
+        qk,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
         eps,
         num_tokens,
         num_heads,
         num_q,
         head_dim // 2,
         qk.stride(0),
-        DTYPES[qk.dtype],
+        qk.dtype,
     )
     return qk
 
@@ -223,7 +245,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     num_tokens = gate_up.shape[0]
     width = gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, width)
-    load().silu_mul(gate_up.data_ptr(), out.data_ptr(), num_tokens, width, DTYPES[gate_up.dtype])
+    load().silu_mul(gate_up, out, num_tokens, width, gate_up.dtype)
     return out
 
 
@@ -232,7 +254,7 @@ def has_linear(dtype: torch.dtype) -> bool:
 
     It has none for bfloat16 where the processor has AMX, with which PyTorch multiplies faster.
     """
-    return bool(load().linear(None, None, None, None, 0, 0, 0, DTYPES[dtype]))
+    return bool(load().linear(None, None, None, None, 0, 0, 0, dtype))
 
 
 class PackedLinear:
@@ -247,7 +269,7 @@ class PackedLinear:
         self.num_outputs = weight.shape[0]
         self.bias = bias
         lanes = load().num_lanes()
-        columns = load().num_columns(DTYPES[weight.dtype])
+        columns = load().num_columns(weight.dtype)
         # Panels are filled up with outputs, and pairs with a column, whose weights are 0.
         padding = (0, -weight.shape[1] % columns, 0, -weight.shape[0] % lanes)
         if any(padding):  # else `F.pad` would copy the weights for nothing
@@ -263,13 +285,13 @@ class PackedLinear:
         num_tokens, num_inputs = x.shape
         out = x.new_empty(num_tokens, self.num_outputs)
         load().linear(
-            x.data_ptr(),
-            self.packed.data_ptr(),
-            self.bias.data_ptr() if self.bias is not None else None,
-            out.data_ptr(),
+            x,
+            self.packed,
+            self.bias,
+            out,
             num_tokens,
             num_inputs,
             self.num_outputs,
-            DTYPES[x.dtype],
+            x.dtype,
         )
         return out
