@@ -4,7 +4,6 @@ The runner has the model and the KV cache. It reads sequences and block tables, 
 """
 
 from collections import defaultdict
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,9 @@ from nanopaged.attention.reference_backend import ScoreMod
 from nanopaged.config import EngineConfig
 from nanopaged.kernels import cpp
 from nanopaged.kv_cache import KVCache, KVShape, take_rows, to_device
-from nanopaged.memory import cheaper_preemption, count_blocks, pick_device, pick_dtype
+from nanopaged.memory import count_blocks, measure_preemption, pick_device, pick_dtype
 from nanopaged.model.checkpoint import load_model
-from nanopaged.model.decoder import PLAIN, Operations, add_norm, norm_rotate, silu_mul
+from nanopaged.model.decoder import ALONE, PLAIN, Operations, add_norm, norm_rotate, silu_mul
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.outputs import Logprobs
 from nanopaged.parallel import Ranks
@@ -59,7 +58,7 @@ class ModelRunner:
         config: EngineConfig,
         model_config: ModelConfig,
         folder: Path,
-        ranks: Ranks | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.ranks = ranks
         self.device = pick_device(config.device, ranks)
@@ -86,6 +85,7 @@ class ModelRunner:
             ranks=ranks,
             operations=choose_operations(backend, self.dtype, is_eager),
         )
+        ranks.meet(self.device)
         self.num_blocks, self.num_host_blocks = count_blocks(config, self.model, shape, ranks)
         self.kv_cache = self.make_cache(
             shape,
@@ -120,7 +120,7 @@ class ModelRunner:
         """
         inputs, tiles = prepare(batch, self.block_size)
         logits = None
-        with nullcontext() if self.ranks is None else self.ranks.step(inputs):
+        with self.ranks.step(inputs):
             hidden = self.forward(inputs)
             if inputs.sample_rows:
                 logits = self.model.logits(take_rows(hidden, inputs.sample_rows))
@@ -157,11 +157,10 @@ class ModelRunner:
     @torch.inference_mode()
     def serve(self) -> None:
         """As a worker, compute what rank 0 computes, in the order of `execute`, until it ends."""
-        assert self.ranks is not None
         while True:
             inputs = self.ranks.receive()
             if inputs is None:  # rank 0 measures, which needs all ranks
-                self.cheaper_preemption()
+                measure_preemption(self.model, self.kv_cache, self.max_num_batched_tokens)
                 continue
             hidden = self.forward(inputs)
             for rows in (inputs.sample_rows, *inputs.score_rows):
@@ -171,9 +170,8 @@ class ModelRunner:
     @torch.inference_mode()
     def cheaper_preemption(self) -> str:
         """The faster mode of preemption, measured now by all ranks together."""
-        if self.ranks is not None and self.ranks.rank == 0:
-            self.ranks.send(None)
-        return cheaper_preemption(self.model, self.kv_cache, self.max_num_batched_tokens)
+        with self.ranks.step(None):
+            return measure_preemption(self.model, self.kv_cache, self.max_num_batched_tokens)
 
 
 def choose_operations(backend: str, dtype: torch.dtype, is_eager: bool) -> Operations:

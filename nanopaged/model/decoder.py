@@ -8,6 +8,7 @@ memory and reads its weights.
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,24 @@ class Operations:
 
 PLAIN = Operations()
 
+
+class OneRank(Ranks):
+    """The only rank of a model: it waits for nobody, and its results are complete."""
+
+    step = nullcontext
+
+    def meet(self, device: torch.device) -> None:
+        """Do nothing."""
+
+    def all_reduce(self, x: Tensor, op: object = None) -> Tensor:
+        """Return x itself, as `gather` does."""
+        return x
+
+    gather = all_reduce
+
+
+ALONE = OneRank(rank=0, size=1, store=None)
+
 # ── layers ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -92,11 +111,11 @@ class Linear(nn.Linear):
     """y = x Wᵀ + b, with W [out_features, in_features].
 
     Args:
-        ranks: the ranks whose results add up to y, if each has some of the columns of W.
+        ranks: the ranks whose results add up to y, because each has some of the columns of W.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, ranks: Ranks | None = None
+        self, in_features: int, out_features: int, bias: bool, ranks: Ranks = ALONE
     ) -> None:
         super().__init__(in_features, out_features, bias, device="meta")
         self.ranks = ranks
@@ -114,7 +133,7 @@ class Linear(nn.Linear):
             out = self.packed(input)
         else:
             out = F.linear(input, self.weight, self.bias)
-        return out if self.ranks is None else self.ranks.all_reduce(out)
+        return self.ranks.all_reduce(out)
 
 
 # A CPU computes so many tokens of an MLP at a time. The numbers between its layers then stay in the
@@ -125,7 +144,7 @@ MLP_BLOCK = 480
 class MLP(nn.Module):
     """down(silu(gate(x)) · up(x)), with gate and up in one matrix (Shazeer, arXiv 2002.05202)."""
 
-    def __init__(self, config: ModelConfig, ranks: Ranks | None, operations: Operations) -> None:
+    def __init__(self, config: ModelConfig, ranks: Ranks, operations: Operations) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.gate_up_proj = Linear(hidden, 2 * config.intermediate_size, config.mlp_bias)
@@ -186,7 +205,7 @@ class SelfAttention(nn.Module):
     """q, k, v of the new tokens, attention over the KV cache, and the output projection."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, ranks: Ranks | None, operations: Operations
+        self, config: ModelConfig, layer: int, ranks: Ranks, operations: Operations
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -219,7 +238,7 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, ranks: Ranks | None, operations: Operations
+        self, config: ModelConfig, layer: int, ranks: Ranks, operations: Operations
     ) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
@@ -243,7 +262,7 @@ class Model(nn.Module):
     """Computes hidden states from token ids and positions; `logits` turns them into scores.
 
     Args:
-        ranks: the ranks that share the model, None if this process has all of it.
+        ranks: the ranks that share the model.
         operations: the functions that compute the small operations of all layers.
 
     Attributes:
@@ -254,12 +273,12 @@ class Model(nn.Module):
     sin: Tensor
 
     def __init__(
-        self, config: ModelConfig, ranks: Ranks | None = None, operations: Operations = PLAIN
+        self, config: ModelConfig, ranks: Ranks = ALONE, operations: Operations = PLAIN
     ) -> None:
         super().__init__()
         self.config = config
         self.ranks = ranks
-        share = config.share(ranks.size if ranks is not None else 1)
+        share = config.share(ranks.size)
         self.share = share  # the sizes of this rank's layers
         self.embed_tokens = nn.Embedding(share.vocab_size, config.hidden_size, device="meta")
         self.layers = nn.ModuleList(
@@ -272,10 +291,7 @@ class Model(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
         """input_ids, positions [num_tokens] → hidden states [num_tokens, hidden_size]."""
-        if self.ranks is None:
-            x = self.embed_tokens(input_ids)
-        else:
-            x = self._embed_share(input_ids, self.ranks)
+        x = self.embed_tokens(input_ids) if self.ranks.size == 1 else self._embed_share(input_ids)
         cos = self.cos[positions]
         sin = self.sin[positions]
         added = torch.zeros_like(x)
@@ -283,13 +299,13 @@ class Model(nn.Module):
             x, added = layer(x, added, cos, sin, attention)
         return self.add_norm(x, added, self.norm.eps, self.norm.weight)[1]
 
-    def _embed_share(self, input_ids: Tensor, ranks: Ranks) -> Tensor:
+    def _embed_share(self, input_ids: Tensor) -> Tensor:
         """Embed the tokens whose rows this rank has, and add up the results of all ranks."""
         num_rows = self.embed_tokens.num_embeddings
-        rows = input_ids - ranks.rank * num_rows
+        rows = input_ids - self.ranks.rank * num_rows
         elsewhere = (rows < 0) | (rows >= num_rows)
         x = self.embed_tokens(rows.masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0.0)
-        return ranks.all_reduce(x)
+        return self.ranks.all_reduce(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size] → scores [n, vocab_size], in the dtype of the model.
@@ -299,7 +315,5 @@ class Model(nn.Module):
         Scores on Apple's GPU are copied to the host, because sampling adds up probabilities in
         float64, which that GPU does not have.
         """
-        scores = self.lm_head(hidden)
-        if self.ranks is not None:
-            return self.ranks.gather(scores)[:, : self.config.vocab_size]
+        scores = self.ranks.gather(self.lm_head(hidden))[:, : self.config.vocab_size]
         return scores.cpu() if scores.is_mps else scores
