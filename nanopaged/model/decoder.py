@@ -27,15 +27,15 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
 
 
 def add_norm(
+    residual: Tensor,
     x: Tensor,
-    added: Tensor,
     eps: float,
     weight: Tensor,
     norm: Callable[..., Tensor] = rms_norm,
 ) -> tuple[Tensor, Tensor]:
-    """The sum x + added, and its norm."""
-    x = x + added
-    return x, norm(x, eps, weight)
+    """The sum residual + x, and its norm."""
+    residual = residual + x
+    return residual, norm(residual, eps, weight)
 
 
 def norm_rotate(
@@ -249,13 +249,15 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, ranks, operations)
 
     def forward(
-        self, x: Tensor, added: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn
+        self, residual: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn
     ) -> tuple[Tensor, Tensor]:
-        """The layer of x + added → two tensors whose sum is its output."""
-        x, normed = self.add_norm(x, added, self.eps, self.input_layernorm.weight)
-        added = self.self_attn(normed, cos, sin, attention)
-        x, normed = self.add_norm(x, added, self.eps, self.post_attention_layernorm.weight)
-        return x, self.mlp(normed)
+        """The layer of residual + x → two tensors whose sum is its output."""
+        residual, normed = self.add_norm(residual, x, self.eps, self.input_layernorm.weight)
+        x = self.self_attn(normed, cos, sin, attention)
+        residual, normed = self.add_norm(
+            residual, x, self.eps, self.post_attention_layernorm.weight
+        )
+        return residual, self.mlp(normed)
 
 
 class Model(nn.Module):
@@ -294,10 +296,10 @@ class Model(nn.Module):
         x = self.embed_tokens(input_ids) if self.ranks.size == 1 else self._embed_share(input_ids)
         cos = self.cos[positions]
         sin = self.sin[positions]
-        added = torch.zeros_like(x)
+        residual = torch.zeros_like(x)
         for layer in self.layers:
-            x, added = layer(x, added, cos, sin, attention)
-        return self.add_norm(x, added, self.norm.eps, self.norm.weight)[1]
+            residual, x = layer(residual, x, cos, sin, attention)
+        return self.add_norm(residual, x, self.norm.eps, self.norm.weight)[1]
 
     def _embed_share(self, input_ids: Tensor) -> Tensor:
         """Embed the tokens whose rows this rank has, and add up the results of all ranks."""
@@ -309,8 +311,6 @@ class Model(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size] → scores [n, vocab_size], in the dtype of the model.
-
-        Ranks above 0 return only their own columns.
 
         Scores on Apple's GPU are copied to the host, because sampling adds up probabilities in
         float64, which that GPU does not have.
