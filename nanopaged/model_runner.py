@@ -3,8 +3,6 @@
 The runner has the model and the KV cache. It reads sequences and block tables, and changes neither.
 """
 
-from collections import defaultdict
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanopaged.attention import choose_backend, make_attention
-from nanopaged.attention.metadata import AttentionMetadata, StepInputs
+from nanopaged.attention.metadata import AttentionMetadata, PromptPart, StepInputs
 from nanopaged.attention.reference_backend import ScoreMod
 from nanopaged.config import EngineConfig
 from nanopaged.kernels import cpp
@@ -26,21 +24,7 @@ from nanopaged.model.model_config import ModelConfig
 from nanopaged.outputs import Logprobs
 from nanopaged.parallel import Ranks
 from nanopaged.sampler import LOGITS_TILE, gather_logprobs, sample_next_tokens
-from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
-
-
-@dataclass(slots=True)
-class PromptTile:
-    """Some positions of a prompt that is scored, whose logits are computed together.
-
-    Fields:
-        rows: the positions' rows in the flat batch.
-        token_ids: for each position, the token after it, which its logits score.
-    """
-
-    request: Request
-    rows: list[int]
-    token_ids: list[int]
+from nanopaged.sequence import ScheduledBatch, Sequence, StepResult
 
 
 class ModelRunner:
@@ -118,17 +102,22 @@ class ModelRunner:
         A GPU runs asynchronously. `forward` returns while the GPU still computes, and the host
         waits only when it reads the sampled tokens.
         """
-        inputs, tiles = prepare(batch, self.block_size)
-        logits = None
+        inputs = prepare(batch, self.block_size)
         with self.ranks.step(inputs):
-            hidden = self.forward(inputs)
-            if inputs.sample_rows:
-                logits = self.model.logits(take_rows(hidden, inputs.sample_rows))
-            prompt_logprobs = self.score_prompts(tiles, hidden)
+            logits, scores = self.compute(inputs)
         samples = [[] for _ in batch.sequences]
         if logits is not None:
             samples = self.sample(batch, logits)
-        return StepResult(samples, prompt_logprobs)
+        scored = [seq.request for seq in batch.sequences if seq.request.wants_prompt_logprobs]
+        return StepResult(samples, dict(zip(scored, scores, strict=True)))
+
+    def compute(self, inputs: StepInputs) -> tuple[Tensor | None, list[list[Logprobs]]]:
+        """What all ranks compute: the logits to sample from, and the scores of `inputs.prompts`."""
+        hidden = self.forward(inputs)
+        logits = None
+        if inputs.sample_rows:
+            logits = self.model.logits(take_rows(hidden, inputs.sample_rows))
+        return logits, [self.score(prompt, hidden) for prompt in inputs.prompts]
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Move blocks and run the model → hidden states [num_tokens, hidden_size]."""
@@ -141,31 +130,27 @@ class ModelRunner:
         input_ids, positions = to_device(ids_and_positions, self.device)  # one copy for both
         return self.model(input_ids, positions, self.attention)
 
-    def score_prompts(
-        self, tiles: list[PromptTile], hidden: Tensor
-    ) -> dict[Request, list[Logprobs]]:
-        """For each request of the tiles, the log-probabilities of the tokens scored."""
-        scores = defaultdict(list)
-        for tile in tiles:
-            logits = self.model.logits(take_rows(hidden, tile.rows))
-            token_ids = to_device(np.array(tile.token_ids), logits.device)
-            num_logprobs = [tile.request.params.prompt_logprobs] * len(tile.rows)
-            tokens = gather_logprobs(logits, token_ids, num_logprobs)
-            scores[tile.request] += [token.logprobs for token in tokens]
+    def score(self, prompt: PromptPart, hidden: Tensor) -> list[Logprobs]:
+        """The log-probabilities of the part's tokens, computed in tiles of LOGITS_TILE."""
+        scores = []
+        for start in range(0, len(prompt.token_ids), LOGITS_TILE):
+            ids = prompt.token_ids[start : start + LOGITS_TILE]
+            first_row = prompt.first_row + start
+            logits = self.model.logits(hidden[first_row : first_row + len(ids)])
+            token_ids = to_device(np.array(ids), logits.device)
+            tokens = gather_logprobs(logits, token_ids, [prompt.num_logprobs] * len(ids))
+            scores += [token.logprobs for token in tokens]
         return scores
 
     @torch.inference_mode()
     def serve(self) -> None:
-        """As a worker, compute what rank 0 computes, in the order of `execute`, until it ends."""
+        """As a worker, compute what rank 0 computes, until it ends. Rank 0 has the same results."""
         while True:
             inputs = self.ranks.receive()
             if inputs is None:  # rank 0 measures, which needs all ranks
                 measure_preemption(self.model, self.kv_cache, self.max_num_batched_tokens)
-                continue
-            hidden = self.forward(inputs)
-            for rows in (inputs.sample_rows, *inputs.score_rows):
-                if rows:
-                    self.model.logits(take_rows(hidden, rows))
+            else:
+                self.compute(inputs)
 
     @torch.inference_mode()
     def cheaper_preemption(self) -> str:
@@ -193,8 +178,8 @@ def choose_operations(backend: str, dtype: torch.dtype, is_eager: bool) -> Opera
     return Operations(compiled(add_norm), compiled(norm_rotate), compiled(silu_mul))
 
 
-def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[PromptTile]]:
-    """Lay the tokens of a batch out end to end. Returns them, and the prompts' positions to score.
+def prepare(batch: ScheduledBatch, block_size: int) -> StepInputs:
+    """Lay the tokens of a batch out end to end.
 
     block_size = 4, table [7, 2], 3 of 6 tokens computed: positions 3 4 5, slots 7·4+3, 2·4+0, 2·4+1
     """
@@ -202,7 +187,7 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
     positions = []
     slots = []
     sample_rows = []  # of 1, 1 and 4 new tokens: rows 0, 1 and 5
-    tiles = []
+    prompts = []
     query_lens = []
     context_lens = []
     for seq in batch.sequences:
@@ -218,8 +203,8 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
             slots.append(block_id * block_size + position % block_size)
         if seq.needs_sample:
             sample_rows.append(len(input_ids) - 1)
-        if seq.request.prompt_logprobs is not None:
-            tiles += prompt_tiles(seq, first_row)
+        if seq.request.wants_prompt_logprobs:
+            prompts.append(prompt_part(seq, first_row))
     metadata = AttentionMetadata(
         query_lens=np.array(query_lens),
         context_lens=np.array(context_lens),
@@ -228,19 +213,18 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
         num_decodes=batch.num_decodes,
         seq_ids=[id(seq) for seq in batch.sequences],
     )
-    inputs = StepInputs(
+    return StepInputs(
         moves=batch.moves,
         input_ids=np.array(input_ids),
         positions=np.array(positions),
         metadata=metadata,
         sample_rows=sample_rows,
-        score_rows=[tile.rows for tile in tiles],
+        prompts=prompts,
     )
-    return inputs, tiles
 
 
-def prompt_tiles(seq: Sequence, first_row: int) -> list[PromptTile]:
-    """The positions of a prompt to score in this step, in tiles of LOGITS_TILE.
+def prompt_part(seq: Sequence, first_row: int) -> PromptPart:
+    """The tokens of a prompt that a step scores.
 
     The hidden state at position p scores the token at p + 1. If b c d of a prompt a b c d e are
     computed, they score c, d and e. Positions that were scored before the request was preempted are
@@ -253,14 +237,8 @@ def prompt_tiles(seq: Sequence, first_row: int) -> list[PromptTile]:
     start = seq.num_computed_tokens
     first = max(start, len(request.prompt_logprobs or ()) - 1)
     end = min(start + seq.num_scheduled_tokens, request.num_prompt_tokens - 1)
-    tiles = []
-    for tile_start in range(first, end, LOGITS_TILE):
-        tile_end = min(tile_start + LOGITS_TILE, end)
-        tiles.append(
-            PromptTile(
-                request=request,
-                rows=[first_row + p - start for p in range(tile_start, tile_end)],
-                token_ids=seq.token_ids[tile_start + 1 : tile_end + 1],
-            )
-        )
-    return tiles
+    return PromptPart(
+        first_row=first_row + first - start,
+        token_ids=seq.token_ids[first + 1 : end + 1],
+        num_logprobs=request.params.prompt_logprobs,
+    )

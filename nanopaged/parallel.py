@@ -124,10 +124,10 @@ class Ranks:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """On rank 0, the x [n, columns] of all ranks as one [n, size · columns]. Elsewhere, x."""
-        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
-        dist.gather(x.contiguous(), parts, group=self.group, group_dst=0)
-        return torch.cat(parts, dim=-1) if parts else x
+        """The x [n, columns] of all ranks as one [n, size · columns], on each rank."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.cat(parts, dim=-1)
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 

@@ -36,6 +36,21 @@ class AttentionMetadata:
 
 
 @dataclass
+class PromptPart:
+    """Tokens of a prompt that a step scores: their log-probabilities are wanted.
+
+    Fields:
+        first_row: the row of the flat batch whose logits score the first token; the next row scores
+            the second one.
+        num_logprobs: how many of the most likely tokens are wanted at each position.
+    """
+
+    first_row: int
+    token_ids: list[int]
+    num_logprobs: int | None
+
+
+@dataclass
 class StepInputs:
     """All that the model, the KV cache and attention need to compute a batch.
 
@@ -43,7 +58,7 @@ class StepInputs:
         input_ids, positions: int64 [num_tokens].
         moves: the blocks that `KVCache.move_blocks` moves before the model runs.
         sample_rows: the tokens of the flat batch whose logits are sampled from.
-        score_rows: for each tile of a prompt, the tokens whose logits score the prompt.
+        prompts: the parts of prompts that are scored.
     """
 
     input_ids: np.ndarray
@@ -51,7 +66,7 @@ class StepInputs:
     metadata: AttentionMetadata
     moves: Moves
     sample_rows: list[int]
-    score_rows: list[list[int]]
+    prompts: list[PromptPart]
 
 
 def slots_of(block_table: list[int], positions: np.ndarray, block_size: int) -> np.ndarray:

@@ -37,7 +37,7 @@ def test_prepare_agrees() -> None:
                 (seq.num_tokens, seq.num_computed_tokens, seq.num_scheduled_tokens, list(seq.block_table))
                 for seq in batch.sequences
             ]
-            inputs, _ = prepare(batch, size)
+            inputs = prepare(batch, size)
             slots, rows = lay_out(sequences, size)
             right_slots, right_rows = inputs.metadata.slot_mapping.tolist(), inputs.sample_rows
             call = f"lay_out({sequences}, {size})"

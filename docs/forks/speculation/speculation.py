@@ -156,7 +156,7 @@ class SpeculatingRunner(ModelRunner):
             texts[seq] += [with_drafts(seq, draft_ids[: i + 1]) for i in range(len(draft_ids))]
         longest = [text[-1] for text in texts.values()]
         num_decodes = batch.num_decodes - len(drafts)
-        inputs, tiles = prepare(ScheduledBatch(longest, num_decodes, batch.moves), self.block_size)
+        inputs = prepare(ScheduledBatch(longest, num_decodes, batch.moves), self.block_size)
         sampling = [its for seq, its in texts.items() if seq.needs_sample]
         ends = zip(inputs.sample_rows, sampling, strict=True)  # with two drafts, row 7 is: rows 5 6 7
         rows = [end - i for end, its in ends for i in reversed(range(len(its)))]
@@ -164,7 +164,10 @@ class SpeculatingRunner(ModelRunner):
         every, logits = list(chain(*texts.values())), self.model.logits(take_rows(hidden, rows))
         draws = iter(sample_next_tokens(ScheduledBatch(every), logits))
         samples = {seq: list(chain(*islice(draws, len(its)))) for seq, its in texts.items()}
-        return StepResult([samples[seq] for seq in batch.sequences], self.score_prompts(tiles, hidden))
+        scored = [seq.request for seq in longest if seq.request.wants_prompt_logprobs]
+        scores = [self.score(prompt, hidden) for prompt in inputs.prompts]
+        prompt_logprobs = dict(zip(scored, scores, strict=True))
+        return StepResult([samples[seq] for seq in batch.sequences], prompt_logprobs)
 
 
 class SpeculatingEngine(LLMEngine):
