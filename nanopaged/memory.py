@@ -12,7 +12,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from nanopaged.attention import make_attention
+from nanopaged.attention import make_backend
 from nanopaged.attention.metadata import GATHER_KEYS, AttentionMetadata
 from nanopaged.attention.torch_backend import is_fast_on_cpu
 from nanopaged.config import EngineConfig, SamplingParams
@@ -191,7 +191,7 @@ def largest_step(config: EngineConfig, model: Model, shape: KVShape) -> None:
     )
     # The reference backend would take hours, and needs less memory.
     backend = "auto" if config.attention_backend == "reference" else config.attention_backend
-    attention = make_attention(backend, cache, 1.0)
+    attention = make_backend(backend, cache, 1.0)
     metadata = AttentionMetadata(
         query_lens=np.full(num_seqs, query_len),
         context_lens=np.full(num_seqs, length),

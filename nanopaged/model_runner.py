@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import choose_backend, make_attention
+from nanopaged.attention import choose_backend, make_backend
 from nanopaged.attention.metadata import AttentionMetadata, PromptPart, StepInputs
 from nanopaged.attention.reference_backend import ScoreMod
 from nanopaged.config import EngineConfig
@@ -93,7 +93,7 @@ class ModelRunner:
 
     def make_attention(self, backend: str, cache: KVCache, scale: float) -> Any:
         """The attention of all layers, over `cache`."""
-        return make_attention(backend, cache, scale, self.score_mod)
+        return make_backend(backend, cache, scale, self.score_mod)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:

@@ -115,8 +115,8 @@ def test_the_largest_step(
     llm = LLM(qwen3.folder, dtype="float32", num_blocks=20, **options)
     runner, drawn = llm.engine.runner, []
     before = runner.kv_cache.data.fill_(1.0).clone()
-    sample, make_attention, made = memory.sample, memory.make_attention, []
-    monkeypatch.setattr(memory, "make_attention", lambda *a: made.append(a[0]) or make_attention(*a))
+    sample, make_backend, made = memory.sample, memory.make_backend, []
+    monkeypatch.setattr(memory, "make_backend", lambda *a: made.append(a[0]) or make_backend(*a))
     monkeypatch.setattr(memory, "sample", lambda logits, rows: drawn.append(logits) or sample(logits, rows))
     computed = []
     hook = runner.model.register_forward_pre_hook(lambda _, args: computed.append(args[1]))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 import nanopaged
-from nanopaged.attention import make_attention
+from nanopaged.attention import make_backend
 from nanopaged.engine import LLMEngine
 from nanopaged.kv_cache import KVCache
 from nanopaged.model import checkpoint
@@ -150,7 +150,7 @@ class FamiliesRunner(ModelRunner):
 
     def make_attention(self, backend: str, cache: KVCache, scale: float) -> Any:
         """As before. With experts, no step is recorded as a CUDA graph, because its sizes are fixed."""
-        attention = make_attention(backend, cache, scale)
+        attention = make_backend(backend, cache, scale)
         attention.supports_cuda_graphs &= not isinstance(self.model.config, ExpertsConfig)
         return attention
 
