@@ -17,7 +17,7 @@ from tensors import check, difference, shown
 from torch import Tensor
 
 from nanopaged import EngineConfig, parallel
-from nanopaged.model.checkpoint import TINY_MODEL, _share, _weight_slots, load_model
+from nanopaged.model.checkpoint import TINY_MODEL, _rank_slices, _weight_slots, load_model
 from nanopaged.model.decoder import ALONE, Linear, Model
 from nanopaged.model.model_config import read_model_config
 from nanopaged.parallel import Ranks
@@ -64,7 +64,7 @@ def test_share(sizes: tuple[int, int, int], size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("vocab_size", [16, 97, 5])
-def test__share(vocab_size: int, size: int) -> None:
+def test__rank_slices(vocab_size: int, size: int) -> None:
     """Where a slot has fewer rows or columns than the weight, a rank takes its own. KV heads are shared."""
     config = replace(SMALL, vocab_size=vocab_size, tie_word_embeddings=False)
     whole = _weight_slots(Model(config))
@@ -73,7 +73,9 @@ def test__share(vocab_size: int, size: int) -> None:
             shape = list(whole[name].shape)
             weight = torch.arange(math.prod(shape)).view(shape)
             rule = f"Rank {rank} of {size} has room for {list(slot.shape)} of a weight that holds 0 1 2 …"
-            check(rule, _share, name, torch.zeros(slot.shape), shape, rank, size, view=weight.__getitem__)
+            check(
+                rule, _rank_slices, name, torch.zeros(slot.shape), shape, rank, size, view=weight.__getitem__
+            )
 
 
 def on_ranks(size: int, work: Callable[[Ranks], Any]) -> list[Any]:

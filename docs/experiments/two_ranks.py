@@ -67,7 +67,7 @@ def watch(llm: LLM, messages: list[Any]) -> list[int]:
 def held(llm: LLM) -> dict[str, int]:
     """What rank 0 has of the model and of the KV cache."""
     runner = llm.engine.runner
-    share, cache = runner.model.share, runner.kv_cache
+    share, cache = runner.model.rank_config, runner.kv_cache
     return {
         "query heads": share.num_heads,
         "KV heads": share.num_kv_heads,

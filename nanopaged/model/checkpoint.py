@@ -103,7 +103,7 @@ def _read_weights(model: Model, folder: Path) -> None:
         dtype = weight.get_dtype()  # a quantised weight has another one than these
         if found != shape or dtype not in WEIGHT_DTYPES:
             raise ValueError(f"{name} is {dtype} {found}, but must be F32, F16 or BF16 {shape}")
-        part = weight[_share(name, slot, shape, model.ranks.rank, model.ranks.size)]
+        part = weight[_rank_slices(name, slot, shape, model.ranks.rank, model.ranks.size)]
         slot[: len(part)].copy_(part)
         slot[len(part) :].zero_()  # rows beyond the vocabulary
         if model.ranks.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias")):
@@ -119,7 +119,7 @@ def _weight_slots(model: Model) -> dict[str, Tensor]:
     of dimension 8 these are the rows 0-31, 32-47 and 48-63. The halves of `gate_up_proj` are gate
     and up.
     """
-    config = model.share
+    config = model.rank_config
     q = config.num_heads * config.head_dim
     kv = config.num_kv_heads * config.head_dim
     width = config.intermediate_size
@@ -139,7 +139,9 @@ def _weight_slots(model: Model) -> dict[str, Tensor]:
     return slots
 
 
-def _share(name: str, slot: Tensor, shape: list[int], rank: int, size: int) -> tuple[slice, ...]:
+def _rank_slices(
+    name: str, slot: Tensor, shape: list[int], rank: int, size: int
+) -> tuple[slice, ...]:
     """The part of a weight of this shape that goes to the slot: all, some rows, or some columns.
 
     k_proj has 2 heads of 8 rows. Of 4 ranks, 0 and 1 take rows 0-7, and 2 and 3 take rows 8-15.

@@ -280,16 +280,16 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.ranks = ranks
-        share = config.share(ranks.size)
-        self.share = share  # the sizes of this rank's layers
-        self.embed_tokens = nn.Embedding(share.vocab_size, config.hidden_size, device="meta")
+        rank_config = config.share(ranks.size)
+        self.rank_config = rank_config  # with the sizes of this rank's layers
+        self.embed_tokens = nn.Embedding(rank_config.vocab_size, config.hidden_size, device="meta")
         self.layers = nn.ModuleList(
-            DecoderLayer(share, layer, ranks=ranks, operations=operations)
+            DecoderLayer(rank_config, layer, ranks=ranks, operations=operations)
             for layer in range(config.num_layers)
         )
         self.add_norm = operations.add_norm
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, device="meta")
-        self.lm_head = Linear(config.hidden_size, share.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, rank_config.vocab_size, bias=False)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
         """input_ids, positions [num_tokens] → hidden states [num_tokens, hidden_size]."""

@@ -148,7 +148,7 @@ WRONG: dict[int, dict[str, Pieces]] = {
             )
         ],
         "KV heads in turns": [
-            ("_share", "rank * total // size // length * length", "rank % (total // length) * length")
+            ("_rank_slices", "rank * total // size // length * length", "rank % (total // length) * length")
         ],
     },
 }

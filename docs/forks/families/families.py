@@ -134,9 +134,9 @@ class SparseModel(Model):
 
     def __init__(self, config: ModelConfig, ranks: Ranks = ALONE, operations: Operations = PLAIN) -> None:
         super().__init__(config, ranks, operations)
-        if isinstance(self.share, ExpertsConfig):
-            for i in self.share.sparse_layers:  # the MLP that is replaced has no memory yet
-                self.layers[i].mlp = MixtureOfExperts(self.share, ranks)
+        if isinstance(self.rank_config, ExpertsConfig):
+            for i in self.rank_config.sparse_layers:  # the MLP that is replaced has no memory yet
+                self.layers[i].mlp = MixtureOfExperts(self.rank_config, ranks)
 
 
 checkpoint.Model = SparseModel  # the class that `load_model` makes
