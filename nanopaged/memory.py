@@ -95,9 +95,9 @@ def count_blocks(
         if config.preemption == "recompute":
             maximum = 0
         num_host_blocks = num_pinned(min(num_blocks, maximum), block_bytes, device)
-    counts = torch.tensor([num_blocks, num_host_blocks], device=device)
-    # All ranks have the same blocks, so the rank with the least memory decides.
-    num_blocks, num_host_blocks = ranks.all_reduce(counts, dist.ReduceOp.MIN).tolist()
+    if ranks.size > 1:  # all have the same blocks, so the rank with the least memory decides
+        counts = torch.tensor([num_blocks, num_host_blocks], device=device)
+        num_blocks, num_host_blocks = ranks.all_reduce(counts, dist.ReduceOp.MIN).tolist()
     logger.info(
         f"KV cache: {num_blocks:,} blocks of {config.block_size} tokens"
         f" ({num_blocks * block_bytes >> 20:,} MiB),"
