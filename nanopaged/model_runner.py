@@ -4,6 +4,7 @@ The runner has the model and the KV cache. It reads sequences and block tables, 
 """
 
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -113,30 +114,40 @@ class ModelRunner:
 
     def compute(self, inputs: StepInputs) -> tuple[Tensor | None, list[list[Logprobs]]]:
         """What all ranks compute: the logits to sample from, and the scores of `inputs.prompts`."""
-        hidden = self.forward(inputs)
-        logits = None
-        if inputs.sample_rows:
-            logits = self.model.logits(take_rows(hidden, inputs.sample_rows))
-        return logits, [self.score(prompt, hidden) for prompt in inputs.prompts]
+        sampled, *scored = self.forward(inputs)
+        logits = self.model.logits(sampled) if len(sampled) > 0 else None
+        scores = []
+        for prompt, hidden in zip(inputs.prompts, scored, strict=True):
+            scores.append(self.score(prompt, hidden))
+        return logits, scores
 
-    def forward(self, inputs: StepInputs) -> Tensor:
-        """Move blocks and run the model → hidden states [num_tokens, hidden_size]."""
+    def forward(self, inputs: StepInputs) -> tuple[Tensor, ...]:
+        """Move blocks and run the model.
+
+        Returns:
+            The hidden states [n, hidden_size] to sample from, then those of each part of a prompt.
+        """
         self.kv_cache.move_blocks(inputs.moves)
         metadata = inputs.metadata
+        groups = [inputs.sample_rows, *(prompt.rows for prompt in inputs.prompts)]
+        rows = list(chain.from_iterable(groups))
         if self.graphs is not None and metadata.num_decodes == len(metadata.query_lens):
-            return self.graphs.run(inputs.input_ids, inputs.positions, metadata)
-        self.attention.begin_step(metadata)
-        ids_and_positions = np.stack((inputs.input_ids, inputs.positions))
-        input_ids, positions = to_device(ids_and_positions, self.device)  # one copy for both
-        return self.model(input_ids, positions, self.attention)
+            hidden = self.graphs.run(inputs.input_ids, inputs.positions, metadata)
+            hidden = take_rows(hidden, rows)
+        else:
+            self.attention.begin_step(metadata)
+            ids_and_positions = np.stack((inputs.input_ids, inputs.positions))
+            input_ids, positions = to_device(ids_and_positions, self.device)  # one copy for both
+            rows = to_device(np.array(rows, dtype=np.int64), self.device)
+            hidden = self.model(input_ids, positions, self.attention, rows=rows)
+        return hidden.split([len(group) for group in groups])
 
     def score(self, prompt: PromptPart, hidden: Tensor) -> list[Logprobs]:
         """The log-probabilities of the part's tokens, computed in tiles of LOGITS_TILE."""
         scores = []
-        for start in range(0, len(prompt.token_ids), LOGITS_TILE):
+        for start in range(0, len(hidden), LOGITS_TILE):
+            logits = self.model.logits(hidden[start : start + LOGITS_TILE])
             ids = prompt.token_ids[start : start + LOGITS_TILE]
-            first_row = prompt.first_row + start
-            logits = self.model.logits(hidden[first_row : first_row + len(ids)])
             token_ids = to_device(np.array(ids), logits.device)
             tokens = gather_logprobs(logits, token_ids, [prompt.num_logprobs] * len(ids))
             scores += [token.logprobs for token in tokens]
@@ -238,7 +249,7 @@ def prompt_part(seq: Sequence, first_row: int) -> PromptPart:
     first = max(start, len(request.prompt_logprobs or ()) - 1)
     end = min(start + seq.num_scheduled_tokens, request.num_prompt_tokens - 1)
     return PromptPart(
-        first_row=first_row + first - start,
+        rows=list(range(first_row + first - start, first_row + end - start)),
         token_ids=seq.token_ids[first + 1 : end + 1],
         num_logprobs=request.params.prompt_logprobs,
     )

@@ -20,7 +20,7 @@ class Saboteur(ModelRunner):
         self.obey("start")
         super().__init__(*args, **kwargs)
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
         self.obey("step")
         return super().forward(inputs)
 

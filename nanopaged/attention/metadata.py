@@ -40,12 +40,11 @@ class PromptPart:
     """Tokens of a prompt that a step scores: their log-probabilities are wanted.
 
     Fields:
-        first_row: the row of the flat batch whose logits score the first token; the next row scores
-            the second one.
+        rows: the tokens of the flat batch whose logits score them, each the token after it.
         num_logprobs: how many of the most likely tokens are wanted at each position.
     """
 
-    first_row: int
+    rows: list[int]
     token_ids: list[int]
     num_logprobs: int | None
 

@@ -50,10 +50,13 @@ inline void load_tile(Vec* tile, const T* cache, const int64_t* table, int64_t f
         const int64_t block = table[position / d.block_size], offset = position % d.block_size;
         const int64_t num_keys = std::min(d.block_size - offset, stop - position);
         const T* row = cache + block * d.cache_block + offset * d.head_dim;
-        if (position + TILE < end) {  // the next tile is fetched from memory while this one is computed
+        if (position + TILE < end) {
+            // The next tile comes from memory while this one is computed. It comes into the second cache (locality 2),
+            // because the first one waits for few lines together.
             const int64_t next = position + TILE;
             const T* soon = cache + table[next / d.block_size] * d.cache_block + next % d.block_size * d.head_dim;
-            for (int64_t i = 0; i < num_keys * d.head_dim; i += CACHE_LINE / sizeof(T)) __builtin_prefetch(soon + i);
+            const int64_t size = num_keys * d.head_dim;
+            for (int64_t i = 0; i < size; i += CACHE_LINE / sizeof(T)) __builtin_prefetch(soon + i, 0, 2);
         }
         if (d.head_dim == VECS * LANES)
             for (int key = 0; key < num_keys; key++, row += VECS * LANES)

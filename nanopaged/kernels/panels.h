@@ -42,6 +42,9 @@ inline void multiply(Vec& sum, const BFloat16* columns, const BFloat16* x) {
 // for columns and numbers of x.
 constexpr int TILE_PANELS = 4;
 constexpr int TILE_TOKENS = REGISTERS == 32 ? 6 : 3;
+// The first tile reads a panel from memory. It asks for what it needs so many bytes later, because the processor itself
+// looks ahead only to the end of a page.
+constexpr int64_t AHEAD = 4096;
 
 // Numbers in a panel of so many columns.
 template <class T> constexpr int64_t panel_size(int64_t columns) {
@@ -64,8 +67,11 @@ void tile_kernel(const Product<T, Y>& product, int64_t first_token, int64_t firs
     Vec sums[TOKENS][PANELS] = {};
     int64_t i = 0;
     for (; i + COLUMNS<T> <= inputs; i += COLUMNS<T>, column += COLUMNS<T> * LANES)
-        for (int p = 0; p < PANELS; p++)
-            for (int t = 0; t < TOKENS; t++) multiply(sums[t][p], column + p * panel_size, x + t * inputs + i);
+        for (int p = 0; p < PANELS; p++) {
+            const T* part = column + p * panel_size;
+            if (first_token == 0) __builtin_prefetch((const char*)part + AHEAD, 0, 2);
+            for (int t = 0; t < TOKENS; t++) multiply(sums[t][p], part, x + t * inputs + i);
+        }
     if (i < inputs)  // an odd number of columns: the second one of the last pair is 0
         for (int t = 0; t < TOKENS; t++) {
             const Factor<T> last[COLUMNS<T>] = {x[t * inputs + i]};

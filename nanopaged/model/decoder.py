@@ -249,11 +249,23 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, ranks, operations)
 
     def forward(
-        self, residual: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn
+        self,
+        residual: Tensor,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attention: AttentionFn,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The layer of residual + x → two tensors whose sum is its output."""
+        """The layer of residual + x → two tensors whose sum is its output.
+
+        rows: the tokens whose output is needed; None stands for all.
+        """
         residual, normed = self.add_norm(residual, x, self.eps, self.input_layernorm.weight)
         x = self.self_attn(normed, cos, sin, attention)
+        if rows is not None:
+            residual = residual[rows]
+            x = x[rows]
         residual, normed = self.add_norm(
             residual, x, self.eps, self.post_attention_layernorm.weight
         )
@@ -291,14 +303,26 @@ class Model(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, device="meta")
         self.lm_head = Linear(config.hidden_size, rank_config.vocab_size, bias=False)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
-        """input_ids, positions [num_tokens] → hidden states [num_tokens, hidden_size]."""
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionFn,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """input_ids, positions [num_tokens] → hidden states [num_tokens, hidden_size].
+
+        With `rows` [n], only the hidden states of these tokens [n, hidden_size]. The last layer
+        stores the K/V of every token, but computes its MLP, most of its work, only for them.
+        """
         x = self.embed_tokens(input_ids) if self.ranks.size == 1 else self._embed_share(input_ids)
         cos = self.cos[positions]
         sin = self.sin[positions]
         residual = torch.zeros_like(x)
-        for layer in self.layers:
+        *layers, last_layer = self.layers
+        for layer in layers:
             residual, x = layer(residual, x, cos, sin, attention)
+        residual, x = last_layer(residual, x, cos, sin, attention, rows)
         return self.add_norm(residual, x, self.norm.eps, self.norm.weight)[1]
 
     def _embed_share(self, input_ids: Tensor) -> Tensor:

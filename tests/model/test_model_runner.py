@@ -178,6 +178,19 @@ def test_an_mlp_computes_long_prompts_in_blocks(qwen3: Oracle, monkeypatch: pyte
     assert tokens_of(outputs) == [qwen3.greedy(prompt, 12) for prompt in prompts]
 
 
+def test_the_last_mlp_computes_only_what_is_sampled(qwen3: Oracle) -> None:
+    """A prompt of ten tokens in chunks of four, whose last token is sampled."""
+    llm = LLM(qwen3.folder, dtype="float32", num_blocks=64, max_num_batched_tokens=4)
+    sizes = []
+    for layer in (0, -1):
+        mlp = llm.engine.runner.model.layers[layer].mlp
+        mlp.register_forward_hook(lambda _, inputs, out: sizes.append(len(inputs[0])))
+    prompt = list(range(3, 13))
+    output = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    assert sizes == [4, 0, 4, 0, 2, 1, 1, 1]
+    assert tokens_of(output) == [qwen3.greedy(prompt, 2)]
+
+
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 def test_the_way_to_preempt_is_measured_only_if_it_is_open(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other = {"swap": "recompute", "recompute": "swap"}[way]

@@ -134,6 +134,8 @@ class LoraRunner(ModelRunner):
                 raise ValueError(f"adapter {adapter!r} in {folder} cannot be used: {error}") from error
         for matrix, by_adapter in matrices.items():
             model.get_submodule(matrix).register_forward_hook(partial(self.add, by_adapter))
+        # `add` finds an adapter's tokens by their rows in the flat batch, so every layer computes all rows.
+        model.forward = lambda *inputs, rows=...: Model.forward(model, *inputs)[rows]
         self.rows: dict[str, Tensor] = {}
         return model
 

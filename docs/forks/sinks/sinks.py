@@ -162,7 +162,7 @@ class SinkRunner(ModelRunner):
         hidden = (keys >= self.num_sink_tokens) & (keys <= queries - self.window)
         return scores.masked_fill(hidden, float("-inf"))
 
-    def forward(self, inputs: StepInputs) -> Tensor:
+    def forward(self, inputs: StepInputs) -> tuple[Tensor, ...]:
         """As `ModelRunner`. Slots and rotary positions are known; attention gets tables without holes."""
         metadata, tables = inputs.metadata, inputs.metadata.block_tables
         num_gone = [table.count(HOLE) * self.block_size for table in tables]

@@ -17,7 +17,6 @@ import torch
 import nanopaged
 from nanopaged.config import EngineConfig
 from nanopaged.engine import LLMEngine
-from nanopaged.kv_cache import take_rows
 from nanopaged.model_runner import ModelRunner, prepare
 from nanopaged.sampler import LOGITS_TILE, sample_next_tokens
 from nanopaged.scheduler import Scheduler
@@ -159,13 +158,11 @@ class SpeculatingRunner(ModelRunner):
         inputs = prepare(ScheduledBatch(longest, num_decodes, batch.moves), self.block_size)
         sampling = [its for seq, its in texts.items() if seq.needs_sample]
         ends = zip(inputs.sample_rows, sampling, strict=True)  # with two drafts, row 7 is: rows 5 6 7
-        rows = [end - i for end, its in ends for i in reversed(range(len(its)))]
-        hidden = self.forward(inputs)
-        every, logits = list(chain(*texts.values())), self.model.logits(take_rows(hidden, rows))
-        draws = iter(sample_next_tokens(ScheduledBatch(every), logits))
+        inputs.sample_rows = [end - i for end, its in ends for i in reversed(range(len(its)))]
+        logits, scores = self.compute(inputs)
+        draws = iter(sample_next_tokens(ScheduledBatch(list(chain(*texts.values()))), logits))
         samples = {seq: list(chain(*islice(draws, len(its)))) for seq, its in texts.items()}
         scored = [seq.request for seq in longest if seq.request.wants_prompt_logprobs]
-        scores = [self.score(prompt, hidden) for prompt in inputs.prompts]
         prompt_logprobs = dict(zip(scored, scores, strict=True))
         return StepResult([samples[seq] for seq in batch.sequences], prompt_logprobs)
 

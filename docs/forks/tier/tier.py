@@ -113,7 +113,7 @@ class TierRunner(ModelRunner):
 
     tier: Any = None
 
-    def forward(self, inputs: Any) -> torch.Tensor:
+    def forward(self, inputs: Any) -> tuple[torch.Tensor, ...]:
         """As `ModelRunner.forward`; blocks are loaded after the moves, which may swap them out."""
         self.kv_cache.move_blocks(inputs.moves)
         inputs.moves = Moves()
