@@ -4,7 +4,7 @@ The runner has the model and the KV cache. It reads sequences and block tables, 
 """
 
 from functools import partial
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanopaged.attention import choose_backend, make_backend
-from nanopaged.attention.metadata import AttentionMetadata, PromptPart, StepInputs
+from nanopaged.attention.metadata import AttentionMetadata, StepInputs
 from nanopaged.attention.reference_backend import ScoreMod
 from nanopaged.config import EngineConfig
 from nanopaged.kernels import cpp
@@ -25,7 +25,7 @@ from nanopaged.model.model_config import ModelConfig
 from nanopaged.outputs import Logprobs
 from nanopaged.parallel import Ranks
 from nanopaged.sampler import LOGITS_TILE, gather_logprobs, sample_next_tokens
-from nanopaged.sequence import ScheduledBatch, Sequence, StepResult
+from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
 
 
 class ModelRunner:
@@ -109,28 +109,30 @@ class ModelRunner:
         samples = [[] for _ in batch.sequences]
         if logits is not None:
             samples = self.sample(batch, logits)
-        scored = [seq.request for seq in batch.sequences if seq.request.wants_prompt_logprobs]
-        return StepResult(samples, dict(zip(scored, scores, strict=True)))
+        return StepResult(samples, scores_by_request(batch.sequences, scores))
 
-    def compute(self, inputs: StepInputs) -> tuple[Tensor | None, list[list[Logprobs]]]:
-        """What all ranks compute: the logits to sample from, and the scores of `inputs.prompts`."""
-        sampled, *scored = self.forward(inputs)
+    def compute(self, inputs: StepInputs) -> tuple[Tensor | None, list[Logprobs]]:
+        """What all ranks compute: the logits to sample from, and the scores of prompt tokens."""
+        sampled, scored = self.forward(inputs)
         logits = self.model.logits(sampled) if len(sampled) > 0 else None
         scores = []
-        for prompt, hidden in zip(inputs.prompts, scored, strict=True):
-            scores.append(self.score(prompt, hidden))
+        for start in range(0, len(scored), LOGITS_TILE):
+            tile = slice(start, start + LOGITS_TILE)
+            tile_logits = self.model.logits(scored[tile])
+            token_ids = to_device(np.array(inputs.score_ids[tile]), tile_logits.device)
+            tokens = gather_logprobs(tile_logits, token_ids, inputs.num_logprobs[tile])
+            scores += [token.logprobs for token in tokens]
         return logits, scores
 
     def forward(self, inputs: StepInputs) -> tuple[Tensor, ...]:
         """Move blocks and run the model.
 
         Returns:
-            The hidden states [n, hidden_size] to sample from, then those of each part of a prompt.
+            The hidden states [n, hidden_size] of `sample_rows`, and those of `score_rows`.
         """
         self.kv_cache.move_blocks(inputs.moves)
         metadata = inputs.metadata
-        groups = [inputs.sample_rows, *(prompt.rows for prompt in inputs.prompts)]
-        rows = list(chain.from_iterable(groups))
+        rows = inputs.sample_rows + inputs.score_rows
         if self.graphs is not None and metadata.num_decodes == len(metadata.query_lens):
             hidden = self.graphs.run(inputs.input_ids, inputs.positions, metadata)
             hidden = take_rows(hidden, rows)
@@ -140,18 +142,7 @@ class ModelRunner:
             input_ids, positions = to_device(ids_and_positions, self.device)  # one copy for both
             rows = to_device(np.array(rows, dtype=np.int64), self.device)
             hidden = self.model(input_ids, positions, self.attention, rows=rows)
-        return hidden.split([len(group) for group in groups])
-
-    def score(self, prompt: PromptPart, hidden: Tensor) -> list[Logprobs]:
-        """The log-probabilities of the part's tokens, computed in tiles of LOGITS_TILE."""
-        scores = []
-        for start in range(0, len(hidden), LOGITS_TILE):
-            logits = self.model.logits(hidden[start : start + LOGITS_TILE])
-            ids = prompt.token_ids[start : start + LOGITS_TILE]
-            token_ids = to_device(np.array(ids), logits.device)
-            tokens = gather_logprobs(logits, token_ids, [prompt.num_logprobs] * len(ids))
-            scores += [token.logprobs for token in tokens]
-        return scores
+        return hidden.tensor_split([len(inputs.sample_rows)])
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -198,7 +189,9 @@ def prepare(batch: ScheduledBatch, block_size: int) -> StepInputs:
     positions = []
     slots = []
     sample_rows = []  # of 1, 1 and 4 new tokens: rows 0, 1 and 5
-    prompts = []
+    score_rows = []
+    score_ids = []
+    num_logprobs = []
     query_lens = []
     context_lens = []
     for seq in batch.sequences:
@@ -215,7 +208,10 @@ def prepare(batch: ScheduledBatch, block_size: int) -> StepInputs:
         if seq.needs_sample:
             sample_rows.append(len(input_ids) - 1)
         if seq.request.wants_prompt_logprobs:
-            prompts.append(prompt_part(seq, first_row))
+            for position in scored_positions(seq):
+                score_rows.append(first_row + position - start)
+                score_ids.append(seq.token_ids[position + 1])
+                num_logprobs.append(seq.request.params.prompt_logprobs)
     metadata = AttentionMetadata(
         query_lens=np.array(query_lens),
         context_lens=np.array(context_lens),
@@ -230,26 +226,32 @@ def prepare(batch: ScheduledBatch, block_size: int) -> StepInputs:
         positions=np.array(positions),
         metadata=metadata,
         sample_rows=sample_rows,
-        prompts=prompts,
+        score_rows=score_rows,
+        score_ids=score_ids,
+        num_logprobs=num_logprobs,
     )
 
 
-def prompt_part(seq: Sequence, first_row: int) -> PromptPart:
-    """The tokens of a prompt that a step scores.
+def scored_positions(seq: Sequence) -> range:
+    """The positions of a prompt that are computed in this step, and whose logits score it.
 
     The hidden state at position p scores the token at p + 1. If b c d of a prompt a b c d e are
     computed, they score c, d and e. Positions that were scored before the request was preempted are
     left out.
-
-    Args:
-        first_row: the row in the flat batch of the first token that the step computes.
     """
     request = seq.request
     start = seq.num_computed_tokens
     first = max(start, len(request.prompt_logprobs or ()) - 1)
-    end = min(start + seq.num_scheduled_tokens, request.num_prompt_tokens - 1)
-    return PromptPart(
-        rows=list(range(first_row + first - start, first_row + end - start)),
-        token_ids=seq.token_ids[first + 1 : end + 1],
-        num_logprobs=request.params.prompt_logprobs,
-    )
+    return range(first, min(start + seq.num_scheduled_tokens, request.num_prompt_tokens - 1))
+
+
+def scores_by_request(
+    sequences: list[Sequence], scores: list[Logprobs]
+) -> dict[Request, list[Logprobs]]:
+    """Each request of these sequences whose prompt is scored → its part of a step's scores."""
+    rest = iter(scores)
+    by_request = {}
+    for seq in sequences:
+        if seq.request.wants_prompt_logprobs:
+            by_request[seq.request] = list(islice(rest, len(scored_positions(seq))))
+    return by_request

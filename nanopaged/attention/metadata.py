@@ -36,20 +36,6 @@ class AttentionMetadata:
 
 
 @dataclass
-class PromptPart:
-    """Tokens of a prompt that a step scores: their log-probabilities are wanted.
-
-    Fields:
-        rows: the tokens of the flat batch whose logits score them, each the token after it.
-        num_logprobs: how many of the most likely tokens are wanted at each position.
-    """
-
-    rows: list[int]
-    token_ids: list[int]
-    num_logprobs: int | None
-
-
-@dataclass
 class StepInputs:
     """All that the model, the KV cache and attention need to compute a batch.
 
@@ -57,7 +43,9 @@ class StepInputs:
         input_ids, positions: int64 [num_tokens].
         moves: the blocks that `KVCache.move_blocks` moves before the model runs.
         sample_rows: the tokens of the flat batch whose logits are sampled from.
-        prompts: the parts of prompts that are scored.
+        score_rows: the tokens of the flat batch whose logits score prompts.
+        score_ids: for each of them, the token after it, which is scored.
+        num_logprobs: for each of them, how many of the most likely tokens are wanted.
     """
 
     input_ids: np.ndarray
@@ -65,7 +53,9 @@ class StepInputs:
     metadata: AttentionMetadata
     moves: Moves
     sample_rows: list[int]
-    prompts: list[PromptPart]
+    score_rows: list[int]
+    score_ids: list[int]
+    num_logprobs: list[int | None]
 
 
 def slots_of(block_table: list[int], positions: np.ndarray, block_size: int) -> np.ndarray:

@@ -17,7 +17,7 @@ import torch
 import nanopaged
 from nanopaged.config import EngineConfig
 from nanopaged.engine import LLMEngine
-from nanopaged.model_runner import ModelRunner, prepare
+from nanopaged.model_runner import ModelRunner, prepare, scores_by_request
 from nanopaged.sampler import LOGITS_TILE, sample_next_tokens
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
@@ -162,9 +162,7 @@ class SpeculatingRunner(ModelRunner):
         logits, scores = self.compute(inputs)
         draws = iter(sample_next_tokens(ScheduledBatch(list(chain(*texts.values()))), logits))
         samples = {seq: list(chain(*islice(draws, len(its)))) for seq, its in texts.items()}
-        scored = [seq.request for seq in longest if seq.request.wants_prompt_logprobs]
-        prompt_logprobs = dict(zip(scored, scores, strict=True))
-        return StepResult([samples[seq] for seq in batch.sequences], prompt_logprobs)
+        return StepResult([samples[seq] for seq in batch.sequences], scores_by_request(longest, scores))
 
 
 class SpeculatingEngine(LLMEngine):
