@@ -211,6 +211,7 @@ def largest_step(config: EngineConfig, model: Model, shape: KVShape) -> None:
     sample(logits.clone(), SamplingMetadata([draw] * num_rows, device))
 
 
+@torch.inference_mode()
 def measure_preemption(model: Model, kv_cache: KVCache, budget: int) -> str:
     """The faster way to bring back a preempted block, "swap" or "recompute", as measured now.
 

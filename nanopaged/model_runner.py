@@ -51,7 +51,6 @@ class ModelRunner:
             torch.cuda.set_device(self.device)  # for Triton's kernels and CUDA graphs
         self.dtype = pick_dtype(config, model_config.dtype, self.device)
         self.block_size = config.block_size
-        self.max_num_batched_tokens = config.max_num_batched_tokens
         share = model_config.share(config.tensor_parallel_size)  # this rank's layers
         shape = self.make_shape(
             num_layers=share.num_layers,
@@ -90,6 +89,10 @@ class ModelRunner:
                 self.attention,
                 max_num_seqs=config.max_num_seqs,
                 max_context_len=config.max_model_len,
+            )
+        if config.preemption == "auto":
+            self.cheaper_preemption = measure_preemption(
+                self.model, self.kv_cache, config.max_num_batched_tokens
             )
 
     def make_attention(self, backend: str, cache: KVCache, scale: float) -> Any:
@@ -148,17 +151,7 @@ class ModelRunner:
     def serve(self) -> None:
         """As a worker, compute what rank 0 computes, until it ends. Rank 0 has the same results."""
         while True:
-            inputs = self.ranks.receive()
-            if inputs is None:  # rank 0 measures, which needs all ranks
-                measure_preemption(self.model, self.kv_cache, self.max_num_batched_tokens)
-            else:
-                self.compute(inputs)
-
-    @torch.inference_mode()
-    def cheaper_preemption(self) -> str:
-        """The faster mode of preemption, measured now by all ranks together."""
-        with self.ranks.step(None):
-            return measure_preemption(self.model, self.kv_cache, self.max_num_batched_tokens)
+            self.compute(self.ranks.receive())
 
 
 def choose_operations(backend: str, dtype: torch.dtype, is_eager: bool) -> Operations:

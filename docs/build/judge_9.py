@@ -69,13 +69,12 @@ def test__rank_slices(vocab_size: int, size: int) -> None:
     config = replace(SMALL, vocab_size=vocab_size, tie_word_embeddings=False)
     whole = _weight_slots(Model(config))
     for rank in range(size):
-        for name, slot in _weight_slots(Model(config, equal_ranks(size, rank))).items():
+        ranks = equal_ranks(size, rank)
+        for name, slot in _weight_slots(Model(config, ranks)).items():
             shape = list(whole[name].shape)
             weight = torch.arange(math.prod(shape)).view(shape)
             rule = f"Rank {rank} of {size} has room for {list(slot.shape)} of a weight that holds 0 1 2 …"
-            check(
-                rule, _rank_slices, name, torch.zeros(slot.shape), shape, rank, size, view=weight.__getitem__
-            )
+            check(rule, _rank_slices, name, torch.zeros(slot.shape), shape, ranks, view=weight.__getitem__)
 
 
 def on_ranks(size: int, work: Callable[[Ranks], Any]) -> list[Any]:

@@ -103,7 +103,7 @@ def _read_weights(model: Model, folder: Path) -> None:
         dtype = weight.get_dtype()  # a quantised weight has another one than these
         if found != shape or dtype not in WEIGHT_DTYPES:
             raise ValueError(f"{name} is {dtype} {found}, but must be F32, F16 or BF16 {shape}")
-        part = weight[_rank_slices(name, slot, shape, model.ranks.rank, model.ranks.size)]
+        part = weight[_rank_slices(name, slot, shape, model.ranks)]
         slot[: len(part)].copy_(part)
         slot[len(part) :].zero_()  # rows beyond the vocabulary
         if model.ranks.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias")):
@@ -139,9 +139,7 @@ def _weight_slots(model: Model) -> dict[str, Tensor]:
     return slots
 
 
-def _rank_slices(
-    name: str, slot: Tensor, shape: list[int], rank: int, size: int
-) -> tuple[slice, ...]:
+def _rank_slices(name: str, slot: Tensor, shape: list[int], ranks: Ranks) -> tuple[slice, ...]:
     """The part of a weight of this shape that goes to the slot: all, some rows, or some columns.
 
     k_proj has 2 heads of 8 rows. Of 4 ranks, 0 and 1 take rows 0-7, and 2 and 3 take rows 8-15.
@@ -151,9 +149,9 @@ def _rank_slices(
         if total == length:  # it is not divided
             first = 0
         elif name.startswith(("lm_head", "model.embed_tokens")):  # the last rank may have fewer
-            first = rank * length
+            first = ranks.rank * length
         else:  # with fewer KV heads than ranks, several ranks take the same one
-            first = rank * total // size // length * length
+            first = ranks.rank * total // ranks.size // length * length
         parts.append(slice(first, first + length))
     return tuple(parts)
 

@@ -148,7 +148,7 @@ WRONG: dict[int, dict[str, Pieces]] = {
             )
         ],
         "KV heads in turns": [
-            ("_rank_slices", "rank * total // size // length * length", "rank % (total // length) * length")
+            ("_rank_slices", "ranks.rank * total // ranks.size // length", "ranks.rank % (total // length)")
         ],
     },
 }

@@ -15,7 +15,7 @@ from conftest import MAX_MODEL_LEN, Oracle, random_prompts, tokens_of
 from nanopaged import LLM, EngineConfig, SamplingParams, memory
 from nanopaged.kv_cache import KVShape
 from nanopaged.model.decoder import PLAIN
-from nanopaged.model_runner import ModelRunner, choose_operations
+from nanopaged.model_runner import choose_operations
 from nanopaged.sampler import LOGITS_TILE
 
 GB = 1 << 30
@@ -142,7 +142,7 @@ def test_the_cheaper_preemption(
     measure = memory.seconds
     monkeypatch.setattr(memory, "seconds", lambda *args: measure(*args) * 0 + next(seconds))
     with caplog.at_level(logging.INFO, "nanopaged"):
-        assert runner.cheaper_preemption() == choice
+        assert memory.measure_preemption(runner.model, runner.kv_cache, budget=2048) == choice
     assert f"preemption by {choice}: " in caplog.text
     assert f"{100 if choice == 'swap' else 200}.000 ms to swap" in caplog.text
     assert torch.equal(runner.kv_cache.data, before)
@@ -194,6 +194,6 @@ def test_the_last_mlp_computes_only_what_is_sampled(qwen3: Oracle) -> None:
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 def test_the_way_to_preempt_is_measured_only_if_it_is_open(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other = {"swap": "recompute", "recompute": "swap"}[way]
-    monkeypatch.setattr(ModelRunner, "cheaper_preemption", lambda runner: other)
+    monkeypatch.setattr("nanopaged.model_runner.measure_preemption", lambda *_: other)
     assert LLM(num_blocks=8, preemption=way).engine.stats().preemption == way
     assert LLM(num_blocks=8).engine.stats().preemption == other
