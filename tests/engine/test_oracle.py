@@ -56,16 +56,23 @@ def test_greedy_tokens_in_pools_from_barely_enough(
 
 
 def test_logprobs_of_output_and_prompt(oracle: Oracle) -> None:
-    """Chosen and most likely tokens, at every position, to 1e-4; also when the prompt comes in chunks."""
+    """Chosen and most likely tokens, at every position, to 1e-4; also when the prompt comes in chunks.
+
+    Each request wants another number of them, in the same steps.
+    """
     prompts = random_prompts(4, seed=3)
+    wanted = [3, None, 0, 2]
     for budget in (7, 2048):
         llm = LLM(oracle.folder, dtype="float32", max_num_batched_tokens=budget, num_blocks=64, block_size=8)
-        params = greedy_params(12, logprobs=5, prompt_logprobs=3, ignore_eos=True)
-        for prompt, output in zip(prompts, serve(llm, prompts, [params] * 4), strict=True):
+        params = [greedy_params(12, logprobs=5, prompt_logprobs=num, ignore_eos=True) for num in wanted]
+        for prompt, num, output in zip(prompts, wanted, serve(llm, prompts, params), strict=True):
             completion = output.outputs[0]
             expected = oracle.logprobs(prompt + completion.token_ids)
-            assert output.prompt_logprobs[0] is None
-            check_logprobs(output.prompt_logprobs[1:], prompt[1:], expected, num_top=3)
+            if num is None:
+                assert output.prompt_logprobs is None
+            else:
+                assert output.prompt_logprobs[0] is None
+                check_logprobs(output.prompt_logprobs[1:], prompt[1:], expected, num_top=num)
             outputs_at = expected[len(prompt) - 1 :]
             check_logprobs(completion.logprobs, completion.token_ids, outputs_at, num_top=5)
             total = sum(row[t] for row, t in zip(completion.logprobs, completion.token_ids, strict=True))
