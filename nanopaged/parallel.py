@@ -1,9 +1,10 @@
 """Tensor parallelism: several processes, the ranks, compute a model together.
 
-Rank 0 is the engine's process. The other ranks, its workers, have only a model runner.
+Rank 0 is the engine's process. The other ranks, its workers, have only a model runner. A single
+process needs none of this: its runner has `decoder.OneRank` in the place of `Ranks`.
 
     rank 0    schedule ─▶ send ─▶ forward ─▶ logits ─▶ sample, update
-    rank 1                 └────▶ forward ─▶ logits ─┘ gathered
+    rank 1                 └────▶ forward ─▶ logits (of both ranks)
 
 A rank has a share of the attention heads, of the columns of the MLP and of the rows of the
 vocabulary. An all-reduce adds up the partial results after `o_proj` and `down_proj` (Megatron-LM,
