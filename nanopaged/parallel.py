@@ -63,7 +63,12 @@ class Ranks:
     group: Any = None
 
     def meet(self, device: torch.device) -> None:
-        """Wait until all ranks are ready, and connect them for the tensors of `device`."""
+        """Wait until all ranks are ready, and connect them for the tensors of `device`.
+
+        The runner calls it when the model is loaded. A fork's `make_model` may have called it.
+        """
+        if self.group is not None:
+            return
         CONNECTED.add(self)
         self.store.add("ready", 1)
         while int(self.store.get("ready")) < self.size:

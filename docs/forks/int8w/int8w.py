@@ -95,6 +95,7 @@ class Int8Runner(ModelRunner):
     def make_model(self, operations: Operations, **options: Any) -> Model:
         """As `load_model`. Until the weights are rounded, they take their full memory."""
         model = load_model(operations=replace(operations, packed_linear=None), **options)
+        model.ranks.meet(self.device)  # they compare their weights
         quantize_model(model)
         return model
 
