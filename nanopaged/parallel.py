@@ -87,9 +87,12 @@ class Ranks:
         if device.type == "cuda":
             # A lost rank must abort the collectives of the others, not end their processes.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-            store = dist.PrefixStore("nccl", self.store)
-            # ty: ignore[invalid-argument-type]  # the stubs have only the form with options
-            self.group = dist.ProcessGroupNCCL(store, self.rank, self.size, timeout)
+            self.group = dist.ProcessGroupNCCL(
+                dist.PrefixStore("nccl", self.store),
+                self.rank,
+                self.size,
+                timeout,  # ty: ignore[invalid-argument-type]  # the stubs have only options here
+            )
 
     # ── what a step needs ─────────────────────────────────────────────────────────────────────────
 

@@ -87,9 +87,9 @@ def _read_weights(model: Model, folder: Path) -> None:
     weights = find_weights(folder)
     slots = _weight_slots(model)
     missing = sorted(slots.keys() - weights.keys())[:8]
-    unexpected = sorted(weights.keys() - slots.keys())
     # Old checkpoints have rotary frequencies. As in transformers, those of config.json count.
-    unexpected = [name for name in unexpected if not name.endswith("rotary_emb.inv_freq")][:8]
+    others = weights.keys() - slots.keys()
+    unexpected = sorted(name for name in others if not name.endswith("rotary_emb.inv_freq"))[:8]
     if missing or unexpected:
         raise ValueError(
             f"the weights in {folder} do not match its config.json; missing: {', '.join(missing)};"

@@ -102,7 +102,7 @@ class OneRank(Ranks):
     gather = all_reduce
 
 
-ALONE = OneRank(rank=0, size=1, store=None)
+ALONE = OneRank(0, size=1, store=None)
 
 # ── layers ────────────────────────────────────────────────────────────────────────────────────────
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import MAX_MODEL_LEN, Oracle, random_prompts, tokens_of
 
 from nanopaged import LLM, EngineConfig, SamplingParams, memory
 from nanopaged.kv_cache import KVShape
 from nanopaged.model.decoder import PLAIN
 from nanopaged.model_runner import choose_operations
+from nanopaged.parallel import Ranks
 from nanopaged.sampler import LOGITS_TILE
 
 GB = 1 << 30
@@ -146,6 +148,17 @@ def test_the_cheaper_preemption(
     assert f"preemption by {choice}: " in caplog.text
     assert f"{100 if choice == 'swap' else 200}.000 ms to swap" in caplog.text
     assert torch.equal(runner.kv_cache.data, before)
+
+
+def test_the_rank_with_the_least_memory_decides() -> None:
+    class OtherRank(Ranks):
+        def all_reduce(self, x: torch.Tensor, op: Any = None) -> torch.Tensor:
+            assert op == dist.ReduceOp.MIN
+            return torch.minimum(x, torch.tensor([7, 9]))
+
+    model = SimpleNamespace(embed_tokens=torch.nn.Embedding(1, 1))
+    config = config_of(64, num_blocks=10, num_host_blocks=5, tensor_parallel_size=2)
+    assert memory.count_blocks(config, model, SHAPE, OtherRank(0, size=2, store=None)) == (7, 5)
 
 
 def test_host_blocks_are_for_swapping(qwen3: Oracle) -> None:
