@@ -85,7 +85,7 @@ class LLMEngine:
         )
         preemption = config.preemption
         if preemption == "auto":
-            preemption = runner.cheaper_preemption()
+            preemption = runner.cheaper_preemption
         self.scheduler = self.make_scheduler(
             self.block_manager,
             max_num_seqs=config.max_num_seqs,

@@ -10,15 +10,16 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
+import torch.distributed as dist
 
-from nanopaged.attention import make_attention
+from nanopaged.attention import make_backend
 from nanopaged.attention.metadata import GATHER_KEYS, AttentionMetadata
 from nanopaged.attention.torch_backend import is_fast_on_cpu
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.kernels import build
 from nanopaged.kv_cache import KVCache, KVShape, to_device
 from nanopaged.model.decoder import Model
-from nanopaged.parallel import Ranks
+from nanopaged.parallel import UNDER_TORCHRUN, Ranks
 from nanopaged.sampler import LOGITS_TILE, Draw, SamplingMetadata, sample
 from nanopaged.sequence import Moves
 
@@ -35,19 +36,20 @@ CGROUP_LIMITS = (
 logger = logging.getLogger("nanopaged")
 
 
-def pick_device(name: str, ranks: Ranks | None) -> torch.device:
+def pick_device(name: str, ranks: Ranks) -> torch.device:
     """The torch device of that name, with its number. Each rank of a machine has its own GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if ranks is not None and name.startswith("cuda"):
-        name = f"cuda:{ranks.local_rank}"
+    if ranks.size > 1 and name.startswith("cuda"):
+        local_rank = dist.get_node_local_rank() if UNDER_TORCHRUN else ranks.rank
+        name = f"cuda:{local_rank}"
     try:
         device = torch.empty(0, device=name).device  # "cuda" becomes "cuda:0"
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"device {name!r} cannot be used here: PyTorch has no such device"
         ) from error
-    is_mps_alone = device.type == "mps" and ranks is None
+    is_mps_alone = device.type == "mps" and ranks.size == 1
     if device.type not in ("cpu", "cuda") and not is_mps_alone:
         raise ValueError(
             f"device {name!r} cannot be used here: use cpu, cuda, or mps with one rank"
@@ -79,9 +81,10 @@ def has_fast_bfloat16(config: EngineConfig, device: torch.device) -> bool:
 
 
 def count_blocks(
-    config: EngineConfig, model: Model, shape: KVShape, ranks: Ranks | None
+    config: EngineConfig, model: Model, shape: KVShape, ranks: Ranks
 ) -> tuple[int, int]:
     """The number of blocks in the KV cache and in host memory, as configured or as measured."""
+    device = model.embed_tokens.weight.device
     block_bytes = shape.block_bytes(config.block_size)
     num_blocks = config.num_blocks
     if num_blocks is None:
@@ -91,11 +94,10 @@ def count_blocks(
         maximum = HOST_BYTES // config.tensor_parallel_size // block_bytes
         if config.preemption == "recompute":
             maximum = 0
-        device = model.embed_tokens.weight.device
         num_host_blocks = num_pinned(min(num_blocks, maximum), block_bytes, device)
-    if ranks is not None:
-        num_blocks = ranks.smallest(num_blocks)
-        num_host_blocks = ranks.smallest(num_host_blocks)
+    if ranks.size > 1:  # all have the same blocks, so the rank with the least memory decides
+        counts = torch.tensor([num_blocks, num_host_blocks], device=device)
+        num_blocks, num_host_blocks = ranks.all_reduce(counts, dist.ReduceOp.MIN).tolist()
     logger.info(
         f"KV cache: {num_blocks:,} blocks of {config.block_size} tokens"
         f" ({num_blocks * block_bytes >> 20:,} MiB),"
@@ -189,7 +191,7 @@ def largest_step(config: EngineConfig, model: Model, shape: KVShape) -> None:
     )
     # The reference backend would take hours, and needs less memory.
     backend = "auto" if config.attention_backend == "reference" else config.attention_backend
-    attention = make_attention(backend, cache, 1.0)
+    attention = make_backend(backend, cache, 1.0)
     metadata = AttentionMetadata(
         query_lens=np.full(num_seqs, query_len),
         context_lens=np.full(num_seqs, length),
@@ -209,7 +211,8 @@ def largest_step(config: EngineConfig, model: Model, shape: KVShape) -> None:
     sample(logits.clone(), SamplingMetadata([draw] * num_rows, device))
 
 
-def cheaper_preemption(model: Model, kv_cache: KVCache, budget: int) -> str:
+@torch.inference_mode()
+def measure_preemption(model: Model, kv_cache: KVCache, budget: int) -> str:
     """The faster way to bring back a preempted block, "swap" or "recompute", as measured now.
 
     Swapping a block takes a copy out and a copy in. Recomputing it takes its share of a prefill

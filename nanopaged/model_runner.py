@@ -3,11 +3,8 @@
 The runner has the model and the KV cache. It reads sequences and block tables, and changes neither.
 """
 
-from collections import defaultdict
-from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import choose_backend, make_attention
+from nanopaged.attention import choose_backend, make_backend
 from nanopaged.attention.metadata import AttentionMetadata, StepInputs
 from nanopaged.attention.reference_backend import ScoreMod
 from nanopaged.config import EngineConfig
 from nanopaged.kernels import cpp
 from nanopaged.kv_cache import KVCache, KVShape, take_rows, to_device
-from nanopaged.memory import cheaper_preemption, count_blocks, pick_device, pick_dtype
+from nanopaged.memory import count_blocks, measure_preemption, pick_device, pick_dtype
 from nanopaged.model.checkpoint import load_model
-from nanopaged.model.decoder import PLAIN, Operations, add_norm, norm_rotate, silu_mul
+from nanopaged.model.decoder import ALONE, PLAIN, Operations, add_norm, norm_rotate, silu_mul
 from nanopaged.model.model_config import ModelConfig
 from nanopaged.outputs import Logprobs
 from nanopaged.parallel import Ranks
 from nanopaged.sampler import LOGITS_TILE, gather_logprobs, sample_next_tokens
 from nanopaged.sequence import Request, ScheduledBatch, Sequence, StepResult
-
-
-@dataclass(slots=True)
-class PromptTile:
-    """Some positions of a prompt that is scored, whose logits are computed together.
-
-    Fields:
-        rows: the positions' rows in the flat batch.
-        token_ids: for each position, the token after it, which its logits score.
-    """
-
-    request: Request
-    rows: list[int]
-    token_ids: list[int]
 
 
 class ModelRunner:
@@ -60,7 +43,7 @@ class ModelRunner:
         config: EngineConfig,
         model_config: ModelConfig,
         folder: Path,
-        ranks: Ranks | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.ranks = ranks
         self.device = pick_device(config.device, ranks)
@@ -68,7 +51,6 @@ class ModelRunner:
             torch.cuda.set_device(self.device)  # for Triton's kernels and CUDA graphs
         self.dtype = pick_dtype(config, model_config.dtype, self.device)
         self.block_size = config.block_size
-        self.max_num_batched_tokens = config.max_num_batched_tokens
         share = model_config.share(config.tensor_parallel_size)  # this rank's layers
         shape = self.make_shape(
             num_layers=share.num_layers,
@@ -87,6 +69,7 @@ class ModelRunner:
             ranks=ranks,
             operations=choose_operations(backend, self.dtype, is_eager),
         )
+        ranks.meet(self.device)
         self.num_blocks, self.num_host_blocks = count_blocks(config, self.model, shape, ranks)
         self.kv_cache = self.make_cache(
             shape,
@@ -107,10 +90,14 @@ class ModelRunner:
                 max_num_seqs=config.max_num_seqs,
                 max_context_len=config.max_model_len,
             )
+        if config.preemption == "auto":
+            self.cheaper_preemption = measure_preemption(
+                self.model, self.kv_cache, config.max_num_batched_tokens
+            )
 
     def make_attention(self, backend: str, cache: KVCache, scale: float) -> Any:
         """The attention of all layers, over `cache`."""
-        return make_attention(backend, cache, scale, self.score_mod)
+        return make_backend(backend, cache, scale, self.score_mod)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:
@@ -119,27 +106,36 @@ class ModelRunner:
         A GPU runs asynchronously. `forward` returns while the GPU still computes, and the host
         waits only when it reads the sampled tokens.
         """
-        inputs, tiles = prepare(batch, self.block_size)
-        logits = None
-        with nullcontext() if self.ranks is None else self.ranks.step(inputs):
-            sampled, *scored = self.forward(inputs)
-            if len(sampled) > 0:
-                logits = self.model.logits(sampled)
-            prompt_logprobs = self.score_prompts(tiles, scored)
+        inputs = prepare(batch, self.block_size)
+        with self.ranks.step(inputs):
+            logits, scores = self.compute(inputs)
         samples = [[] for _ in batch.sequences]
         if logits is not None:
             samples = self.sample(batch, logits)
-        return StepResult(samples, prompt_logprobs)
+        return StepResult(samples, scores_by_request(batch.sequences, scores))
+
+    def compute(self, inputs: StepInputs) -> tuple[Tensor | None, list[Logprobs]]:
+        """What all ranks compute: the logits to sample from, and the scores of prompt tokens."""
+        sampled, scored = self.forward(inputs)
+        logits = self.model.logits(sampled) if len(sampled) > 0 else None
+        scores = []
+        for start in range(0, len(scored), LOGITS_TILE):
+            tile = slice(start, start + LOGITS_TILE)
+            tile_logits = self.model.logits(scored[tile])
+            token_ids = to_device(np.array(inputs.score_ids[tile]), tile_logits.device)
+            tokens = gather_logprobs(tile_logits, token_ids, inputs.num_logprobs[tile])
+            scores += [token.logprobs for token in tokens]
+        return logits, scores
 
     def forward(self, inputs: StepInputs) -> tuple[Tensor, ...]:
         """Move blocks and run the model.
 
         Returns:
-            For each group of `inputs.logit_rows`, its hidden states [group size, hidden_size].
+            The hidden states [n, hidden_size] of `sample_rows`, and those of `score_rows`.
         """
         self.kv_cache.move_blocks(inputs.moves)
         metadata = inputs.metadata
-        rows = list(chain.from_iterable(inputs.logit_rows))
+        rows = inputs.sample_rows + inputs.score_rows
         if self.graphs is not None and metadata.num_decodes == len(metadata.query_lens):
             hidden = self.graphs.run(inputs.input_ids, inputs.positions, metadata)
             hidden = take_rows(hidden, rows)
@@ -149,44 +145,13 @@ class ModelRunner:
             input_ids, positions = to_device(ids_and_positions, self.device)  # one copy for both
             rows = to_device(np.array(rows, dtype=np.int64), self.device)
             hidden = self.model(input_ids, positions, self.attention, rows=rows)
-        return hidden.split([len(group) for group in inputs.logit_rows])
-
-    def score_prompts(
-        self, tiles: list[PromptTile], hidden: list[Tensor]
-    ) -> dict[Request, list[Logprobs]]:
-        """For each request of the tiles, the log-probabilities of the tokens scored.
-
-        Args:
-            hidden: for each tile, its hidden states.
-        """
-        scores = defaultdict(list)
-        for tile, tile_hidden in zip(tiles, hidden, strict=True):
-            logits = self.model.logits(tile_hidden)
-            token_ids = to_device(np.array(tile.token_ids), logits.device)
-            num_logprobs = [tile.request.params.prompt_logprobs] * len(tile.rows)
-            tokens = gather_logprobs(logits, token_ids, num_logprobs)
-            scores[tile.request] += [token.logprobs for token in tokens]
-        return scores
+        return hidden.tensor_split([len(inputs.sample_rows)])
 
     @torch.inference_mode()
     def serve(self) -> None:
-        """As a worker, compute what rank 0 computes, in the order of `execute`, until it ends."""
-        assert self.ranks is not None
+        """As a worker, compute what rank 0 computes, until it ends. Rank 0 has the same results."""
         while True:
-            inputs = self.ranks.receive()
-            if inputs is None:  # rank 0 measures, which needs all ranks
-                self.cheaper_preemption()
-                continue
-            for hidden in self.forward(inputs):
-                if len(hidden) > 0:
-                    self.model.logits(hidden)
-
-    @torch.inference_mode()
-    def cheaper_preemption(self) -> str:
-        """The faster mode of preemption, measured now by all ranks together."""
-        if self.ranks is not None and self.ranks.rank == 0:
-            self.ranks.send(None)
-        return cheaper_preemption(self.model, self.kv_cache, self.max_num_batched_tokens)
+            self.compute(self.ranks.receive())
 
 
 def choose_operations(backend: str, dtype: torch.dtype, is_eager: bool) -> Operations:
@@ -208,8 +173,8 @@ def choose_operations(backend: str, dtype: torch.dtype, is_eager: bool) -> Opera
     return Operations(compiled(add_norm), compiled(norm_rotate), compiled(silu_mul))
 
 
-def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[PromptTile]]:
-    """Lay the tokens of a batch out end to end. Returns them, and the prompts' positions to score.
+def prepare(batch: ScheduledBatch, block_size: int) -> StepInputs:
+    """Lay the tokens of a batch out end to end.
 
     block_size = 4, table [7, 2], 3 of 6 tokens computed: positions 3 4 5, slots 7·4+3, 2·4+0, 2·4+1
     """
@@ -217,7 +182,9 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
     positions = []
     slots = []
     sample_rows = []  # of 1, 1 and 4 new tokens: rows 0, 1 and 5
-    tiles = []
+    score_rows = []
+    score_ids = []
+    num_logprobs = []
     query_lens = []
     context_lens = []
     for seq in batch.sequences:
@@ -233,8 +200,11 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
             slots.append(block_id * block_size + position % block_size)
         if seq.needs_sample:
             sample_rows.append(len(input_ids) - 1)
-        if seq.request.prompt_logprobs is not None:
-            tiles += prompt_tiles(seq, first_row)
+        if seq.request.wants_prompt_logprobs:
+            for position in scored_positions(seq):
+                score_rows.append(first_row + position - start)
+                score_ids.append(seq.token_ids[position + 1])
+                num_logprobs.append(seq.request.params.prompt_logprobs)
     metadata = AttentionMetadata(
         query_lens=np.array(query_lens),
         context_lens=np.array(context_lens),
@@ -243,38 +213,38 @@ def prepare(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[Pr
         num_decodes=batch.num_decodes,
         seq_ids=[id(seq) for seq in batch.sequences],
     )
-    inputs = StepInputs(
+    return StepInputs(
         moves=batch.moves,
         input_ids=np.array(input_ids),
         positions=np.array(positions),
         metadata=metadata,
-        logit_rows=[sample_rows, *(tile.rows for tile in tiles)],
+        sample_rows=sample_rows,
+        score_rows=score_rows,
+        score_ids=score_ids,
+        num_logprobs=num_logprobs,
     )
-    return inputs, tiles
 
 
-def prompt_tiles(seq: Sequence, first_row: int) -> list[PromptTile]:
-    """The positions of a prompt to score in this step, in tiles of LOGITS_TILE.
+def scored_positions(seq: Sequence) -> range:
+    """The positions of a prompt that are computed in this step, and whose logits score it.
 
     The hidden state at position p scores the token at p + 1. If b c d of a prompt a b c d e are
     computed, they score c, d and e. Positions that were scored before the request was preempted are
     left out.
-
-    Args:
-        first_row: the row in the flat batch of the first token that the step computes.
     """
     request = seq.request
     start = seq.num_computed_tokens
     first = max(start, len(request.prompt_logprobs or ()) - 1)
-    end = min(start + seq.num_scheduled_tokens, request.num_prompt_tokens - 1)
-    tiles = []
-    for tile_start in range(first, end, LOGITS_TILE):
-        tile_end = min(tile_start + LOGITS_TILE, end)
-        tiles.append(
-            PromptTile(
-                request=request,
-                rows=[first_row + p - start for p in range(tile_start, tile_end)],
-                token_ids=seq.token_ids[tile_start + 1 : tile_end + 1],
-            )
-        )
-    return tiles
+    return range(first, min(start + seq.num_scheduled_tokens, request.num_prompt_tokens - 1))
+
+
+def scores_by_request(
+    sequences: list[Sequence], scores: list[Logprobs]
+) -> dict[Request, list[Logprobs]]:
+    """Each request of these sequences whose prompt is scored → its part of a step's scores."""
+    rest = iter(scores)
+    by_request = {}
+    for seq in sequences:
+        if seq.request.wants_prompt_logprobs:
+            by_request[seq.request] = list(islice(rest, len(scored_positions(seq))))
+    return by_request

@@ -1,9 +1,10 @@
 """Tensor parallelism: several processes, the ranks, compute a model together.
 
-Rank 0 is the engine's process. The other ranks, its workers, have only a model runner.
+Rank 0 is the engine's process. The other ranks, its workers, have only a model runner. A single
+process needs none of this: its runner has `decoder.OneRank` in the place of `Ranks`.
 
     rank 0    schedule ─▶ send ─▶ forward ─▶ logits ─▶ sample, update
-    rank 1                 └────▶ forward ─▶ logits ─┘ gathered
+    rank 1                 └────▶ forward ─▶ logits (of both ranks)
 
 A rank has a share of the attention heads, of the columns of the MLP and of the rows of the
 vocabulary. An all-reduce adds up the partial results after `o_proj` and `down_proj` (Megatron-LM,
@@ -36,7 +37,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 # Within a step, rank 0 waits this many seconds for the others.
-STEP_TIMEOUT = float(os.environ.get("NANOPAGED_STEP_TIMEOUT", 30))
+STEP_TIMEOUT = float(os.getenv("NANOPAGED_STEP_TIMEOUT", "30"))
 NUM_THREADS = torch.get_num_threads()  # before any engine has changed it
 UNDER_TORCHRUN = dist.is_torchelastic_launched()
 CPU = torch.device("cpu")
@@ -48,7 +49,6 @@ class Ranks:
     """This process as one of the `size` ranks of a model, which find each other by the `store`.
 
     Attributes:
-        local_rank: its number among the ranks of this machine, each of which has a GPU of its own.
         workers: on rank 0, PyTorch's context of the processes that `start` has started.
         failure: which rank has failed and how, "" while the engine runs.
         messages, group: the connections for messages and for tensors, once the ranks have met.
@@ -56,7 +56,6 @@ class Ranks:
 
     rank: int
     size: int
-    local_rank: int
     store: Any
     workers: Any = None
     failure: str = ""
@@ -64,7 +63,12 @@ class Ranks:
     group: Any = None
 
     def meet(self, device: torch.device) -> None:
-        """Wait until all ranks are ready, and connect them for the tensors of `device`."""
+        """Wait until all ranks are ready, and connect them for the tensors of `device`.
+
+        The runner calls it when the model is loaded. A fork's `make_model` may have called it.
+        """
+        if self.group is not None:
+            return
         CONNECTED.add(self)
         self.store.add("ready", 1)
         while int(self.store.get("ready")) < self.size:
@@ -72,7 +76,7 @@ class Ranks:
             time.sleep(0.02)
         # Only rank 0 stops waiting. The others then end, because their connections are closed.
         timeout = timedelta(seconds=STEP_TIMEOUT if self.rank == 0 else 1e7)
-        options: Any = timeout  # listens on the interface that GLOO_SOCKET_IFNAME names
+        options: Any = timeout  # gloo then takes the interface that GLOO_SOCKET_IFNAME names
         if not UNDER_TORCHRUN:
             torch.set_num_threads(max(1, NUM_THREADS // self.size))  # the ranks share the cores
             options = dist.ProcessGroupGloo._Options()  # ty: ignore[missing-attribute]
@@ -83,17 +87,24 @@ class Ranks:
         if device.type == "cuda":
             # A lost rank must abort the collectives of the others, not end their processes.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-            store = dist.PrefixStore("nccl", self.store)
-            # ty: ignore[invalid-argument-type]  # the stubs have only the form with options
-            self.group = dist.ProcessGroupNCCL(store, self.rank, self.size, timeout)
+            self.group = dist.ProcessGroupNCCL(
+                dist.PrefixStore("nccl", self.store),
+                self.rank,
+                self.size,
+                timeout,  # ty: ignore[invalid-argument-type]  # the stubs have only options here
+            )
 
     # ── what a step needs ─────────────────────────────────────────────────────────────────────────
 
     @contextmanager
     def step(self, inputs: object) -> Iterator[None]:
-        """Around a step of rank 0: the workers compute it, too. If it fails, the engine ends."""
+        """Around a step of rank 0: send its inputs to the workers, where `receive` returns them.
+
+        If the step fails, the engine ends.
+        """
         try:
-            self.send(inputs)
+            self.check()
+            dist.broadcast_object_list([inputs], group=self.messages, group_src=0, device=CPU)
             yield
             # On a GPU, sums may be wrong without an error if a rank is lost, so wait for them.
             if torch.cuda.is_initialized():
@@ -107,13 +118,8 @@ class Ranks:
                 self.check()
             raise
 
-    def send(self, message: object) -> None:
-        """Send an object to the workers, where `receive` returns it."""
-        self.check()
-        dist.broadcast_object_list([message], group=self.messages, group_src=0, device=CPU)
-
     def receive(self) -> Any:
-        """Wait for the next message of rank 0. The process ends when rank 0 does."""
+        """Wait for the inputs of rank 0's next step. The process ends when rank 0 does."""
         messages = [None]
         try:
             dist.broadcast_object_list(messages, group=self.messages, group_src=0, device=CPU)
@@ -121,22 +127,16 @@ class Ranks:
             raise SystemExit from None
         return messages[0]
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Replace x by the sum of the x of all ranks."""
-        self.group.allreduce([x]).wait()
+    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Replace x by the sum of the x of all ranks, or by their minimum, …"""
+        self.group.allreduce([x], op).wait()
         return x
 
-    def smallest(self, number: int) -> int:
-        """The smallest of the numbers that the ranks call this with."""
-        numbers = torch.tensor([number], device=CPU)
-        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self.messages)
-        return int(numbers)
-
     def gather(self, x: Tensor) -> Tensor:
-        """On rank 0, the x [n, columns] of all ranks as one [n, size · columns]. Elsewhere, x."""
-        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
-        dist.gather(x.contiguous(), parts, group=self.group, group_dst=0)
-        return torch.cat(parts, dim=-1) if parts else x
+        """The x [n, columns] of all ranks as one [n, size · columns], on each rank."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.cat(parts, dim=-1)
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
@@ -161,29 +161,6 @@ class Ranks:
                 self.group.abort()
 
 
-def _end_workers(pid: int, processes: list[Any], folder: str) -> None:
-    """Kill the workers that this process has started. A fork of it leaves them alone."""
-    if os.getpid() == pid:
-        for process in processes:
-            process.kill()
-            process.join(5)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _leave_to_parent() -> None:
-    """In a fork, see that nothing ends the workers or the connections of the parent.
-
-    multiprocessing would kill the workers when the fork exits. A connection that is destroyed waits
-    for its threads, which a fork does not have, so references to all are never given back.
-    """
-    multiprocessing.process._children.clear()  # ty: ignore[missing-attribute]
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(CONNECTED)))
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_leave_to_parent)
-
-
 # ── starting ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -196,18 +173,18 @@ def start(size: int, make_runner: Any) -> Any:
     if size == 1:
         return make_runner()
     if UNDER_TORCHRUN:
-        store, rank, limit = next(dist.rendezvous("env://"))
-        if size != limit or store.add("engines", 1) > limit:
+        store, rank, num_processes = next(dist.rendezvous("env://"))
+        if size != num_processes or store.add("engines", 1) > num_processes:
             raise ValueError(
                 "under torchrun a program can have one engine, whose tensor_parallel_size is the"
-                f" number of processes, {limit}, not {size}"
+                f" number of processes, {num_processes}, not {size}"
             )
-        ranks = Ranks(rank, size, local_rank=dist.get_node_local_rank(), store=store)
+        ranks = Ranks(rank, size, store)
         if rank > 0:
             make_runner(ranks=ranks).serve()
     else:
         folder = tempfile.mkdtemp(prefix="nanopaged-")
-        ranks = Ranks(0, size, local_rank=0, store=dist.FileStore(f"{folder}/store"))
+        ranks = Ranks(0, size, store=dist.FileStore(f"{folder}/store"))
         try:
             ranks.workers = spawn(
                 _work,
@@ -231,10 +208,9 @@ def start(size: int, make_runner: Any) -> Any:
 def _work(index: int, size: int, folder: str, make_runner: Any) -> None:
     """Serve as one of the workers that `start` has started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
-    rank = index + 1
     # A store whose file is missing waits for minutes, and no other thread can run meanwhile. So it
     # is made before the thread starts that removes the folder.
-    ranks = Ranks(rank, size, local_rank=rank, store=dist.FileStore(f"{folder}/store"))
+    ranks = Ranks(index + 1, size, store=dist.FileStore(f"{folder}/store"))
     threading.Thread(target=_end_with_rank_0, args=(folder,), daemon=True).start()
     make_runner(ranks=ranks).serve()
 
@@ -244,3 +220,29 @@ def _end_with_rank_0(folder: str) -> None:
     multiprocessing.parent_process().join()  # ty: ignore[missing-union-attribute]
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
+
+
+def _end_workers(pid: int, processes: list[Any], folder: str) -> None:
+    """Kill the workers that the process `pid` has started, if this is not a fork of it."""
+    if os.getpid() == pid:
+        for process in processes:
+            process.kill()
+            process.join(5)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ── if the program forks ──────────────────────────────────────────────────────────────────────────
+
+# A fork has copies of the objects of this module, but the workers belong to its parent. When the
+# fork ends, `_end_workers` leaves them alone, but multiprocessing would kill them, too. And gloo's
+# connections, when they are destroyed, would wait forever for threads that a fork does not have.
+
+
+def _leave_to_parent() -> None:
+    """In a fork, forget the workers, and never destroy a connection."""
+    multiprocessing.process._children.clear()  # ty: ignore[missing-attribute]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(CONNECTED)))  # a reference without an owner
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_to_parent)

@@ -144,6 +144,8 @@ class Recorder:
 
         If it cannot be written (the disk is full), the trace ends; the engine goes on.
         """
+        if self.disk_is_full:
+            return
         state = self._state()
         line["updated"] = _changes(self.scheduled, state)
         line["requests"] = [
@@ -168,9 +170,8 @@ class Recorder:
             line["texts"] = {token_id: self.tokenizer.decode([token_id]) for token_id in new}
         fields = {name: value for name, value in line.items() if value}
         try:
-            if not self.disk_is_full:
-                with self.path.open("ab") as file:
-                    file.write(_encode(fields))
+            with self.path.open("ab") as file:
+                file.write(_encode(fields))
         except OSError as error:
             self.disk_is_full = True
             logger.warning("the trace %s ends here: %s", self.path, error)

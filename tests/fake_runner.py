@@ -76,6 +76,8 @@ class FakeRunner:
     The sequences of a batch may come in any order, but decodes come first.
     """
 
+    cheaper_preemption = "swap"  # with preemption="auto"
+
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
@@ -94,10 +96,6 @@ class FakeRunner:
         self.numbers: dict[Sequence, list[int]] = {}  # of the prefixes that end with each of its tokens
         self.ends: dict[int, tuple[Sequence, int]] = {}  # prefix → a sequence with it, and its length
         self.full_blocks: dict[int, tuple[list[int], bytes]] = {}  # prefix → its last block, and its key
-
-    def cheaper_preemption(self) -> str:
-        """The engine calls it with preemption="auto"."""
-        return "swap"
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         self.most_tokens = max(self.most_tokens, sum(seq.num_scheduled_tokens for seq in batch.sequences))

@@ -79,7 +79,7 @@ STAGES = {
     9: Stage(
         (
             ("nanopaged/model/model_config.py", "ModelConfig.share"),
-            ("nanopaged/model/checkpoint.py", "_share"),
+            ("nanopaged/model/checkpoint.py", "_rank_slices"),
             *methods("nanopaged/parallel.py", "Ranks", "all_reduce", "gather"),
             (DECODER, "Linear.forward"),
             *methods(DECODER, "Model", "_embed_share", "logits"),

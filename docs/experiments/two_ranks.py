@@ -48,26 +48,26 @@ def watch(llm: LLM, messages: list[Any]) -> list[int]:
     """Keep the messages of the engine's steps as a worker reads them, and count its all-reduces."""
     ranks = llm.engine.runner.ranks
     num_all_reduces = [0]
-    if ranks is None:
+    if ranks.size == 1:
         return num_all_reduces
-    send, all_reduce = ranks.send, ranks.all_reduce
+    step, all_reduce = ranks.step, ranks.all_reduce
 
-    def kept(message: Any) -> None:
+    def kept(message: Any) -> Any:
         messages.append(pickle.loads(pickle.dumps(message)))
-        send(message)
+        return step(message)
 
     def counted(x: Any) -> Any:
         num_all_reduces[0] += 1
         return all_reduce(x)
 
-    ranks.send, ranks.all_reduce = kept, counted
+    ranks.step, ranks.all_reduce = kept, counted
     return num_all_reduces
 
 
 def held(llm: LLM) -> dict[str, int]:
     """What rank 0 has of the model and of the KV cache."""
     runner = llm.engine.runner
-    share, cache = runner.model.share, runner.kv_cache
+    share, cache = runner.model.rank_config, runner.kv_cache
     return {
         "query heads": share.num_heads,
         "KV heads": share.num_kv_heads,

@@ -60,7 +60,7 @@ def choose_backend(
     return "torch"
 
 
-def make_attention(
+def make_backend(
     name: str, cache: KVCache, scale: float, score_mod: ScoreMod | None = None
 ) -> TorchAttention | ReferenceAttention:
     """The backend that `choose_backend` chooses, over `cache`."""

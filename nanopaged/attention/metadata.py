@@ -42,15 +42,20 @@ class StepInputs:
     Fields:
         input_ids, positions: int64 [num_tokens].
         moves: the blocks that `KVCache.move_blocks` moves before the model runs.
-        logit_rows: the tokens of the flat batch whose logits are needed. The first group is sampled
-            from, each further one is a tile of a prompt that is scored.
+        sample_rows: the tokens of the flat batch whose logits are sampled from.
+        score_rows: the tokens of the flat batch whose logits score prompts.
+        score_ids: for each of them, the token after it, which is scored.
+        num_logprobs: for each of them, how many of the most likely tokens are wanted.
     """
 
     input_ids: np.ndarray
     positions: np.ndarray
     metadata: AttentionMetadata
     moves: Moves
-    logit_rows: list[list[int]]
+    sample_rows: list[int]
+    score_rows: list[int]
+    score_ids: list[int]
+    num_logprobs: list[int | None]
 
 
 def slots_of(block_table: list[int], positions: np.ndarray, block_size: int) -> np.ndarray:

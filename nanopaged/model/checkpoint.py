@@ -15,11 +15,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanopaged.config import EngineConfig
 from nanopaged.model.decoder import (
+    ALONE,
     PLAIN,
     Linear,
     Model,
     Operations,
-    rotary_frequencies,
     rotary_tables,
 )
 from nanopaged.model.model_config import WEIGHT_DTYPES, ModelConfig, find_weights, read_json
@@ -54,7 +54,7 @@ def load_model(
     folder: Path,
     dtype: torch.dtype,
     device: torch.device,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
     operations: Operations = PLAIN,
 ) -> Model:
     """The model of `folder` on `device`, ready to run. Each rank reads its part of the weights."""
@@ -69,37 +69,27 @@ def load_model(
         ) from error
     if model_config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
-    rank = ranks.rank if ranks is not None else 0
     if config.load_format == "dummy":  # for benchmarks: random weights with the usual scale
-        generator = torch.Generator(device).manual_seed((config.seed + rank) % 2**63)
+        generator = torch.Generator(device).manual_seed((config.seed + ranks.rank) % 2**63)
         for weight in model.parameters():
             weight.normal_(0.0, 0.02, generator=generator)
     else:
         with torch.device("cpu"):  # the tensors of the files, whatever torch's default is
-            _read_weights(model, folder, rank, config.tensor_parallel_size)
+            _read_weights(model, folder)
     for part in model.modules():
         if isinstance(part, Linear):
             part.pack(operations)
-    if ranks is not None:
-        ranks.meet(device)
     return model
 
 
-def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
+def _read_weights(model: Model, folder: Path) -> None:
     """Fill the model's weights, or this rank's shares of them, from the safetensors files."""
     weights = find_weights(folder)
     slots = _weight_slots(model)
-    frequencies = rotary_frequencies(model.config)
-    for name in weights.keys() - slots.keys():
-        if name.endswith("rotary_emb.inv_freq"):  # in old checkpoints, and rounded in some
-            copy = weights.pop(name)[...].float()
-            if copy.shape != frequencies.shape or not copy.allclose(frequencies, rtol=0.05):
-                raise ValueError(
-                    f"{name} in {folder} is not what config.json says, with"
-                    f" {model.config.rope_parameters}"
-                )
     missing = sorted(slots.keys() - weights.keys())[:8]
-    unexpected = sorted(weights.keys() - slots.keys())[:8]
+    # Old checkpoints have rotary frequencies. As in transformers, those of config.json count.
+    others = weights.keys() - slots.keys()
+    unexpected = sorted(name for name in others if not name.endswith("rotary_emb.inv_freq"))[:8]
     if missing or unexpected:
         raise ValueError(
             f"the weights in {folder} do not match its config.json; missing: {', '.join(missing)};"
@@ -113,10 +103,10 @@ def _read_weights(model: Model, folder: Path, rank: int, size: int) -> None:
         dtype = weight.get_dtype()  # a quantised weight has another one than these
         if found != shape or dtype not in WEIGHT_DTYPES:
             raise ValueError(f"{name} is {dtype} {found}, but must be F32, F16 or BF16 {shape}")
-        part = weight[_share(name, slot, shape, rank, size)]
+        part = weight[_rank_slices(name, slot, shape, model.ranks)]
         slot[: len(part)].copy_(part)
         slot[len(part) :].zero_()  # rows beyond the vocabulary
-        if rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias")):
+        if model.ranks.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias")):
             slot.zero_()  # the ranks' results are added up, so only rank 0 has the bias
         if not torch.stack(slot.aminmax()).isfinite().all():
             raise ValueError(f"{name} is not finite in {slot.dtype}: use a wider dtype")
@@ -129,7 +119,7 @@ def _weight_slots(model: Model) -> dict[str, Tensor]:
     of dimension 8 these are the rows 0-31, 32-47 and 48-63. The halves of `gate_up_proj` are gate
     and up.
     """
-    config = model.share
+    config = model.rank_config
     q = config.num_heads * config.head_dim
     kv = config.num_kv_heads * config.head_dim
     width = config.intermediate_size
@@ -149,17 +139,19 @@ def _weight_slots(model: Model) -> dict[str, Tensor]:
     return slots
 
 
-def _share(name: str, slot: Tensor, shape: list[int], rank: int, size: int) -> tuple[slice, ...]:
+def _rank_slices(name: str, slot: Tensor, shape: list[int], ranks: Ranks) -> tuple[slice, ...]:
     """The part of a weight of this shape that goes to the slot: all, some rows, or some columns.
 
     k_proj has 2 heads of 8 rows. Of 4 ranks, 0 and 1 take rows 0-7, and 2 and 3 take rows 8-15.
     """
     parts = []
     for total, length in zip(shape, slot.shape, strict=True):
-        first = rank * total // size
-        first -= first % length  # ranks with the same KV head take the same rows
-        if name.startswith(("lm_head", "model.embed_tokens")) and total > length:
-            first = rank * length  # the last share may be smaller
+        if total == length:  # it is not divided
+            first = 0
+        elif name.startswith(("lm_head", "model.embed_tokens")):  # the last rank may have fewer
+            first = ranks.rank * length
+        else:  # with fewer KV heads than ranks, several ranks take the same one
+            first = ranks.rank * total // ranks.size // length * length
         parts.append(slice(first, first + length))
     return tuple(parts)
 

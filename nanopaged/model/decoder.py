@@ -8,6 +8,7 @@ memory and reads its weights.
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -26,15 +27,15 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
 
 
 def add_norm(
+    residual: Tensor,
     x: Tensor,
-    added: Tensor,
     eps: float,
     weight: Tensor,
     norm: Callable[..., Tensor] = rms_norm,
 ) -> tuple[Tensor, Tensor]:
-    """The sum x + added, and its norm."""
-    x = x + added
-    return x, norm(x, eps, weight)
+    """The sum residual + x, and its norm."""
+    residual = residual + x
+    return residual, norm(residual, eps, weight)
 
 
 def norm_rotate(
@@ -85,6 +86,24 @@ class Operations:
 
 PLAIN = Operations()
 
+
+class OneRank(Ranks):
+    """The only rank of a model: it waits for nobody, and its results are complete."""
+
+    step = nullcontext
+
+    def meet(self, device: torch.device) -> None:
+        """Do nothing."""
+
+    def all_reduce(self, x: Tensor, op: object = None) -> Tensor:
+        """Return x itself, as `gather` does."""
+        return x
+
+    gather = all_reduce
+
+
+ALONE = OneRank(0, size=1, store=None)
+
 # ── layers ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -92,11 +111,11 @@ class Linear(nn.Linear):
     """y = x Wᵀ + b, with W [out_features, in_features].
 
     Args:
-        ranks: the ranks whose results add up to y, if each has some of the columns of W.
+        ranks: the ranks whose results add up to y, because each has some of the columns of W.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, ranks: Ranks | None = None
+        self, in_features: int, out_features: int, bias: bool, ranks: Ranks = ALONE
     ) -> None:
         super().__init__(in_features, out_features, bias, device="meta")
         self.ranks = ranks
@@ -114,7 +133,7 @@ class Linear(nn.Linear):
             out = self.packed(input)
         else:
             out = F.linear(input, self.weight, self.bias)
-        return out if self.ranks is None else self.ranks.all_reduce(out)
+        return self.ranks.all_reduce(out)
 
 
 # A CPU computes so many tokens of an MLP at a time. The numbers between its layers then stay in the
@@ -125,7 +144,7 @@ MLP_BLOCK = 480
 class MLP(nn.Module):
     """down(silu(gate(x)) · up(x)), with gate and up in one matrix (Shazeer, arXiv 2002.05202)."""
 
-    def __init__(self, config: ModelConfig, ranks: Ranks | None, operations: Operations) -> None:
+    def __init__(self, config: ModelConfig, ranks: Ranks, operations: Operations) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.gate_up_proj = Linear(hidden, 2 * config.intermediate_size, config.mlp_bias)
@@ -186,7 +205,7 @@ class SelfAttention(nn.Module):
     """q, k, v of the new tokens, attention over the KV cache, and the output projection."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, ranks: Ranks | None, operations: Operations
+        self, config: ModelConfig, layer: int, ranks: Ranks, operations: Operations
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -219,7 +238,7 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, ranks: Ranks | None, operations: Operations
+        self, config: ModelConfig, layer: int, ranks: Ranks, operations: Operations
     ) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
@@ -231,31 +250,33 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
+        residual: Tensor,
         x: Tensor,
-        added: Tensor,
         cos: Tensor,
         sin: Tensor,
         attention: AttentionFn,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The layer of x + added → two tensors whose sum is its output.
+        """The layer of residual + x → two tensors whose sum is its output.
 
         rows: the tokens whose output is needed; None stands for all.
         """
-        x, normed = self.add_norm(x, added, self.eps, self.input_layernorm.weight)
-        added = self.self_attn(normed, cos, sin, attention)
+        residual, normed = self.add_norm(residual, x, self.eps, self.input_layernorm.weight)
+        x = self.self_attn(normed, cos, sin, attention)
         if rows is not None:
+            residual = residual[rows]
             x = x[rows]
-            added = added[rows]
-        x, normed = self.add_norm(x, added, self.eps, self.post_attention_layernorm.weight)
-        return x, self.mlp(normed)
+        residual, normed = self.add_norm(
+            residual, x, self.eps, self.post_attention_layernorm.weight
+        )
+        return residual, self.mlp(normed)
 
 
 class Model(nn.Module):
     """Computes hidden states from token ids and positions; `logits` turns them into scores.
 
     Args:
-        ranks: the ranks that share the model, None if this process has all of it.
+        ranks: the ranks that share the model.
         operations: the functions that compute the small operations of all layers.
 
     Attributes:
@@ -266,21 +287,21 @@ class Model(nn.Module):
     sin: Tensor
 
     def __init__(
-        self, config: ModelConfig, ranks: Ranks | None = None, operations: Operations = PLAIN
+        self, config: ModelConfig, ranks: Ranks = ALONE, operations: Operations = PLAIN
     ) -> None:
         super().__init__()
         self.config = config
         self.ranks = ranks
-        share = config.share(ranks.size if ranks is not None else 1)
-        self.share = share  # the sizes of this rank's layers
-        self.embed_tokens = nn.Embedding(share.vocab_size, config.hidden_size, device="meta")
+        rank_config = config.share(ranks.size)
+        self.rank_config = rank_config  # with the sizes of this rank's layers
+        self.embed_tokens = nn.Embedding(rank_config.vocab_size, config.hidden_size, device="meta")
         self.layers = nn.ModuleList(
-            DecoderLayer(share, layer, ranks=ranks, operations=operations)
+            DecoderLayer(rank_config, layer, ranks=ranks, operations=operations)
             for layer in range(config.num_layers)
         )
         self.add_norm = operations.add_norm
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, device="meta")
-        self.lm_head = Linear(config.hidden_size, share.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, rank_config.vocab_size, bias=False)
 
     def forward(
         self,
@@ -294,36 +315,29 @@ class Model(nn.Module):
         With `rows` [n], only the hidden states of these tokens [n, hidden_size]. The last layer
         stores the K/V of every token, but computes its MLP, most of its work, only for them.
         """
-        if self.ranks is None:
-            x = self.embed_tokens(input_ids)
-        else:
-            x = self._embed_share(input_ids, self.ranks)
+        x = self.embed_tokens(input_ids) if self.ranks.size == 1 else self._embed_share(input_ids)
         cos = self.cos[positions]
         sin = self.sin[positions]
-        added = torch.zeros_like(x)
+        residual = torch.zeros_like(x)
         *layers, last_layer = self.layers
         for layer in layers:
-            x, added = layer(x, added, cos, sin, attention)
-        x, added = last_layer(x, added, cos, sin, attention, rows)
-        return self.add_norm(x, added, self.norm.eps, self.norm.weight)[1]
+            residual, x = layer(residual, x, cos, sin, attention)
+        residual, x = last_layer(residual, x, cos, sin, attention, rows)
+        return self.add_norm(residual, x, self.norm.eps, self.norm.weight)[1]
 
-    def _embed_share(self, input_ids: Tensor, ranks: Ranks) -> Tensor:
+    def _embed_share(self, input_ids: Tensor) -> Tensor:
         """Embed the tokens whose rows this rank has, and add up the results of all ranks."""
         num_rows = self.embed_tokens.num_embeddings
-        rows = input_ids - ranks.rank * num_rows
+        rows = input_ids - self.ranks.rank * num_rows
         elsewhere = (rows < 0) | (rows >= num_rows)
         x = self.embed_tokens(rows.masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0.0)
-        return ranks.all_reduce(x)
+        return self.ranks.all_reduce(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size] → scores [n, vocab_size], in the dtype of the model.
 
-        Ranks above 0 return only their own columns.
-
         Scores on Apple's GPU are copied to the host, because sampling adds up probabilities in
         float64, which that GPU does not have.
         """
-        scores = self.lm_head(hidden)
-        if self.ranks is not None:
-            return self.ranks.gather(scores)[:, : self.config.vocab_size]
+        scores = self.ranks.gather(self.lm_head(hidden))[:, : self.config.vocab_size]
         return scores.cpu() if scores.is_mps else scores

@@ -138,12 +138,12 @@ WRONG: dict[int, dict[str, Pieces]] = {
         "the token ids are changed": [
             (
                 "Model._embed_share",
-                "input_ids - ranks.rank * num_rows",
-                "input_ids.sub_(ranks.rank * num_rows)",
+                "input_ids - self.ranks.rank * num_rows",
+                "input_ids.sub_(self.ranks.rank * num_rows)",
             )
         ],
         "KV heads in turns": [
-            ("_share", "first -= first % length", "first = rank % (total // length) * length")
+            ("_rank_slices", "ranks.rank * total // ranks.size // length", "ranks.rank % (total // length)")
         ],
     },
 }

@@ -55,21 +55,46 @@ def test_greedy_tokens_in_pools_from_barely_enough(
     assert counts[preemption] > 0
 
 
-def test_logprobs_of_output_and_prompt(oracle: Oracle) -> None:
-    """Chosen and most likely tokens, at every position, to 1e-4; also when the prompt comes in chunks."""
+def test_logprobs_of_output_and_prompt(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen and most likely tokens, at every position, to 1e-4; also when the prompt comes in chunks.
+
+    Each request wants another number of them, in the same steps. Tiles of positions end within prompts.
+    """
+    monkeypatch.setattr("nanopaged.model_runner.LOGITS_TILE", 5)
     prompts = random_prompts(4, seed=3)
+    wanted = [3, None, 0, 2]
     for budget in (7, 2048):
         llm = LLM(oracle.folder, dtype="float32", max_num_batched_tokens=budget, num_blocks=64, block_size=8)
-        params = greedy_params(12, logprobs=5, prompt_logprobs=3, ignore_eos=True)
-        for prompt, output in zip(prompts, serve(llm, prompts, [params] * 4), strict=True):
+        params = [greedy_params(12, logprobs=5, prompt_logprobs=num, ignore_eos=True) for num in wanted]
+        for prompt, num, output in zip(prompts, wanted, serve(llm, prompts, params), strict=True):
             completion = output.outputs[0]
             expected = oracle.logprobs(prompt + completion.token_ids)
-            assert output.prompt_logprobs[0] is None
-            check_logprobs(output.prompt_logprobs[1:], prompt[1:], expected, num_top=3)
+            if num is None:
+                assert output.prompt_logprobs is None
+            else:
+                assert output.prompt_logprobs[0] is None
+                check_logprobs(output.prompt_logprobs[1:], prompt[1:], expected, num_top=num)
             outputs_at = expected[len(prompt) - 1 :]
             check_logprobs(completion.logprobs, completion.token_ids, outputs_at, num_top=5)
             total = sum(row[t] for row, t in zip(completion.logprobs, completion.token_ids, strict=True))
             assert completion.cumulative_logprob == pytest.approx(total, abs=TOLERANCE)
+
+
+def test_no_position_of_a_prompt_is_scored_twice(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first chunk a step fails, so that the prompt is computed again from its beginning."""
+    engine = LLM(qwen3.folder, dtype="float32", max_num_batched_tokens=7, num_blocks=64).engine
+    prompt = list(range(3, 23))
+    engine.add_request("a", prompt, greedy_params(1, prompt_logprobs=0))
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "execute", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    (output,) = outputs
+    check_logprobs(output.prompt_logprobs[1:], prompt[1:], qwen3.logprobs(prompt), num_top=0)
 
 
 def check_logprobs(logprobs: list, token_ids: list[int], expected: torch.Tensor, num_top: int) -> None:

@@ -109,7 +109,7 @@ def test_shared_blocks_move_once_and_stay_shared() -> None:
 def test_auto_takes_the_mode_that_was_measured_to_be_cheaper(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FakeRunner, "cheaper_preemption", lambda self: mode)
+    monkeypatch.setattr(FakeRunner, "cheaper_preemption", mode)
     stats = finish(add_two(make(preemption="auto")))
     assert stats.preemption == mode
     counts = {"swap": stats.num_preemptions_swap, "recompute": stats.num_preemptions_recompute}

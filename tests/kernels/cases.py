@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import make_attention
+from nanopaged.attention import make_backend
 from nanopaged.attention.metadata import AttentionMetadata
 from nanopaged.attention.reference_backend import ScoreMod
 from nanopaged.attention.torch_backend import QUERY_TILE, TorchAttention
@@ -87,7 +87,7 @@ class Case:
 
     def run(self, backend: str | TorchAttention, score_mod: ScoreMod | None = None) -> Tensor:
         if isinstance(backend, str):
-            backend = make_attention(backend, self.cache, self.head_dim**-0.5, score_mod)
+            backend = make_backend(backend, self.cache, self.head_dim**-0.5, score_mod)
         backend.begin_step(self.metadata)
         return backend(LAYER, self.q, self.k, self.v)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from cases import CPU, LAYER, LENGTHS, Case
 from torch import Tensor
 
-from nanopaged.attention import make_attention
+from nanopaged.attention import make_backend
 from nanopaged.attention.torch_backend import TorchAttention
 from nanopaged.kv_cache import KVCache, KVShape
 
@@ -180,8 +180,8 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(
 
     def check(name: str, reason: str, *score_mod: Any) -> None:
         with pytest.raises(ValueError, match=f"attention_backend='{name}' cannot run here: {reason}"):
-            make_attention(name, cache, 1.0, *score_mod)
-        assert type(make_attention("auto", cache, 1.0, *score_mod)) is TorchAttention
+            make_backend(name, cache, 1.0, *score_mod)
+        assert type(make_backend("auto", cache, 1.0, *score_mod)) is TorchAttention
 
     check("flash", "(flash attention needs a CUDA GPU .*this is cpu|Triton cannot be imported)")
     check("triton", "its kernels have no place for a", softcap)

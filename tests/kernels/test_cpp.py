@@ -21,7 +21,7 @@ from conftest import KERNELS, KINDS, Oracle, random_prompts, serve, tokens_of
 from torch import Tensor
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.attention import choose_backend, cpp_backend, make_attention
+from nanopaged.attention import choose_backend, cpp_backend, make_backend
 from nanopaged.attention.metadata import AttentionMetadata, slots_of
 from nanopaged.kernels import build, cpp
 from nanopaged.kv_cache import KVCache, KVShape
@@ -127,7 +127,7 @@ def test_shared_blocks_and_runs(
     q, k, v = (torch.randn(9, n, 24) for n in (6, 2, 2))
     outs = []
     for backend in ("reference", "cpp"):
-        attention = make_attention(backend, cache, 24**-0.5)
+        attention = make_backend(backend, cache, 24**-0.5)
         attention.begin_step(metadata)
         outs.append(attention(LAYER, q, k, v))
     torch.testing.assert_close(outs[1], outs[0], atol=2e-5, rtol=1e-4)

@@ -27,7 +27,6 @@ from nanopaged import model_runner as runner_module
 from nanopaged.attention import choose_backend
 from nanopaged.attention.metadata import StepInputs
 from nanopaged.kv_cache import KVCache, KVShape
-from nanopaged.model_runner import PromptTile
 from nanopaged.sequence import Moves, ScheduledBatch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
@@ -132,10 +131,10 @@ def test_a_step_waits_for_the_tokens_alone(
     """Decodes, new prompts, later chunks of prompts, and mixtures. Decode-only steps are replayed."""
     seen, prepare = [], runner_module.prepare
 
-    def watched(batch: ScheduledBatch, block_size: int) -> tuple[StepInputs, list[PromptTile]]:
-        prepared = prepare(batch, block_size)
-        seen.append((prepared[0].metadata, any(seq.needs_sample for seq in batch.sequences)))
-        return prepared
+    def watched(batch: ScheduledBatch, block_size: int) -> StepInputs:
+        inputs = prepare(batch, block_size)
+        seen.append((inputs.metadata, any(seq.needs_sample for seq in batch.sequences)))
+        return inputs
 
     monkeypatch.setattr(runner_module, "prepare", watched)
     if backend == "flash":  # which needs a head_dim that is a multiple of 8

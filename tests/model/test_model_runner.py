@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import MAX_MODEL_LEN, Oracle, random_prompts, tokens_of
 
 from nanopaged import LLM, EngineConfig, SamplingParams, memory
 from nanopaged.kv_cache import KVShape
 from nanopaged.model.decoder import PLAIN
-from nanopaged.model_runner import ModelRunner, choose_operations
+from nanopaged.model_runner import choose_operations
+from nanopaged.parallel import Ranks
 from nanopaged.sampler import LOGITS_TILE
 
 GB = 1 << 30
@@ -115,8 +117,8 @@ def test_the_largest_step(
     llm = LLM(qwen3.folder, dtype="float32", num_blocks=20, **options)
     runner, drawn = llm.engine.runner, []
     before = runner.kv_cache.data.fill_(1.0).clone()
-    sample, make_attention, made = memory.sample, memory.make_attention, []
-    monkeypatch.setattr(memory, "make_attention", lambda *a: made.append(a[0]) or make_attention(*a))
+    sample, make_backend, made = memory.sample, memory.make_backend, []
+    monkeypatch.setattr(memory, "make_backend", lambda *a: made.append(a[0]) or make_backend(*a))
     monkeypatch.setattr(memory, "sample", lambda logits, rows: drawn.append(logits) or sample(logits, rows))
     computed = []
     hook = runner.model.register_forward_pre_hook(lambda _, args: computed.append(args[1]))
@@ -142,10 +144,21 @@ def test_the_cheaper_preemption(
     measure = memory.seconds
     monkeypatch.setattr(memory, "seconds", lambda *args: measure(*args) * 0 + next(seconds))
     with caplog.at_level(logging.INFO, "nanopaged"):
-        assert runner.cheaper_preemption() == choice
+        assert memory.measure_preemption(runner.model, runner.kv_cache, budget=2048) == choice
     assert f"preemption by {choice}: " in caplog.text
     assert f"{100 if choice == 'swap' else 200}.000 ms to swap" in caplog.text
     assert torch.equal(runner.kv_cache.data, before)
+
+
+def test_the_rank_with_the_least_memory_decides() -> None:
+    class OtherRank(Ranks):
+        def all_reduce(self, x: torch.Tensor, op: Any = None) -> torch.Tensor:
+            assert op == dist.ReduceOp.MIN
+            return torch.minimum(x, torch.tensor([7, 9]))
+
+    model = SimpleNamespace(embed_tokens=torch.nn.Embedding(1, 1))
+    config = config_of(64, num_blocks=10, num_host_blocks=5, tensor_parallel_size=2)
+    assert memory.count_blocks(config, model, SHAPE, OtherRank(0, size=2, store=None)) == (7, 5)
 
 
 def test_host_blocks_are_for_swapping(qwen3: Oracle) -> None:
@@ -194,6 +207,6 @@ def test_the_last_mlp_computes_only_what_is_sampled(qwen3: Oracle) -> None:
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 def test_the_way_to_preempt_is_measured_only_if_it_is_open(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other = {"swap": "recompute", "recompute": "swap"}[way]
-    monkeypatch.setattr(ModelRunner, "cheaper_preemption", lambda runner: other)
+    monkeypatch.setattr("nanopaged.model_runner.measure_preemption", lambda *_: other)
     assert LLM(num_blocks=8, preemption=way).engine.stats().preemption == way
     assert LLM(num_blocks=8).engine.stats().preemption == other

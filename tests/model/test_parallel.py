@@ -222,7 +222,10 @@ def test_a_failure_outside_the_ranks_work_starts_over(pair: Pair, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("name", "error", "raised"),
-    [("send", ValueError, RuntimeError), slow("gather", KeyboardInterrupt, KeyboardInterrupt)],
+    [
+        ("dist.broadcast_object_list", ValueError, RuntimeError),
+        slow("Ranks.gather", KeyboardInterrupt, KeyboardInterrupt),
+    ],
 )
 def test_a_failure_of_rank_0_in_a_step_ends_the_engine(
     pair: Pair,
@@ -233,12 +236,12 @@ def test_a_failure_of_rank_0_in_a_step_ends_the_engine(
 ) -> None:
     """The ranks are out of step. Ctrl-C itself passes through. (It is the last test of the pair.)"""
     engine = pair[0].engine
-    if name == "gather":
+    if name == "Ranks.gather":
         engine = LLM(engine.config.model, tensor_parallel_size=2, **OPTIONS).engine
     engine.add_request("a", [1, 2, 3], GREEDY)
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(parallel.Ranks, name, Mock(side_effect=error("in a step")))
+        patch.setattr(f"nanopaged.parallel.{name}", Mock(side_effect=error("in a step")))
         with pytest.raises(raised):
             engine.step()
     ended = rf"the engine has ended: rank 0 failed within a step: {error.__name__}\('in a step'\)"

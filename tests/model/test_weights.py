@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from nanopaged.kernels import build
 from nanopaged.memory import pick_dtype
 from nanopaged.model.checkpoint import TINY_MODEL, load_model
 from nanopaged.model.model_config import read_model_config
+from nanopaged.parallel import Ranks
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
@@ -100,7 +100,7 @@ def test_memory_of_weights_that_was_never_written(
         folder=tmp_path,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        ranks=SimpleNamespace(rank=rank, size=2, meet=lambda device: None),
+        ranks=Ranks(rank, size=2, store=None),
     )
     assert all(weight.isfinite().all() for weight in model.parameters())
     rows = model.embed_tokens.weight

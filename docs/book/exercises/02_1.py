@@ -37,9 +37,9 @@ def test_prepare_agrees() -> None:
                 (seq.num_tokens, seq.num_computed_tokens, seq.num_scheduled_tokens, list(seq.block_table))
                 for seq in batch.sequences
             ]
-            inputs, _ = prepare(batch, size)
+            inputs = prepare(batch, size)
             slots, rows = lay_out(sequences, size)
-            right_slots, right_rows = inputs.metadata.slot_mapping.tolist(), inputs.logit_rows[0]
+            right_slots, right_rows = inputs.metadata.slot_mapping.tolist(), inputs.sample_rows
             call = f"lay_out({sequences}, {size})"
             assert list(slots) == right_slots, f"{call} has the slots {slots}, but prepare has {right_slots}."
             assert list(rows) == right_rows, f"{call} has the rows {rows}, but prepare has {right_rows}."

@@ -24,7 +24,7 @@ def main() -> None:
         engine.step()
     engine.add_request("C", PROMPTS["C"], params)
     batch = engine.scheduler.schedule()
-    inputs, _ = prepare(batch, SIZE)
+    inputs = prepare(batch, SIZE)
 
     drawing = Drawing(390, 470, "The flat batch of a step")
     owners: list[int] = []  # of the tokens in the batch

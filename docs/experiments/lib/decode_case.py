@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanopaged.attention import make_attention
+from nanopaged.attention import make_backend
 from nanopaged.attention.metadata import AttentionMetadata, slots_of
 from nanopaged.kv_cache import KVCache, KVShape
 
@@ -67,7 +67,7 @@ class DecodeCase:
         slots = []
         for table, length in zip(self.tables, self.lens, strict=True):
             slots.append(slots_of(table, np.array([length - 1]), self.block_size))
-        attention = make_attention(backend, self.cache, self.q.shape[-1] ** -0.5)
+        attention = make_backend(backend, self.cache, self.q.shape[-1] ** -0.5)
         if max_splits is not None:  # of the Triton kernels
             attention.max_splits = max_splits
         metadata = AttentionMetadata(

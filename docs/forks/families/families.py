@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 import nanopaged
-from nanopaged.attention import make_attention
+from nanopaged.attention import make_backend
 from nanopaged.engine import LLMEngine
 from nanopaged.kv_cache import KVCache
 from nanopaged.model import checkpoint
-from nanopaged.model.decoder import PLAIN, Linear, Model, Operations
+from nanopaged.model.decoder import ALONE, PLAIN, Linear, Model, Operations
 from nanopaged.model.model_config import FAMILIES, ModelConfig, read_json
 from nanopaged.model_runner import ModelRunner
 from nanopaged.parallel import Ranks
@@ -94,7 +94,7 @@ class Expert(nn.Module):
 class MixtureOfExperts(nn.Module):
     """A router, named `gate` as in checkpoints, and its experts. The router is whole on every rank."""
 
-    def __init__(self, config: ExpertsConfig, ranks: Ranks | None) -> None:
+    def __init__(self, config: ExpertsConfig, ranks: Ranks) -> None:
         super().__init__()
         self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
         self.ranks, sizes = ranks, (config.hidden_size, config.moe_intermediate_size)
@@ -126,19 +126,17 @@ class MixtureOfExperts(nn.Module):
             if len(pairs) > 0:
                 tokens = pairs // self.top_k
                 out.index_add_(0, tokens, expert(x[tokens]) * weights[pairs, None])
-        return out if self.ranks is None else self.ranks.all_reduce(out)
+        return self.ranks.all_reduce(out)
 
 
 class SparseModel(Model):
     """A `Model` whose sparse layers have experts. With a config without experts it is a `Model`."""
 
-    def __init__(
-        self, config: ModelConfig, ranks: Ranks | None = None, operations: Operations = PLAIN
-    ) -> None:
+    def __init__(self, config: ModelConfig, ranks: Ranks = ALONE, operations: Operations = PLAIN) -> None:
         super().__init__(config, ranks, operations)
-        if isinstance(self.share, ExpertsConfig):
-            for i in self.share.sparse_layers:  # the MLP that is replaced has no memory yet
-                self.layers[i].mlp = MixtureOfExperts(self.share, ranks)
+        if isinstance(self.rank_config, ExpertsConfig):
+            for i in self.rank_config.sparse_layers:  # the MLP that is replaced has no memory yet
+                self.layers[i].mlp = MixtureOfExperts(self.rank_config, ranks)
 
 
 checkpoint.Model = SparseModel  # the class that `load_model` makes
@@ -152,7 +150,7 @@ class FamiliesRunner(ModelRunner):
 
     def make_attention(self, backend: str, cache: KVCache, scale: float) -> Any:
         """As before. With experts, no step is recorded as a CUDA graph, because its sizes are fixed."""
-        attention = make_attention(backend, cache, scale)
+        attention = make_backend(backend, cache, scale)
         attention.supports_cuda_graphs &= not isinstance(self.model.config, ExpertsConfig)
         return attention
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import nanopaged
 from nanopaged.engine import LLMEngine
 from nanopaged.model.checkpoint import load_model
-from nanopaged.model.decoder import Linear, Model, Operations
+from nanopaged.model.decoder import ALONE, Linear, Model, Operations
 from nanopaged.model_runner import ModelRunner
 from nanopaged.parallel import Ranks
 
@@ -30,14 +30,13 @@ TILE = 1 << 18  # numbers of a matrix that are read at once: as float32 they are
 SMALLEST = 1e-28  # in place of the largest number of a row of zeros
 
 
-def quantize(weight: Tensor, ranks: Ranks | None = None) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor]:
     """Round a matrix [num_rows, num_columns] → int8 of the same shape, and float32 scales [num_rows].
 
     If each of `ranks` has some of the columns, all find the largest number of a whole row.
     """
     largest = torch.maximum(weight.amax(1), -weight.amin(1)).float()
-    if ranks is not None:
-        ranks.group.allreduce([largest], dist.ReduceOp.MAX).wait()
+    ranks.all_reduce(largest, dist.ReduceOp.MAX)
     largest.clamp_(min=SMALLEST)
     # Multiplied first, which is exact for 16-bit checkpoints: half of the largest number is a tie, 63.5.
     rounded = weight.float().mul(127).div_(largest[:, None]).round_()
@@ -63,8 +62,7 @@ class Int8Linear(Linear):
         out.mul_(self.scales)
         if self.bias is not None:
             out.add_(self.bias)
-        out = out.to(x.dtype)
-        return out if self.ranks is None else self.ranks.all_reduce(out)
+        return self.ranks.all_reduce(out.to(x.dtype))
 
 
 class Int8Embedding(nn.Module):
@@ -97,6 +95,7 @@ class Int8Runner(ModelRunner):
     def make_model(self, operations: Operations, **options: Any) -> Model:
         """As `load_model`. Until the weights are rounded, they take their full memory."""
         model = load_model(operations=replace(operations, packed_linear=None), **options)
+        model.ranks.meet(self.device)  # they compare their weights
         quantize_model(model)
         return model
 

@@ -17,7 +17,7 @@ import torch
 import nanopaged
 from nanopaged.config import EngineConfig
 from nanopaged.engine import LLMEngine
-from nanopaged.model_runner import ModelRunner, prepare
+from nanopaged.model_runner import ModelRunner, prepare, scores_by_request
 from nanopaged.sampler import LOGITS_TILE, sample_next_tokens
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
@@ -155,15 +155,14 @@ class SpeculatingRunner(ModelRunner):
             texts[seq] += [with_drafts(seq, draft_ids[: i + 1]) for i in range(len(draft_ids))]
         longest = [text[-1] for text in texts.values()]
         num_decodes = batch.num_decodes - len(drafts)
-        inputs, tiles = prepare(ScheduledBatch(longest, num_decodes, batch.moves), self.block_size)
+        inputs = prepare(ScheduledBatch(longest, num_decodes, batch.moves), self.block_size)
         sampling = [its for seq, its in texts.items() if seq.needs_sample]
-        ends = zip(inputs.logit_rows[0], sampling, strict=True)  # with two drafts, row 7 is: rows 5 6 7
-        inputs.logit_rows[0] = [end - i for end, its in ends for i in reversed(range(len(its)))]
-        sampled, *scored = self.forward(inputs)
-        every, logits = list(chain(*texts.values())), self.model.logits(sampled)
-        draws = iter(sample_next_tokens(ScheduledBatch(every), logits))
+        ends = zip(inputs.sample_rows, sampling, strict=True)  # with two drafts, row 7 is: rows 5 6 7
+        inputs.sample_rows = [end - i for end, its in ends for i in reversed(range(len(its)))]
+        logits, scores = self.compute(inputs)
+        draws = iter(sample_next_tokens(ScheduledBatch(list(chain(*texts.values()))), logits))
         samples = {seq: list(chain(*islice(draws, len(its)))) for seq, its in texts.items()}
-        return StepResult([samples[seq] for seq in batch.sequences], self.score_prompts(tiles, scored))
+        return StepResult([samples[seq] for seq in batch.sequences], scores_by_request(longest, scores))
 
 
 class SpeculatingEngine(LLMEngine):
