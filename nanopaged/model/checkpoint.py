@@ -20,6 +20,7 @@ from nanopaged.model.decoder import (
     Linear,
     Model,
     Operations,
+    rotary_frequencies,
     rotary_tables,
 )
 from nanopaged.model.model_config import WEIGHT_DTYPES, ModelConfig, find_weights, read_json
@@ -86,10 +87,17 @@ def _read_weights(model: Model, folder: Path) -> None:
     """Fill the model's weights, or this rank's shares of them, from the safetensors files."""
     weights = find_weights(folder)
     slots = _weight_slots(model)
+    frequencies = rotary_frequencies(model.config)
+    for name in weights.keys() - slots.keys():
+        if name.endswith("rotary_emb.inv_freq"):  # in old checkpoints, and rounded in some
+            copy = weights.pop(name)[...].float()
+            if copy.shape != frequencies.shape or not copy.allclose(frequencies, rtol=0.05):
+                raise ValueError(
+                    f"{name} in {folder} is not what config.json says, with"
+                    f" {model.config.rope_parameters}"
+                )
     missing = sorted(slots.keys() - weights.keys())[:8]
-    # Old checkpoints have rotary frequencies. As in transformers, those of config.json count.
-    others = weights.keys() - slots.keys()
-    unexpected = sorted(name for name in others if not name.endswith("rotary_emb.inv_freq"))[:8]
+    unexpected = sorted(weights.keys() - slots.keys())[:8]
     if missing or unexpected:
         raise ValueError(
             f"the weights in {folder} do not match its config.json; missing: {', '.join(missing)};"

@@ -105,12 +105,13 @@ def tiny(folder: Path) -> None:
 
 # ── the tables ────────────────────────────────────────────────────────────────────────────────────
 
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 RAMP = torch.linspace(2, 1, 48)  # other values for the weight of a norm
 TIED, NO_DTYPE, NO_ROPE = entries(tie_word_embeddings=True), entries(dtype=...), entries(rope_parameters=...)
 NO_HEAD, NO_EMBEDDING = weights(lambda t: t.pop(HEAD)), weights(lambda t: t.pop(EMBEDDING))
 COPY = weights(lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
+MILLION = entries(rope_parameters={"rope_type": "default", "rope_theta": 1e6})
 QWEN3 = model("qwen3")
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "layer_types": None}
 HALF_A_WINDOW = WINDOW | {"layer_types": ["full_attention", "sliding_attention"]}
@@ -132,9 +133,9 @@ AS_TRANSFORMERS = {
     "tied": [TIED, NO_HEAD],
     "tied, with a head of its own": [TIED],
     "tied, with a copy": [TIED, COPY],
-    # rotary frequencies in the weights, with which nothing computes
+    # rotary frequencies, with which nothing computes
     "frequencies": [entries(rope_parameters=ROPE), put(FREQUENCIES, frequencies(500.0))],
-    "frequencies of another theta": [entries(rope_parameters=ROPE), put(FREQUENCIES, frequencies(1e4))],
+    "rounded frequencies": [MILLION, put(FREQUENCIES, frequencies(1e6).to(F16))],
     "no dtype": [NO_DTYPE],
     "no dtype, bfloat16": [NO_DTYPE, cast(BF16)],
     "no dtype, two in a file": [NO_DTYPE, cast(BF16, HEAD)],
@@ -178,6 +179,7 @@ TOKENIZERS = {
     "two templates": [entries(TOKENIZER, chat_template=TWO)],
 }
 
+ODD = f"{FREQUENCIES} in .* is not what config.json says, with "
 TEXT = "the tokenizer in .* cannot be read: "
 SLOW = f"{TEXT}.*backend_tokenizer.* must run on the tokenizers library"
 
@@ -190,6 +192,8 @@ REFUSED = {
     "a head that does not fit": (TIED, put(HEAD, RAMP), rf"{HEAD} is F32 \[48\], .* \[97, 48\]"),
     "a head of another model": (put(f"draft.{HEAD}", RAMP), f"config.json; .*unexpected: draft.{HEAD}"),
     "tied, without embedding": (TIED, NO_EMBEDDING, f"config.json; missing: {EMBEDDING}"),
+    "another theta": (entries(rope_parameters=ROPE), put(FREQUENCIES, frequencies(1e4)), f"{ODD}.*: 500"),
+    "another scaling": (put(FREQUENCIES, frequencies(1e4)), f"{ODD}.*'factor': 8"),
     "NaN": (put(NORM, (-RAMP).log()), f"{NORM} is not finite in torch.float32"),
     "a head_dim that is worked out": (entries(hidden_size=6, **NULLS), "'head_dim': 1}"),
     "control characters in a name": (put("\x1b]0;title\x07\n", RAMP), "unexpected: .*title"),
