@@ -402,10 +402,10 @@ def test_the_source_is_changed(opened: Playground) -> None:
     assert opened.run("getSelection().toString()").strip() == "if not self.free_blocks:"
 
     opened.change(
-        "if not self.free_blocks:", "while len(self.free_ids) < 9: pass\n        if not self.free_ids:"
+        "if not self.free_blocks:", "while len(self.free_ids) < 11: pass\n        if not self.free_ids:"
     )
     opened.click("#form .run")
-    opened.until("document.getElementById('told').textContent.startsWith('Step 3')")
+    opened.until("document.getElementById('told').textContent.startsWith('Step 2')")
     opened.press_run("#stop")
-    assert opened.texts("figure .problem")[0].startswith("The run was stopped, in step 3. A changed loop may")
-    assert opened.pictures() == [before, before[:3]], "the steps before it are there"
+    assert opened.texts("figure .problem")[0].startswith("The run was stopped, in step 2. A changed loop may")
+    assert opened.pictures() == [before, before[:2]], "the steps before it are there"
