@@ -110,7 +110,7 @@ function choose(name) {
     $(part).replaceChildren(...marked(texts[part]));
   }
   $("ask").open = $("further").open = false;
-  $("chapter").textContent = `Chapter ${parseInt(preset.chapter, 10)} explains it`;
+  $("chapter").textContent = `Chapter ${parseInt(preset.chapter, 10)} of the book explains it`;
   $("chapter").href = address("chapters").replace("*", preset.chapter);
   $("whole").href = `#preset=${preset.name}`;
   $("knob").replaceChildren(...preset.knob.map(([label], i) => make("option", { value: i }, label)));
@@ -285,10 +285,15 @@ function wanted() {
   return [[listed(differ, settings), settings, {}], [listed(differ, right), right, {}]];
 }
 
+function busy(on) {  // the status is shown
+  running = on;
+  document.body.classList.toggle("busy", on);
+}
+
 async function run() {
   again = running;
   if (running) return;
-  running = true;
+  busy(true);
   problem();
   for (const field of document.querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
   try {
@@ -300,7 +305,7 @@ async function run() {
     tell("");
     problem(error.message);
   }
-  running = false;
+  busy(false);
   if (again) run();
 }
 

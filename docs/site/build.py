@@ -216,9 +216,8 @@ def embed(found: re.Match[str], in_chinese: bool) -> str:
 
 def live(page: str, in_chinese: bool) -> str:
     """The figure itself, in place of an image of it, with the button that live.js reads."""
-    folder, words = (
-        (DOCS / "zh", "写入一个 token|从头开始") if in_chinese else (DOCS / "book", "Write a token|Again")
-    )
+    folder = DOCS / ("zh" if in_chinese else "book")
+    words = "A1 写入一个 token|从头开始" if in_chinese else "A1 writes a token|Again"
     svg = (folder / "figures" / "write_a_token.svg").read_text(encoding="utf-8").replace("\n", "")
     script = posixpath.relpath("live.js", posixpath.dirname(page))
     return (
@@ -272,6 +271,13 @@ def finish(html: Path) -> None:
     change_search(html, script)
 
 
+# Drawn, because not every machine has the glyphs.
+CHINESE_WORD = (
+    '<svg viewBox="0 0 46 24" role="img"><title>中文</title>'
+    '<path d="M3 7h16v8H3zM11 2v20M26 7h18M34 2l2 5M40 7q-3 10-14 14M30 7q3 10 14 14"/></svg>'
+)
+
+
 def link_languages(html: Path) -> None:
     """Give the header of each page a link to the same page in the other language, or to its front page."""
     folder = html / "zh"
@@ -281,7 +287,7 @@ def link_languages(html: Path) -> None:
     for page in html.rglob("*.html"):
         to_english = page.parent == folder
         other = pairs.get(page, (html if to_english else folder) / "index.html")
-        lang, word = ("en", "English") if to_english else ("zh", "中文")
+        lang, word = ("en", "English") if to_english else ("zh", CHINESE_WORD)
         address = posixpath.relpath(other, page.parent)
         link = f'<a class="language" href="{address}" lang="{lang}" hreflang="{lang}">{word}</a>\n'
         before = '<form class="md-header__option"'

@@ -5,7 +5,7 @@
 // For a phone: places across the wide figure → across a narrow one, in which words keep their size. The arrows, the
 // words "2 references" (now "2 refs") and the slots become shorter.
 const PLACES = [
-  [0, 0], [22, 6], [74, 42], [128, 66], [138, 78], [158, 90], [454, 322], [546, 368], [552, 378], [606, 402],
+  [0, 0], [22, 6], [74, 42], [128, 66], [143, 78], [158, 90], [454, 322], [546, 368], [552, 378], [606, 402],
   [658, 436], [680, 442],
 ];
 function squeeze(svg) {
@@ -43,7 +43,8 @@ for (const figure of document.querySelectorAll(".live")) {
       group.style.visibility = shown ? "visible" : "hidden";
       if (shown && group.dataset.of === "caption") status.textContent = group.textContent;
     }
-    button.textContent = frame === last ? again : write;
+    const writer = `A${1 + ((ends.filter((end) => end <= frame).length - 1) % 2)}`;  // of the next token
+    button.textContent = frame === last ? again : write.replace("A1", writer);
   }
 
   button.onclick = function step() {

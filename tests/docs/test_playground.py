@@ -233,6 +233,7 @@ FRAMES = "[...document.querySelectorAll('iframe')]"
 DRAWN = f"{FRAMES}.every((frame) => frame.contentWindow.trace)"
 HOST_CELLS = f"{FRAMES}.map((frame) => frame.contentDocument.querySelectorAll('#host .cell').length)"
 STEPS = f"{FRAMES}.map((frame) => +frame.contentDocument.getElementById('slider').value)"
+SEEN = "document.getElementById(arguments[0]).checkVisibility()"
 TYPE = """((old, changed) => {
   const [choice, text] = ["function", "text"].map((id) => document.getElementById(id));
   choice.value = "nanopaged/block_manager.py take";
@@ -329,6 +330,7 @@ def test_a_preset_opens_with_its_pictures(opened: Playground) -> None:
         runs = [Run(preset["settings"] | its) for its in ({}, preset.get("beside")) if its is not None]
         pictures = [[run.header, *run.lines] for run in runs]
         assert opened.pictures() == pictures, "recorded"
+        assert not opened.run(SEEN, "status"), "nothing seems to be awaited"
         assert opened.run(STEPS) == [preset["from"]] * len(runs)
         opened.press_run()
         assert opened.pictures() == pictures
@@ -402,10 +404,12 @@ def test_the_source_is_changed(opened: Playground) -> None:
     assert opened.run("getSelection().toString()").strip() == "if not self.free_blocks:"
 
     opened.change(
-        "if not self.free_blocks:", "while len(self.free_ids) < 9: pass\n        if not self.free_ids:"
+        "if not self.free_blocks:", "while len(self.free_ids) < 11: pass\n        if not self.free_ids:"
     )
     opened.click("#form .run")
-    opened.until("document.getElementById('told').textContent.startsWith('Step 3')")
+    opened.run("void (document.getElementById('source').open = false)")
+    opened.until("document.getElementById('told').textContent.startsWith('Step 2')")
+    assert opened.run(SEEN, "stop")
     opened.press_run("#stop")
-    assert opened.texts("figure .problem")[0].startswith("The run was stopped, in step 3. A changed loop may")
-    assert opened.pictures() == [before, before[:3]], "the steps before it are there"
+    assert opened.texts("figure .problem")[0].startswith("The run was stopped, in step 2. A changed loop may")
+    assert opened.pictures() == [before, before[:2]], "the steps before it are there"

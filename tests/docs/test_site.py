@@ -193,13 +193,15 @@ def test_the_search_loads_when_asked_and_finds_chapters_first(site: Site, browse
 
 @pytest.mark.slow
 def test_the_button_of_the_front_page_writes_a_token(site: Site, browser: Browser) -> None:
-    """The figure shows one frame at a time, up to the last, and begins again."""
+    """The figure shows one frame at a time, up to the last, and begins again. The button names the writer."""
     browser.driver.get(site.root + "index.html")
     captions = [browser.texts(".live [role=status]")]
     shown = "[...document.querySelectorAll('.live g')].filter((g) => g.style.visibility !== 'hidden')"
-    while browser.texts(".live button") == ["Write a token"]:
+    while (button := browser.texts(".live button")[0]) != "Again":
         browser.click(".live button")
         captions.append(browser.texts(".live [role=status]"))
+        assert re.fullmatch("A[12] writes a token", button)
+        assert button[:2] in captions[-1][0]
         things = browser.run(f"{shown}.map((g) => g.dataset.of)")
         assert len({*things}) == len(things) >= 5 + 2 + 1, "one state of each thing"
     assert len(captions) == len(browser.texts(".live g[data-of=caption]"))

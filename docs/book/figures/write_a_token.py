@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
-from svg import COLORS, GREY, INK, PAPER, Drawing
+from svg import COLORS, FAINT, GREY, INK, PAPER, Drawing
 
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
@@ -23,10 +23,10 @@ OUTPUTS = [["fathers", "brought", "forth"], ["friends", "met", "here"]]
 WORDS = [*PROMPT, *OUTPUTS[0], *OUTPUTS[1]]  # by token id
 NUM_BLOCKS, SIZE = 5, 4
 SECONDS, LOOPS, STILL = 3, 4, 2  # of a frame; of the animation; the frame before and after it
-WIDTH, HEIGHT, TOP, ROW, HIGH = 680, 348, 82, 44, 30
+WIDTH, HEIGHT, TOP, ROW, HIGH = 680, 316, 68, 40, 30
 TABLES, ENTRY, POOL, SLOT = (22, 606), 52, 128, 74  # left edges of the tables, of the pool; widths
-ENDS = (POOL, POOL + 30 + SIZE * SLOT + 98)  # of the pool, where the arrows from the tables end
-MARK, SHARED = "#c2185b", "#eef0f2"
+ENDS = (POOL, POOL + 30 + SIZE * SLOT + 98)  # edges of the blocks, where the arrows from the tables end
+MARK, SHARED, BLOCK = "#c2185b", FAINT, "#f6f8fa"
 
 Frame = dict[str, Drawing]
 """What is drawn of each thing: "block 2", "table 1", "copy", "caption"."""
@@ -110,9 +110,11 @@ def draw(
     frame["caption"].text(WIDTH / 2, HEIGHT - 27, caption, 16)
     for block_id, token_ids in enumerate(state.tokens):
         drawing, y, count = frame[f"block {block_id}"], TOP + block_id * ROW, state.references[block_id]
-        drawing.text(POOL + 10, y + HIGH / 2, str(block_id), 17, color=INK if count else GREY, bold=True)
+        edge = GREY if count else FAINT
+        drawing.box(ENDS[0], y - 2, ENDS[1] - ENDS[0], HIGH + 4, "", BLOCK if count else PAPER, edge)
+        drawing.text(POOL + 15, y + HIGH / 2, str(block_id), 17, color=INK if count else GREY, bold=True)
         for slot in range(SIZE):
-            fill, line, word = PAPER, GREY, ""
+            fill, line, word = PAPER, edge, ""
             if slot < len(token_ids):
                 owner = (token_ids[slot] - len(PROMPT)) // len(OUTPUTS[0])  # -3 to -1: both, the prompt
                 fill, line = COLORS[owner] if owner >= 0 else (SHARED, GREY)
@@ -124,7 +126,7 @@ def draw(
     for i, table in enumerate(state.tables):
         drawing, x = frame[f"table {i}"], TABLES[i]
         for place, block_id in enumerate(table):
-            y = TOP + place * ROW
+            y = TOP + ROW / 2 + place * HIGH
             start, end = (x + ENTRY, ENDS[0]) if i == 0 else (x, ENDS[1])
             drawing.box(x, y, ENTRY, HIGH, str(block_id), *COLORS[i], size=17)
             target = TOP + block_id * ROW + HIGH / 2
@@ -147,9 +149,9 @@ def film(frames: list[Frame], ends: list[int]) -> Drawing:
     title = "Two samples write their tokens: a shared block is copied before a write"
     picture = Drawing(WIDTH, HEIGHT, title)
     for i, (x, anchor) in enumerate([(TABLES[0], "start"), (TABLES[1] + ENTRY, "end")]):
-        picture.text(x, 30, "block table", 14, anchor, COLORS[i][1], bold=True)
-        picture.text(x, 52, f"of A{i + 1}", 14, anchor, COLORS[i][1], bold=True)
-    picture.text(POOL + 30, 52, "physical blocks", 14, "start", GREY)
+        picture.text(x, 26, "block table", 14, anchor, COLORS[i][1], bold=True)
+        picture.text(x, 46, f"of A{i + 1}", 14, anchor, COLORS[i][1], bold=True)
+    picture.text(POOL + 30, 46, "physical blocks", 14, "start", GREY)
     spans: dict[tuple[int, int], str] = {}
     for name in frames[0]:
         drawn = ["".join(frame[name].parts) for frame in frames]
