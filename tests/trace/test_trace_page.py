@@ -487,6 +487,7 @@ def test_every_text_can_be_read(browser: Browser, dark: bool) -> None:
 
 def test_the_tour(browser: Browser) -> None:
     """It opens at its first stop, a key skips to the next, and Play plays to it. The last one leads on."""
+    browser.screen(1280, 720)
     browser.open(TOUR, "none")
     stops = [((c["step"], c["part"]), c["title"]) for c in browser.run("trace.captions")]
     last = len(stops) - 1
