@@ -49,34 +49,34 @@ class Stop(NamedTuple):
 STOPS = [
     Stop(1, "computed", "admit", "A block table", ("KV cache", "Slot", "Block", "Block table"),
          "A block of the KV cache has four slots, each for a token's key and value (K/V). A1's block table "
-         "lists its blocks, which lie anywhere: 2, 4, 3, 5."),
+         "lists its blocks, which lie anywhere: 2, 6, 3, 4."),
     Stop(1, "updated", "fork", "Why share", ("Fork", "Reference count"),
          "All four samples begin with this prompt, so they share its K/V. A fork copies only the block "
          "table, and each block now has a reference count of four."),
     Stop(2, "copied", "copy", "Why copy on write", ("Copy-on-write",),
-         "“have”, “will”, “am” and “pray” belong in the same slot of block 5. A1, A2 and A3 copy the block "
-         "before they write (copy-on-write), so only A4's reference is left."),
+         "“have”, “will”, “am” and “pray” belong in the same slot of block 4. A1, A2 and A3 copy the block "
+         "before they write (copy-on-write), and A4 keeps the original."),
     Stop(2, "updated", "decode", "The newest token has no K/V", ("Decode",),
-         "A forward pass computes the K/V of its input. The token it samples, framed here, becomes the "
+         "A forward pass computes the K/V of its input. The token it samples, dotted here, becomes the "
          "input of the next step, a decode, and has no K/V until then."),
     Stop(9, "scheduled", "hit", "Why a prefix can be found", ("Block key", "Prefix cache"),
          "A token's K/V depends only on the tokens up to it. C's prompt begins like B's, so its block keys "
          "find blocks in the prefix cache."),
-    Stop(13, "scheduled", "preempt", "Why preempt, and why the last", ("Preemption", "All-or-nothing"),
+    Stop(13, "scheduled", "preempt", "Why preempt the last one", ("Preemption", "All-or-nothing"),
          "No block is free for the next tokens. A preemption takes all blocks of the request that came "
          "last (all-or-nothing), because a step reads all its K/V. Earlier requests finish."),
-    Stop(17, "scheduled", "preempt", "Full pool, no room to swap", ("Swap", "Recompute"),
-         "A1 to A4 each need a block, and none is free, so B, the latest running request, is preempted. With "
-         "no room to swap, B will recompute its evicted blocks."),
-    Stop(19, "scheduled", "evict", "Why evict the least recently used", ("Cached block", "Eviction", "LRU"),
+    Stop(17, "scheduled", "preempt", "No room to swap", ("Swap", "Recompute"),
+         "A1–A4 each need a block and none is free, so B, the latest running, gives its 12 back. With no "
+         "room to swap, B must later recompute what A takes."),
+    Stop(19, "scheduled", "evict", "Which block to evict", ("Cached block", "Eviction", "LRU"),
          "A cached block has no user, but a later prompt may find its contents. When no block is free, an "
          "eviction takes the one unused for longest (LRU)."),
     Stop(20, "updated", "beams", "Beams", ("Beam search", "Candidate"),
          "In a beam search the best candidates become the next beams. A beam may have several children, "
          "which share its blocks until they write, or none."),
     Stop(60, "updated", "finish", "What is left", ("Partial block", "Prefix cache"),
-         "F, the last request, is finished. Its partial block is free. Full blocks stay in the prefix cache "
-         "for prompts that begin like them, until their memory is needed."),
+         "F, the last request, is finished, and its partial block is free. Full blocks stay in the prefix "
+         "cache until their memory is needed. Prompts that begin alike find them."),
 ]  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def write_tour(page: Path) -> None:
         watermark=0.0,
     )
     earlier = ["To be, or not to be", "Once more", "The king is come"]
-    llm.generate(earlier, [sampled(9), sampled(4), sampled(6)])
+    llm.generate(earlier, [sampled(4), sampled(9), sampled(6)])
     engine = llm.engine
     engine.reset_prefix_cache()
     tokenizer = engine.prompts.tokenizer

@@ -366,7 +366,7 @@ def test_a_table_says_that_the_newest_token_has_no_kv(browser: Browser, small_pa
     assert len(browser.texts(framed)) == 1
     step, _ = places_with(small_page, "copy")[0]
     _, copy = read_trace(small_page)[step]["copies"][0]
-    slots = f"#pool .cell[data-block='{copy}'] .slot"
+    slots = f"#pool .cell[data-block='{copy}'] .slot:not(.due)"
     browser.open(small_page, f"{step}-scheduled")
     assert not "".join(browser.texts(slots)), "nothing is stored in it yet"
     browser.press(RIGHT)
@@ -401,6 +401,8 @@ WHERE = """(() => ["pool", "pool-tables", "picture", "caption"].map((id) => {
   const { left, top, right, bottom } = document.getElementById(id).getBoundingClientRect();
   return [left, top, right, bottom];
 }))()"""
+HAS_ALL_ROWS = """((its) => !its.children.length || its.scrollHeight <= its.clientHeight)(
+  document.getElementById("pool-tables"))"""
 
 
 @pytest.fixture(scope="module")
@@ -422,10 +424,11 @@ def test_a_run_of_several_texts_opens_with_one_table(browser: Browser, tmp_path:
     run_to_end(engine)
     browser.driver.get((tmp_path / "run.html").as_uri())
     assert browser.text("only") == (
-        "You see the table of C, the last of 3 texts. They begin alike, so they share block 0. "
-        "A block in which they differ, even at its end, is not shared."
+        "You see the table of A, the first of 3 texts. They begin alike, so they share block 0. "
+        "A block in which they differ (bold), even at its end, is not shared."
     )
-    assert (browser.texts("h3"), len(browser.texts(".dimmed"))) == (["C"], 2)
+    assert (browser.texts("h3"), len(browser.texts(".dimmed"))) == (["A"], 2)
+    assert len(browser.texts("#pool .differs")) == 9, "the last three tokens of each text"
     browser.click("#all")
     assert "block 0 is found in the prefix cache (A computes it in this step)" in browser.text("said")
     assert (browser.texts("h3"), len(browser.texts(".dimmed"))) == (["A", "B", "C"], 0)
@@ -448,6 +451,7 @@ def test_pool_and_tables_are_in_view(
         pool, tables, picture, caption = browser.run(WHERE)
         assert pool[3] <= height, (page.name, step)
         assert 0 < tables[1] < tables[3] <= pool[1] < pool[3] <= picture[3]
+        assert page != TOUR or browser.run(HAS_ALL_ROWS), step
         assert screen == "phone" or picture[3] <= height
         assert page != TOUR or 0 < caption[1] < caption[3] <= height
         assert browser.run("document.documentElement.scrollWidth <= innerWidth")
@@ -483,6 +487,7 @@ def test_every_text_can_be_read(browser: Browser, dark: bool) -> None:
 
 def test_the_tour(browser: Browser) -> None:
     """It opens at its first stop, a key skips to the next, and Play plays to it. The last one leads on."""
+    browser.screen(1280, 720)
     browser.open(TOUR, "none")
     stops = [((c["step"], c["part"]), c["title"]) for c in browser.run("trace.captions")]
     last = len(stops) - 1
@@ -491,21 +496,25 @@ def test_the_tour(browser: Browser) -> None:
         if key:
             browser.press(key)
         assert here(browser) == stops[i][0]
-        assert browser.text("caption").startswith(f"{i + 1} of {len(stops)}. {stops[i][1]} ")
+        assert browser.text("caption").startswith(f"Stop {i + 1} of {len(stops)}. {stops[i][1]} ")
     links = "[...document.querySelectorAll('{}')].map((a) => a.href.split('#')[0])"
     docs = (ROOT / "docs").as_uri()
-    assert browser.run(links.format("#guide .strong")) == [
+    assert browser.run(links.format("#links-on a")) == [
         f"{docs}/play/index.html",
         f"{docs}/book/03-blocks.md",
     ]
     browser.run("trace.go(2, 'copied')")
-    assert browser.texts("#pool .dimmed .id") == ["2", "3", "4", "7"], "only what is copied is in colour"
+    assert browser.texts("#pool .dimmed .id") == ["2", "3", "6", "7"], "only what is copied is in colour"
     assert browser.texts("#pool [data-mark=source] .refs") == ["4 → 3 → 2 → 1 refs"]
-    assert (len(browser.texts("#links path")), len(browser.texts("#moves path"))) == (4, 3)
+    assert (len(browser.texts("#links path")), len(browser.texts("#moves path"))) == (3, 3)
     assert browser.texts("#moves text") == ["copy"] * 3
+    assert browser.texts("#pool .due") == [" have", " will", " pray", " am"], "their slots"
     assert browser.run(links.format("#caption a")) == [f"{docs}/reference/glossary.md"]
     browser.run("trace.go(17, 'scheduled')")
-    assert browser.texts(".table[data-seq=B] .refused") == ["× no room for B: 12 needed, 4 free"]
+    assert browser.texts(".table[data-seq=B] .refused") == ["12 host blocks needed, 4 free"]
+    assert browser.texts("#pool [data-mark] .id") == ["16", "25", "26", "27"], "what A takes, and no more"
+    assert browser.texts("#pool .due") == [" su", "ore", ";", " s"], "why A takes them"
+    assert len(browser.texts("#links path")) == 4
     free = "[...document.querySelectorAll('#host .cell')].filter((c) => c.checkVisibility()).length"
     assert browser.run(free) == 4, "C's blocks are only in its table"
     owners = [label.partition(" ") for label in browser.texts("#pool .cell:not(.dimmed) .label")]
