@@ -84,18 +84,17 @@ def count_blocks(
     config: EngineConfig, model: Model, shape: KVShape, ranks: Ranks
 ) -> tuple[int, int]:
     """The number of blocks in the KV cache and in host memory, as configured or as measured."""
-    device = model.embed_tokens.weight.device
     block_bytes = shape.block_bytes(config.block_size)
     num_blocks = config.num_blocks
     if num_blocks is None:
         num_blocks = measure_num_blocks(config, model, shape)
     num_host_blocks = config.num_host_blocks
     if num_host_blocks is None:
-        maximum = HOST_BYTES // config.tensor_parallel_size // block_bytes
+        num_host_blocks = min(num_blocks, HOST_BYTES // config.tensor_parallel_size // block_bytes)
         if config.preemption == "recompute":
-            maximum = 0
-        num_host_blocks = num_pinned(min(num_blocks, maximum), block_bytes, device)
+            num_host_blocks = 0
     if ranks.size > 1:  # all have the same blocks, so the rank with the least memory decides
+        device = model.embed_tokens.weight.device
         counts = torch.tensor([num_blocks, num_host_blocks], device=device)
         num_blocks, num_host_blocks = ranks.all_reduce(counts, dist.ReduceOp.MIN).tolist()
     logger.info(
@@ -104,20 +103,6 @@ def count_blocks(
         f" and {num_host_blocks:,} blocks for swapped requests"
     )
     return num_blocks, num_host_blocks
-
-
-def num_pinned(num_blocks: int, block_bytes: int, device: torch.device) -> int:
-    """How many blocks of host memory can be pinned for a GPU: all, or a half, a quarter, …"""
-    while device.type == "cuda" and num_blocks > 0:
-        try:
-            torch.empty(num_blocks * block_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            break
-        except RuntimeError:
-            num_blocks //= 2
-            logger.warning(
-                f"too little host memory can be pinned for swaps: trying {num_blocks} blocks"
-            )
-    return num_blocks
 
 
 def measure_num_blocks(config: EngineConfig, model: Model, shape: KVShape) -> int:
