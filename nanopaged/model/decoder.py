@@ -111,13 +111,14 @@ class Linear(nn.Linear):
     """y = x Wᵀ + b, with W [out_features, in_features].
 
     Args:
-        ranks: the ranks whose results add up to y, because each has some of the columns of W.
+        ranks: the ranks whose results add up to y, because each has some of the columns of W. Only
+            rank 0 has b.
     """
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, ranks: Ranks = ALONE
     ) -> None:
-        super().__init__(in_features, out_features, bias, device="meta")
+        super().__init__(in_features, out_features, bias and ranks.rank == 0, device="meta")
         self.ranks = ranks
         self.packed = None
 
