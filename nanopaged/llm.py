@@ -73,9 +73,8 @@ class LLM:
                 then.
             RuntimeError: a call of another thread is unfinished.
         """
-        disable = None  # no bar if the error stream is not a terminal
-        if not use_tqdm or os.environ.get("TQDM_DISABLE"):
-            disable = True
+        # None: no bar if the error stream is not a terminal.
+        disable = not use_tqdm or os.environ.get("TQDM_DISABLE") or None
         requests = self._make_requests(pair_up(prompts, sampling_params))
         with self._being_served(requests):
             for request in tqdm(requests, desc="Generating", unit="prompt", disable=disable):
@@ -179,11 +178,10 @@ class LLM:
     def _make_requests(self, pairs: list[tuple[Prompt, Params | None]]) -> list[Request]:
         """Checked requests, which are not queued yet."""
         self._check_thread()
-        requests = []
-        for prompt, params in pairs:
-            request_id = f"llm-{next(self._count)}"
-            requests.append(self.engine.prompts.make_request(request_id, prompt, params))
-        return requests
+        return [
+            self.engine.prompts.make_request(f"llm-{next(self._count)}", prompt, params)
+            for prompt, params in pairs
+        ]
 
     def _check_thread(self) -> None:
         """Raise RuntimeError while a call of another thread is unfinished."""

@@ -80,9 +80,10 @@ class TorchAttention:
             lens = context_lens[seqs]
             counts = (-(-lens // self.cache.block_size)).tolist()  # a table may have more blocks
             longest = max(counts)
-            padded = []
-            for table, count in zip(metadata.block_tables[seqs], counts, strict=True):
-                padded.append(table[:count] + table[:1] * (longest - count))
+            padded = [
+                table[:count] + table[:1] * (longest - count)
+                for table, count in zip(metadata.block_tables[seqs], counts, strict=True)
+            ]
             tables = to_device(np.array(padded), self.device)
             positions = to_device(lens - 1, self.device)[:, None, None, None]
             self.decodes.append((seqs, tables, positions))
