@@ -57,7 +57,7 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     candidates.sort(key=itemgetter(0), reverse=True)
 
     next_beams = []
-    # Longer ones are of a step that failed, and are found again.
+    # A step that failed may have added longer hypotheses. They will be found again.
     hypotheses = [seq for seq in request.hypotheses if seq.num_tokens <= beams[0].num_tokens]
     for place, (logprob, beam, sample) in enumerate(candidates):
         if len(next_beams) == width:

@@ -100,9 +100,10 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: Params | None = None
     ) -> Generator[RequestOutput]:
-        """Generate for one prompt, yielding its state after every step that gave it a token.
+        """Generate for one prompt, yielding its state after every step of its own with a token.
 
-        Leaving the loop early aborts the request.
+        The steps of other streams give it tokens, too, which come with its next own step. Leaving
+        the loop early aborts the request.
 
         Raises: as `generate`, at the call, not at the first output. A stream counts as a call from
             its first output on, so the RuntimeError of another thread may come with it.

@@ -106,7 +106,7 @@ def count_blocks(
 
 
 def measure_num_blocks(config: EngineConfig, model: Model, shape: KVShape) -> int:
-    """The number of blocks that fit in memory next to the largest step, if so many can be used.
+    """The number of blocks that fit in memory next to the largest step, and that can be used.
 
     On a GPU the largest step is run once. PyTorch then still holds the memory that it took, which
     counts as in use:
@@ -121,7 +121,7 @@ def measure_num_blocks(config: EngineConfig, model: Model, shape: KVShape) -> in
     num_needed = math.ceil(config.max_model_len / config.block_size)  # for one sequence
     device = model.embed_tokens.weight.device
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # of what loading left behind
+        torch.cuda.empty_cache()  # return what loading no longer needs
         largest_step(config, model, shape)
         free, total = torch.cuda.mem_get_info(device)
         torch.cuda.empty_cache()

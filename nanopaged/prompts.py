@@ -208,7 +208,7 @@ def check_token_ids(token_ids: Any, vocab_size: int, kind: str = "token") -> lis
     """The ids as a list of ints, also if they come as an array or a tensor.
 
     Raises:
-        TypeError: they are no list, or one of them is no int.
+        TypeError: they are not a list, or one of them is not an int.
         ValueError: one of them is outside the vocabulary.
     """
     token_ids = as_list(token_ids)
