@@ -31,47 +31,48 @@ def main() -> None:
     parser.add_argument("--fork", metavar="FILE", help="a fork, whose engine runs")
     args = parser.parse_args()
     prompts = args.prompt or [f"{OPENING}\n\n{speaker}:\n" for speaker in SPEAKERS]
-    # Each request has an id of its own, by which the engine returns its output.
-    prompt_of = {f"prompt {number}": prompt for number, prompt in enumerate(prompts, start=1)}
     try:
         make_llm = load_fork(args.fork) if args.fork else LLM
         engine = make_llm(args.model, trace=args.trace).engine
-        # An empty line ends a speech.
-        params = SamplingParams(temperature=0.7, max_tokens=args.max_tokens, stop="\n\n")
-        for request_id, prompt in prompt_of.items():
-            engine.add_request(request_id, prompt, params)
-    except (ValueError, OSError) as error:
+        answer_all(engine, prompts, args.max_tokens)
+        share_blocks(engine, prompts[-1])
+    except (ValueError, FileNotFoundError) as error:
         parser.error(one_line(error))
+    if args.trace:
+        print(f"\n{args.trace} shows every step: open it in a browser")
 
+
+def answer_all(engine: LLMEngine, prompts: list[str], max_tokens: int) -> None:
+    """Generate for all prompts in one batch, and print the texts and what paging did."""
+    params = SamplingParams(temperature=0.7, max_tokens=max_tokens, stop="\n\n")  # the end of a speech
+    for number, prompt in enumerate(prompts, start=1):
+        engine.add_request(f"prompt {number}", prompt, params)  # each request has an id of its own
     outputs, busiest = run(engine)
-    print("" if args.prompt else OPENING)
-    for request_id, output in outputs.items():
-        print(f"\n{prompt_of[request_id].removeprefix(OPENING).strip()}")
+    print(OPENING if prompts[0].startswith(OPENING) else "")
+    for output in outputs.values():
+        print(f"\n{str(output.prompt).removeprefix(OPENING).strip()}")
         print(f"  {output.outputs[0].text.strip()}")
-
     stats = engine.stats()
-    cached = stats.num_cached_blocks
-    size = engine.config.block_size
-    filled = busiest.slot_utilization
     print("\nWhat paging did")
     print(f"  steps           {stats.num_steps}, with up to {len(outputs)} requests in each")
     print(f"  tokens          {stats.num_prompt_tokens} of prompts, {stats.num_generated_tokens} generated")
     print(f"  prefix cache    {stats.prefix_cache_hits} of {stats.prefix_cache_queries} prompt tokens reused")
-    print(f"  busiest step    {busiest.num_used_blocks} blocks of {size} slots, {filled:.1%} of them filled")
+    print(f"  busiest step    {busiest.num_used_blocks} blocks, {busiest.slot_utilization:.1%} full")
     print(f"  without paging  {engine.max_model_len} slots for each request")
-    print(f"  afterwards      {stats.num_used_blocks} blocks in use, {cached} in the prefix cache")
+    print(f"  afterwards      {stats.num_used_blocks} blocks in use, {stats.num_cached_blocks} cached")
 
+
+def share_blocks(engine: LLMEngine, prompt: str) -> None:
+    """Go on with one prompt in several ways, which share its blocks."""
     samples = SamplingParams(n=4, temperature=0.8, max_tokens=40)
     beams = BeamSearchParams(beam_width=4, max_tokens=40)
     for title, params in [("four samples", samples), ("a beam search of width four", beams)]:
-        engine.add_request(title, prompts[-1], params)
+        engine.add_request(title, prompt, params)
         outputs, busiest = run(engine)
         print(f"\nThe last prompt again, {title}")
         for completion in outputs[title].outputs:
             print("  " + " / ".join(completion.text.splitlines())[:96])
         print(f"  {busiest.num_used_blocks} blocks in use; sharing saves {busiest.num_blocks_saved} more")
-    if args.trace:
-        print(f"\n{args.trace} shows every step: open it in a browser")
 
 
 def run(engine: LLMEngine) -> tuple[dict[str, RequestOutput], EngineStats]:

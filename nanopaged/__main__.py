@@ -50,19 +50,18 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
         elif line:
             turns.append({"role": "user", "content": line})
             try:
-                stream = llm.stream(make_prompt(llm, turns), params)
-            except ValueError as error:  # such as a conversation that has grown too long
+                text = ""
+                output = None
+                for output in until_interrupted(llm.stream(make_prompt(llm, turns), params)):
+                    longer_text = output.outputs[0].text
+                    print(longer_text[len(text) :], end="", flush=True)
+                    text = longer_text
+                    if not output.finished:
+                        blocks = llm.engine.snapshot()
+            except (ValueError, FloatingPointError) as error:  # too long, or logits are NaN
                 print(f"{one_line(error)}; /reset forgets the conversation")
                 turns.pop()
                 continue
-            text = ""
-            output = None
-            for output in until_interrupted(stream):
-                longer_text = output.outputs[0].text
-                print(longer_text[len(text) :], end="", flush=True)
-                text = longer_text
-                if not output.finished:
-                    blocks = llm.engine.snapshot()
             print()
             turns.append({"role": "assistant", "content": text})
             if is_terminal and output is not None:

@@ -11,8 +11,8 @@ hypothesis, which is a finished sequence with the score that transformers gives 
     score = sum of the log-probabilities of the generated tokens / (their number ** length_penalty)
 """
 
-from dataclasses import dataclass
-from operator import attrgetter
+from heapq import nlargest
+from operator import attrgetter, itemgetter
 
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import BeamSearchParams
@@ -37,15 +37,6 @@ def fork_samples(request: Request, samples: list[Sample], block_manager: BlockMa
     request.live = [seq for seq in siblings if not seq.finished]
 
 
-@dataclass
-class Candidate:
-    """A token that may follow a beam, with the log-probability of the whole text."""
-
-    beam: Sequence
-    sample: Sample
-    cumulative_logprob: float
-
-
 def advance_beams(request: Request, block_manager: BlockManager) -> None:
     """Replace the beams by the next beams, or end the search. Every beam has proposed its
     candidates.
@@ -59,30 +50,27 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     assert isinstance(params, BeamSearchParams)
     width = request.width
     beams = request.live
-    candidates = []
+    candidates = []  # (log-probability of the whole text, the beam, the token that may follow it)
     for beam in beams:
         for sample in beam.candidates or ():
-            logprob = beam.cumulative_logprob + sample.logprob
-            candidates.append(Candidate(beam, sample, logprob))
-    candidates.sort(key=attrgetter("cumulative_logprob"), reverse=True)
+            candidates.append((beam.cumulative_logprob + sample.logprob, beam, sample))
+    candidates.sort(key=itemgetter(0), reverse=True)
 
     next_beams = []
-    # Longer ones are of a step that failed, and are found again.
+    # A step that failed may have added longer hypotheses. They will be found again.
     hypotheses = [seq for seq in request.hypotheses if seq.num_tokens <= beams[0].num_tokens]
-    for place, candidate in enumerate(candidates):
+    for place, (logprob, beam, sample) in enumerate(candidates):
         if len(next_beams) == width:
             break
-        child = block_manager.fork(candidate.beam, index=len(next_beams))
-        if not child.append(candidate.sample):
+        child = block_manager.fork(beam, index=len(next_beams))
+        if not child.append(sample):
             next_beams.append(child)
         else:  # it has ended
             block_manager.free(child)
             if place < width:  # as in transformers, any other text that ends is dropped
-                num_tokens = child.num_output_tokens
-                child.score = candidate.cumulative_logprob / num_tokens**params.length_penalty
+                child.score = logprob / child.num_output_tokens**params.length_penalty
                 hypotheses.append(child)
-    hypotheses.sort(key=attrgetter("score"), reverse=True)
-    hypotheses = hypotheses[:width]
+    hypotheses = nlargest(width, hypotheses, key=attrgetter("score"))
 
     if next_beams and _is_over(params, hypotheses, next_beams[0]):
         beams = next_beams + beams

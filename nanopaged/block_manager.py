@@ -31,7 +31,7 @@ def blocks_to_grow(sequences: list[Sequence], block_size: int) -> int:
         the same with 9 tokens each:                             two new blocks, nothing to copy
 
     The number is the same for a request that is swapped out, whose host tables point to the same
-    shared blocks. `append_slots` takes exactly so many, because only the request's own sequences
+    shared blocks. `append_slots` takes exactly that many, because only the request's own sequences
     share a block that is not full.
     """
     num_new = 0

@@ -92,7 +92,7 @@ class EngineConfig(Options):
             cache has, but at most 4 GiB; 0 turns swapping off.
         memory_utilization: on a GPU, the share of its memory for weights, activations and KV cache
             together (None takes 0.9). On a CPU, the share of the free memory for the KV cache; None
-            takes a half, but at most 4 GiB unless one sequence needs more.
+            takes half, but at most 4 GiB unless one sequence needs more.
         max_num_seqs: sequences running at the same time.
         max_num_batched_tokens: tokens computed in one step (the token budget). None takes 2048, or
             `max_model_len` if that is more and chunked prefill is off.

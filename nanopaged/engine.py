@@ -103,8 +103,6 @@ class LLMEngine:
             eos_token_ids=read_eos_token_ids(folder, self.tokenizer),
         )
         self.requests: dict[str, Request] = {}
-        # The garbage collector may close a stream of `LLM` at any moment. In the middle of
-        # `_or_start_over`, `forget` leaves the stream's request to the end of it.
         self.is_changing = False
         self.to_forget: list[Request] = []
         self.num_steps = 0
@@ -131,7 +129,7 @@ class LLMEngine:
         # Requests that ended in a step of `LLM`, or in one that failed, are returned by this one.
         ended = [request for request in self.requests.values() if request.finished]
         advanced = self.run_step()
-        with self._or_start_over():
+        with self._changing():
             outputs = [request.output() for request in ended + advanced]
             for output in outputs:
                 if output.finished:  # its stream may have been closed, and the request forgotten
@@ -142,7 +140,7 @@ class LLMEngine:
         """Compute one batch. Returns the requests that got a token. `LLM` needs no outputs yet."""
         if not (self.scheduler.running or self.scheduler.waiting):
             return []
-        with self._or_start_over():
+        with self._changing():
             batch = self.scheduler.schedule()
             for listener in self.listeners:
                 listener.batch_scheduled(batch)
@@ -154,8 +152,12 @@ class LLMEngine:
         return advanced
 
     @contextmanager
-    def _or_start_over(self) -> Iterator[None]:
-        """Around each change of the requests. If it fails, all requests wait again."""
+    def _changing(self) -> Iterator[None]:
+        """Around each change of requests, queues and tables. If it fails, all requests wait again.
+
+        Python's garbage collector may close a stream of `LLM` while a change is going on. `forget`
+        then only notes the stream's request, which is removed when the change has ended.
+        """
         try:
             self.is_changing = True
             yield
@@ -188,7 +190,7 @@ class LLMEngine:
         if request.request_id in self.requests:
             raise ValueError(f"request_id {request.request_id!r} is taken by an unfinished request")
         request.arrival_time = time.monotonic()
-        with self._or_start_over():
+        with self._changing():
             self.scheduler.add(request)  # first, because a `rank` that somebody wrote may raise
             self.requests[request.request_id] = request
 
@@ -205,21 +207,18 @@ class LLMEngine:
         return request.output()
 
     def forget(self, request: Request) -> None:
-        """Remove a request if it is still here, and free its blocks if it is unfinished.
-
-        In the middle of `_or_start_over` this is done at the end of it.
-        """
+        """Remove a request if it is still here, and free its blocks if it is unfinished."""
         if self.is_changing:
             self.to_forget.append(request)
         elif self.requests.get(request.request_id) is request:
-            with self._or_start_over():
+            with self._changing():
                 if not request.finished:
                     self.scheduler.abort(request)
                 del self.requests[request.request_id]
 
     def reset_prefix_cache(self) -> None:
         """Forget the K/V of finished requests. Blocks in use can still be shared."""
-        with self._or_start_over():
+        with self._changing():
             self.block_manager.reset_prefix_cache()
 
     def has_unfinished_requests(self) -> bool:

@@ -93,8 +93,7 @@ class KVCache:
             raise ValueError(
                 f"{num_blocks:,} blocks of {self.block_size:,} tokens need "
                 f"{num_blocks * shape.block_bytes(self.block_size):,} bytes on {device}, more "
-                "than there are: lower num_blocks, num_host_blocks or block_size, or leave them at "
-                "their defaults"
+                "than are free: lower num_blocks, num_host_blocks or block_size"
             ) from error
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -73,9 +73,8 @@ class LLM:
                 then.
             RuntimeError: a call of another thread is unfinished.
         """
-        disable = None  # no bar if the error stream is not a terminal
-        if not use_tqdm or os.environ.get("TQDM_DISABLE"):
-            disable = True
+        # None: no bar if the error stream is not a terminal.
+        disable = not use_tqdm or os.environ.get("TQDM_DISABLE") or None
         requests = self._make_requests(pair_up(prompts, sampling_params))
         with self._being_served(requests):
             for request in tqdm(requests, desc="Generating", unit="prompt", disable=disable):
@@ -101,9 +100,10 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: Params | None = None
     ) -> Generator[RequestOutput]:
-        """Generate for one prompt, yielding its state after every step that gave it a token.
+        """Generate for one prompt, yielding its state after every step of its own with a token.
 
-        Leaving the loop early aborts the request.
+        The steps of other streams give it tokens, too, which come with its next own step. Leaving
+        the loop early aborts the request.
 
         Raises: as `generate`, at the call, not at the first output. A stream counts as a call from
             its first output on, so the RuntimeError of another thread may come with it.
@@ -179,11 +179,10 @@ class LLM:
     def _make_requests(self, pairs: list[tuple[Prompt, Params | None]]) -> list[Request]:
         """Checked requests, which are not queued yet."""
         self._check_thread()
-        requests = []
-        for prompt, params in pairs:
-            request_id = f"llm-{next(self._count)}"
-            requests.append(self.engine.prompts.make_request(request_id, prompt, params))
-        return requests
+        return [
+            self.engine.prompts.make_request(f"llm-{next(self._count)}", prompt, params)
+            for prompt, params in pairs
+        ]
 
     def _check_thread(self) -> None:
         """Raise RuntimeError while a call of another thread is unfinished."""

@@ -84,18 +84,17 @@ def count_blocks(
     config: EngineConfig, model: Model, shape: KVShape, ranks: Ranks
 ) -> tuple[int, int]:
     """The number of blocks in the KV cache and in host memory, as configured or as measured."""
-    device = model.embed_tokens.weight.device
     block_bytes = shape.block_bytes(config.block_size)
     num_blocks = config.num_blocks
     if num_blocks is None:
         num_blocks = measure_num_blocks(config, model, shape)
     num_host_blocks = config.num_host_blocks
     if num_host_blocks is None:
-        maximum = HOST_BYTES // config.tensor_parallel_size // block_bytes
+        num_host_blocks = min(num_blocks, HOST_BYTES // config.tensor_parallel_size // block_bytes)
         if config.preemption == "recompute":
-            maximum = 0
-        num_host_blocks = num_pinned(min(num_blocks, maximum), block_bytes, device)
+            num_host_blocks = 0
     if ranks.size > 1:  # all have the same blocks, so the rank with the least memory decides
+        device = model.embed_tokens.weight.device
         counts = torch.tensor([num_blocks, num_host_blocks], device=device)
         num_blocks, num_host_blocks = ranks.all_reduce(counts, dist.ReduceOp.MIN).tolist()
     logger.info(
@@ -106,22 +105,8 @@ def count_blocks(
     return num_blocks, num_host_blocks
 
 
-def num_pinned(num_blocks: int, block_bytes: int, device: torch.device) -> int:
-    """How many blocks of host memory can be pinned for a GPU: all, or a half, a quarter, …"""
-    while device.type == "cuda" and num_blocks > 0:
-        try:
-            torch.empty(num_blocks * block_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            break
-        except RuntimeError:
-            num_blocks //= 2
-            logger.warning(
-                f"too little host memory can be pinned for swaps: trying {num_blocks} blocks"
-            )
-    return num_blocks
-
-
 def measure_num_blocks(config: EngineConfig, model: Model, shape: KVShape) -> int:
-    """The number of blocks that fit in memory next to the largest step, if so many can be used.
+    """The number of blocks that fit in memory next to the largest step, and that can be used.
 
     On a GPU the largest step is run once. PyTorch then still holds the memory that it took, which
     counts as in use:
@@ -136,7 +121,7 @@ def measure_num_blocks(config: EngineConfig, model: Model, shape: KVShape) -> in
     num_needed = math.ceil(config.max_model_len / config.block_size)  # for one sequence
     device = model.embed_tokens.weight.device
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # of what loading left behind
+        torch.cuda.empty_cache()  # return what loading no longer needs
         largest_step(config, model, shape)
         free, total = torch.cuda.mem_get_info(device)
         torch.cuda.empty_cache()

@@ -109,15 +109,13 @@ class ModelRunner:
         inputs = prepare(batch, self.block_size)
         with self.ranks.step(inputs):
             logits, scores = self.compute(inputs)
-        samples = [[] for _ in batch.sequences]
-        if logits is not None:
-            samples = self.sample(batch, logits)
+        samples = self.sample(batch, logits)
         return StepResult(samples, scores_by_request(batch.sequences, scores))
 
-    def compute(self, inputs: StepInputs) -> tuple[Tensor | None, list[Logprobs]]:
+    def compute(self, inputs: StepInputs) -> tuple[Tensor, list[Logprobs]]:
         """What all ranks compute: the logits to sample from, and the scores of prompt tokens."""
         sampled, scored = self.forward(inputs)
-        logits = self.model.logits(sampled) if len(sampled) > 0 else None
+        logits = self.model.logits(sampled)
         scores = []
         for start in range(0, len(scored), LOGITS_TILE):
             tile = slice(start, start + LOGITS_TILE)
@@ -243,8 +241,8 @@ def scores_by_request(
 ) -> dict[Request, list[Logprobs]]:
     """Each request of these sequences whose prompt is scored → its part of a step's scores."""
     rest = iter(scores)
-    by_request = {}
-    for seq in sequences:
-        if seq.request.wants_prompt_logprobs:
-            by_request[seq.request] = list(islice(rest, len(scored_positions(seq))))
-    return by_request
+    return {
+        seq.request: list(islice(rest, len(scored_positions(seq))))
+        for seq in sequences
+        if seq.request.wants_prompt_logprobs
+    }

@@ -241,7 +241,7 @@ def _end_workers(pid: int, processes: list[Any], folder: str) -> None:
 def _leave_to_parent() -> None:
     """In a fork, forget the workers, and never destroy a connection."""
     multiprocessing.process._children.clear()  # ty: ignore[missing-attribute]
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(CONNECTED)))  # a reference without an owner
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(CONNECTED)))  # one reference too many
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

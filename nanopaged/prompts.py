@@ -190,13 +190,17 @@ def prompt_as_dict(prompt: Any) -> Mapping[str, Any]:
             )
     salt = prompt.get("cache_salt")
     unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
-    if unknown or not isinstance(prompt.get("prompt"), str | None):
+    if (
+        unknown
+        or not isinstance(prompt.get("prompt"), str | None)
+        or not isinstance(salt, str | None)
+        or salt == ""
+    ):
         raise ValueError(
             "a prompt as a dict has a 'prompt' text or 'prompt_token_ids', and may have a "
-            f"'cache_salt' (messages are for chat: llm.chat(messages, params)); got {prompt!r}"
+            "'cache_salt' text that is not empty (messages are for chat: "
+            f"llm.chat(messages, params)); got {prompt!r}"
         )
-    if salt is not None and (not isinstance(salt, str) or salt == ""):
-        raise ValueError(f"cache_salt must be a text that is not empty, got {salt!r}")
     return prompt
 
 
@@ -204,7 +208,7 @@ def check_token_ids(token_ids: Any, vocab_size: int, kind: str = "token") -> lis
     """The ids as a list of ints, also if they come as an array or a tensor.
 
     Raises:
-        TypeError: they are no list, or one of them is no int.
+        TypeError: they are not a list, or one of them is not an int.
         ValueError: one of them is outside the vocabulary.
     """
     token_ids = as_list(token_ids)
@@ -226,7 +230,7 @@ def check_token_ids(token_ids: Any, vocab_size: int, kind: str = "token") -> lis
 def encoded_prompts(encoding: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The texts in the output of a transformers tokenizer as prompts, without padding."""
     rows = as_rows(encoding["input_ids"])
-    if encoding.get("attention_mask") is not None:
+    if "attention_mask" in encoding:
         masks = as_rows(encoding["attention_mask"])
         rows = [list(compress(row, mask)) for row, mask in zip(rows, masks, strict=True)]
     salt = encoding.get("cache_salt")

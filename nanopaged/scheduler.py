@@ -139,8 +139,8 @@ class Scheduler:
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
         """Free the blocks of a running request, and put it back into the waiting queue.
 
-        Its tokens stay. Its K/V goes to host memory, or is computed again later, except for what
-        the prefix cache still has then.
+        Its tokens stay. Its K/V goes to host memory, or is computed again later. What the prefix
+        cache still has by then need not be computed.
         """
         mode = self.preemption
         moves = self.swapper.swap_out(request) if mode == "swap" else None
@@ -252,6 +252,6 @@ class Scheduler:
         for request in requests:
             request.start_over()
             if not request.finished:
-                self.add(request)
+                insort_right(self.waiting, request, key=BY_RANK)
             elif request.finish_time is None:  # it ended in the step that failed
                 request.finish_time = time.monotonic()

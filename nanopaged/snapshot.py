@@ -3,7 +3,7 @@
 A snapshot is plain data, and a drawing in text. It shares nothing with the engine.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -123,24 +123,22 @@ class Snapshot:
           5  ██··  A.2
         6-7  free
         """
-        notes = {}  # block id → what is said of it
+        notes = defaultdict(str)  # block id → what is said of it
         for turn, block_id in enumerate(self.cached, start=1):
             notes[block_id] = f" cached, number {turn} to be evicted"
         for request in self.requests:
             for seq in request.sequences:
                 for block_id in seq.block_table:
-                    notes[block_id] = f"{notes.get(block_id, '')} {seq.name}"
-        drawings = []
+                    notes[block_id] += f" {seq.name}"
+        drawings = {}  # block id → what is drawn of it
         for block in self.blocks:
             slots = "█" * block.num_filled + "·" * (self.block_size - block.num_filled)
             is_free = block.state == "free"
-            drawings.append("free" if is_free else f"{slots} {notes.get(block.block_id, '')}")
+            drawings[block.block_id] = "free" if is_free else f"{slots} {notes[block.block_id]}"
         rows = {}  # block ids → what is drawn of them
-        first = 0
-        for drawing, run in groupby(drawings):
-            last = first + len(list(run)) - 1
-            rows[f"{first}-{last}" if last > first else str(first)] = drawing
-            first = last + 1
+        for drawing, run in groupby(drawings, key=drawings.get):
+            first, *others = run
+            rows[f"{first}-{others[-1]}" if others else str(first)] = drawing
         width = max(len(ids) for ids in rows)
         return [f"  {ids:>{width}}  {drawing}" for ids, drawing in rows.items()]
 
@@ -162,7 +160,14 @@ def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Reque
             state = "cached"
         elif block.ref_count == 0:
             state = "free"
-        blocks.append(BlockState(**asdict(block), state=state, num_filled=num_filled))
+        state_of_block = BlockState(
+            block_id=block.block_id,
+            ref_count=block.ref_count,
+            key=block.key,
+            state=state,
+            num_filled=num_filled,
+        )
+        blocks.append(state_of_block)
     return Snapshot(
         num_steps=num_steps,
         block_size=manager.block_size,

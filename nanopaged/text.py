@@ -117,8 +117,9 @@ class Detokenizer:
 
             context "▁To" is "To", with "▁be" it is "To be": the text grows by " be"
 
-        A context may begin in the middle of a character, but it ends as the whole text does. If
-        that is with half a character, both texts have one REPLACEMENT for it, which is left out.
+        The context may begin with the second half of a character. Both texts then begin with the
+        same REPLACEMENT, which their difference leaves out. Both may also end with half a
+        character, which a later token completes. Its REPLACEMENT is removed.
         """
         if not token_ids:
             return ""

@@ -33,7 +33,8 @@ class Recorder:
 
         scheduled, updated       the changes of the state
         admitted, preempted      requests; [[request, "swap" or "recompute"], …]
-        out, in, copies          moves of blocks: [[source, destination], …]
+        swap_out, swap_in,       moves of blocks: [[source, destination], …]
+        copies
         batch                    [[request, sequence, tokens to compute], …]
         failed                   the error's type. The line of a failed step has no scheduled state.
                                  Its updated one is made from an empty one
@@ -100,9 +101,7 @@ class Recorder:
             "scheduled": _changes(self.known, self.scheduled),
             "admitted": [numbers[request] for request in batch.admitted],
             "preempted": [[numbers[request], mode] for request, mode in batch.preempted],
-            "out": batch.moves.swap_out,
-            "in": batch.moves.swap_in,
-            "copies": batch.moves.copies,
+            **vars(batch.moves),
             "batch": [
                 [numbers[seq.request], seq.index, seq.num_scheduled_tokens]
                 for seq in batch.sequences

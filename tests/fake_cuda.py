@@ -141,7 +141,7 @@ class FakeCuda(TorchDispatchMode):
         return self._pin(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
 
     def tolist(self, tensor: Tensor) -> list[Any]:
-        if tensor.is_cuda:
+        if tensor.is_cuda and tensor.numel() > 0:  # else nothing is copied
             self.note("wait")
         return np.zeros(tensor.shape, dtype=float if tensor.is_floating_point() else int).tolist()
 

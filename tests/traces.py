@@ -80,7 +80,7 @@ def events_of(line: Line, before: dict[str, Any], requests: dict[int, list[Any]]
     if "failed" in line:
         return {"fail": "failed"}
     now, after = line["scheduled"], line["updated"]
-    came_in = {block_id for _, block_id in line.get("in", [])}
+    came_in = {block_id for _, block_id in line.get("swap_in", [])}
     in_use = {block_id for row in now["seqs"] for block_id in row[3]}
     lengths = {(row[0], row[1]): len(row[6]) for row in now["seqs"]}
     num_seqs = Counter(row[0] for row in now["seqs"])
@@ -110,7 +110,7 @@ def events_of(line: Line, before: dict[str, Any], requests: dict[int, list[Any]]
             "hit": hits,
             "evict": bool(lost) and not was_reset,
         },
-        "copied": {"copy": "copies" in line, "swap": "out" in line or "in" in line},
+        "copied": {"copy": "copies" in line, "swap": "swap_out" in line or "swap_in" in line},
         "computed": {"decode": decodes, "chunk": chunks},
         "updated": {"fork": forks, "beams": beams, "finish": bool(ended[1] - ended[0])},
     }
@@ -121,7 +121,7 @@ def parts_of(line: dict[str, Any]) -> list[str]:
     """The parts of a step, as the page shows them."""
     if "failed" in line:
         return ["failed"]
-    happens = {"copied": line.keys() & {"copies", "out", "in"}, "computed": "batch" in line}
+    happens = {"copied": line.keys() & {"copies", "swap_out", "swap_in"}, "computed": "batch" in line}
     return [part for part in PARTS if happens.get(part, True)]
 
 

@@ -4,7 +4,7 @@ The kernels read K and V in place, and they read blocks that several sequences s
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
 from os.path import commonprefix  # of lists of any kind
 
 import numpy as np
@@ -15,15 +15,6 @@ from nanopaged.attention.torch_backend import TorchAttention
 from nanopaged.kernels import cpp
 
 RUN_KEYS = 512  # longer runs are cut, so that several threads can share one long context
-
-
-@dataclass(slots=True)
-class Run:
-    """Consecutive blocks of a block table, and the sequences that read them."""
-
-    blocks: list[int]
-    num_keys: int
-    seqs: list[int]
 
 
 class CppAttention(TorchAttention):
@@ -51,15 +42,16 @@ class CppAttention(TorchAttention):
         """
         n = metadata.num_decodes
         context_lens = metadata.context_lens[:n].tolist()
+        runs = find_runs(metadata.block_tables[:n], context_lens, self.cache.block_size)
         blocks = []
         num_keys = []
         row_seq = []
         first_block = [0]
         first_row = [0]
-        for run in find_runs(metadata.block_tables[:n], context_lens, self.cache.block_size):
-            blocks += run.blocks
-            num_keys.append(run.num_keys)
-            row_seq += run.seqs
+        for blocks_of_run, num_keys_of_run, seqs in runs:
+            blocks += blocks_of_run
+            num_keys.append(num_keys_of_run)
+            row_seq += seqs
             first_block.append(len(blocks))
             first_row.append(len(row_seq))
         num_rows = np.bincount(row_seq)  # of each sequence; `parts` has these rows
@@ -93,8 +85,13 @@ class CppAttention(TorchAttention):
         return out
 
 
-def find_runs(tables: list[list[int]], context_lens: list[int], block_size: int) -> list[Run]:
+def find_runs(
+    tables: list[list[int]], context_lens: list[int], block_size: int
+) -> Iterator[tuple[list[int], int, list[int]]]:
     """Divide contexts into runs, so that blocks with which several tables begin are read once.
+
+    A run has consecutive blocks of a table, the number of their keys, and the sequences that read
+    them.
 
     Four requests with a common system prompt, two of them samples of one prompt:
 
@@ -108,22 +105,17 @@ def find_runs(tables: list[list[int]], context_lens: list[int], block_size: int)
         for table, length in zip(tables, context_lens, strict=True)
     ]
     max_blocks = max(1, RUN_KEYS // block_size)
-    runs = []
     groups = [(list(range(len(tables))), 0)]  # sequences, and how many equal blocks they begin with
     while groups:
         seqs, first = groups.pop()
-        shared = list(commonprefix([used[seq][first:] for seq in seqs]))
-        # A block that is not full is still written, so it has one sequence, and is its last block.
-        num_left = context_lens[seqs[0]] - first * block_size
-        for start in range(0, len(shared), max_blocks):
-            blocks = shared[start : start + max_blocks]
-            num_keys = min(len(blocks) * block_size, num_left)
-            num_left -= num_keys
-            runs.append(Run(blocks, num_keys, seqs))
-        end = first + len(shared)
+        end = first + len(commonprefix([used[seq][first:] for seq in seqs]))
+        for start in range(first, end, max_blocks):
+            blocks = used[seqs[0]][start : min(start + max_blocks, end)]
+            # A block that is not full is still written, so it has one sequence, and is its last.
+            num_left = context_lens[seqs[0]] - start * block_size
+            yield blocks, min(len(blocks) * block_size, num_left), seqs
         by_next_block = defaultdict(list)
         for seq in seqs:
             if end < len(used[seq]):
                 by_next_block[used[seq][end]].append(seq)
         groups += [(group, end) for group in by_next_block.values()]
-    return runs

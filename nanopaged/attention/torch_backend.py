@@ -80,9 +80,10 @@ class TorchAttention:
             lens = context_lens[seqs]
             counts = (-(-lens // self.cache.block_size)).tolist()  # a table may have more blocks
             longest = max(counts)
-            padded = []
-            for table, count in zip(metadata.block_tables[seqs], counts, strict=True):
-                padded.append(table[:count] + table[:1] * (longest - count))
+            padded = [
+                table[:count] + table[:1] * (longest - count)
+                for table, count in zip(metadata.block_tables[seqs], counts, strict=True)
+            ]
             tables = to_device(np.array(padded), self.device)
             positions = to_device(lens - 1, self.device)[:, None, None, None]
             self.decodes.append((seqs, tables, positions))
@@ -133,8 +134,9 @@ class TorchAttention:
         for tokens, table, context_len in self.prefills:
             keys, values = self.gather(layer, table, context_len)
             # Keys after a token have weight 0, but 0 · NaN = NaN. If a value is NaN, one token is
-            # computed at a time, because then its tile has no key after it. On a GPU the host
-            # would have to wait for the answer.
+            # computed at a time, because then its tile has no key after it. On a GPU this is not
+            # checked, for which the host would have to wait, so a NaN also spoils the tokens before
+            # it in its tile.
             has_nan = values.is_cpu and not values.isfinite().all()
             end = context_len - len(q[tokens])
             for tile in q[tokens].split(1 if has_nan else QUERY_TILE):

@@ -1,5 +1,7 @@
 """Paged attention on a GPU: our Triton kernels store K/V and decode; prefills stay in PyTorch."""
 
+from collections import defaultdict
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -77,9 +79,10 @@ class BlockTables:
     def reserve(self, num_rows: int, num_columns: int) -> None:
         """Give the tables this size. They move, so all entries are sent again."""
         self.data = torch.zeros(num_rows, num_columns, dtype=torch.int32, device=self.device)
-        self.rows: dict[int, int] = {}  # sequence id → row
         self.free = list(range(num_rows))  # rows of no sequence
-        self.sent: dict[int, list[int]] = {}  # row → its entries on the device
+        # sequence id → row; a new sequence takes a free one
+        self.rows: dict[int, int] = defaultdict(self.free.pop)
+        self.sent: dict[int, list[int]] = defaultdict(list)  # row → its entries on the device
 
     def update(self, seq_ids: list[int], tables: list[list[int]]) -> list[int]:
         """Update the tables of these sequences on the device. Returns the row of each."""
@@ -91,10 +94,8 @@ class BlockTables:
         entries = []  # (row, column, block)
         changed = {}  # row → table
         for seq_id, table in zip(seq_ids, tables, strict=True):
-            if seq_id not in self.rows:
-                self.rows[seq_id] = self.free.pop()
             row = self.rows[seq_id]
-            sent = self.sent.get(row, [])
+            sent = self.sent[row]
             if table != sent:
                 first = len(sent) if table[: len(sent)] == sent else 0
                 entries += [(row, column, table[column]) for column in range(first, len(table))]

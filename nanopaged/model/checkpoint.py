@@ -87,8 +87,9 @@ def _read_weights(model: Model, folder: Path) -> None:
     """Fill the model's weights, or this rank's shares of them, from the safetensors files."""
     weights = find_weights(folder)
     slots = _weight_slots(model)
+    whole = _weight_slots(Model(model.config))  # unsplit weights: names and shapes, without memory
     frequencies = rotary_frequencies(model.config)
-    for name in weights.keys() - slots.keys():
+    for name in weights.keys() - whole.keys():
         if name.endswith("rotary_emb.inv_freq"):  # in old checkpoints, and rounded in some
             copy = weights.pop(name)[...].float()
             if copy.shape != frequencies.shape or not copy.allclose(frequencies, rtol=0.05):
@@ -97,16 +98,15 @@ def _read_weights(model: Model, folder: Path) -> None:
                     f" {model.config.rope_parameters}"
                 )
     missing = sorted(slots.keys() - weights.keys())[:8]
-    unexpected = sorted(weights.keys() - slots.keys())[:8]
+    unexpected = sorted(weights.keys() - whole.keys())[:8]
     if missing or unexpected:
         raise ValueError(
             f"the weights in {folder} do not match its config.json; missing: {', '.join(missing)};"
             f" unexpected: {one_line(', '.join(unexpected))}"
         )
-    shapes = _weight_slots(Model(model.config))  # without memory, for the shapes of unsplit weights
     for name, slot in slots.items():
         weight = weights[name]
-        shape = list(shapes[name].shape)
+        shape = list(whole[name].shape)
         found = weight.get_shape()
         dtype = weight.get_dtype()  # a quantised weight has another one than these
         if found != shape or dtype not in WEIGHT_DTYPES:
@@ -114,8 +114,6 @@ def _read_weights(model: Model, folder: Path) -> None:
         part = weight[_rank_slices(name, slot, shape, model.ranks)]
         slot[: len(part)].copy_(part)
         slot[len(part) :].zero_()  # rows beyond the vocabulary
-        if model.ranks.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias")):
-            slot.zero_()  # the ranks' results are added up, so only rank 0 has the bias
         if not torch.stack(slot.aminmax()).isfinite().all():
             raise ValueError(f"{name} is not finite in {slot.dtype}: use a wider dtype")
 

@@ -111,13 +111,14 @@ class Linear(nn.Linear):
     """y = x Wᵀ + b, with W [out_features, in_features].
 
     Args:
-        ranks: the ranks whose results add up to y, because each has some of the columns of W.
+        ranks: the ranks whose results add up to y, because each has some of the columns of W. Only
+            rank 0 has b.
     """
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, ranks: Ranks = ALONE
     ) -> None:
-        super().__init__(in_features, out_features, bias, device="meta")
+        super().__init__(in_features, out_features, bias and ranks.rank == 0, device="meta")
         self.ranks = ranks
         self.packed = None
 
@@ -136,8 +137,8 @@ class Linear(nn.Linear):
         return self.ranks.all_reduce(out)
 
 
-# A CPU computes so many tokens of an MLP at a time. The numbers between its layers then stay in the
-# caches, and take less than 32 MiB: what is larger, glibc returns to Linux after every layer.
+# A CPU computes an MLP for this many tokens at a time. What lies between its two layers then stays
+# in the caches, and takes less than 32 MiB. Anything larger, glibc returns to Linux after use.
 MLP_BLOCK = 480
 
 
@@ -243,6 +244,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.eps = config.rms_norm_eps
         self.add_norm = operations.add_norm
+        # Norms only hold their weights: `add_norm` and `norm_rotate` apply them.
         self.input_layernorm = nn.RMSNorm(config.hidden_size, self.eps, device="meta")
         self.self_attn = SelfAttention(config, layer, ranks=ranks, operations=operations)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, self.eps, device="meta")

@@ -28,7 +28,7 @@ CHOICES = {
     "hidden_act": ("silu", "swish"),
     "quantization_config": (None, {}),
     "rope_type": ("default", "llama3"),
-    "full_attention": (None,),  # rope parameters of one kind of layers
+    "full_attention": (None,),  # rope parameters for one of several kinds of layers
     "partial_rotary_factor": (1.0, None),
     "dtype": DTYPES[1:],
     "is_causal": (True,),

@@ -67,10 +67,10 @@ def test_example_answers_prompts_of_the_user_and_writes_a_trace(run: Run, tmp_pa
     for text, answer in zip(texts, LLM().generate(texts, params, use_tqdm=False), strict=True):
         assert f"\n{text.strip()}\n  {answer.outputs[0].text.strip()}\n" in printed
     assert "with up to 2 requests in each" in printed
-    row = re.search(r"busiest step +(\d+) blocks of (\d+) slots, ([\d.]+)% of them filled", printed)
-    num_blocks, block_size, filled = map(float, row.groups())
+    row = re.search(r"busiest step +(\d+) blocks, ([\d.]+)% full", printed)
+    num_blocks, filled = map(float, row.groups())
     (asked,) = map(int, re.findall(r"0 of (\d+) prompt tokens reused", printed))
-    assert num_blocks * block_size * filled / 100 == pytest.approx(asked, rel=1e-3)
+    assert num_blocks * 16 * filled / 100 == pytest.approx(asked, rel=1e-3)
     _, *steps = read_trace(page)
     assert len(steps) > 3 * 2, "of all three runs"
     assert printed.splitlines()[-1] == f"{page} shows every step: open it in a browser"

@@ -286,11 +286,14 @@ def test_another_rank_is_another_policy(
 
 
 def test_a_rank_that_raises_leaves_nothing_queued() -> None:
-    """Past bug: the request was in no queue, and the engine waited for it forever."""
+    """Past bugs: the request was in no queue, or others were in none, and the engine waited forever."""
     engine = make(num_blocks=8)
+    for name in "ab":
+        engine.add_request(name, tokens(4, 4), params(4))
     engine.scheduler.rank = lambda request: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        engine.add_request("a", tokens(4, 4), params(4))
+        engine.add_request("c", tokens(4, 4), params(4))
+    assert sorted(run(engine)) == ["a", "b"]
     assert not engine.has_unfinished_requests()
 
 

@@ -143,15 +143,15 @@ def test_shared_blocks_are_found(
     monkeypatch.setattr(cpp_backend, "RUN_KEYS", run_keys)
     metadata = shared_decodes(np.random.default_rng(seed), block_size, num_blocks=100)
     tables, lens = metadata.block_tables, metadata.context_lens.tolist()
-    runs = cpp_backend.find_runs([[*table, 100] for table in tables], lens, block_size)
+    runs = list(cpp_backend.find_runs([[*table, 100] for table in tables], lens, block_size))
     slots: list[list[int]] = [[] for _ in tables]
-    for run in runs:
-        assert 0 < len(run.blocks) <= max(1, run_keys // block_size)
-        for seq in run.seqs:
-            slots[seq] += slots_of(run.blocks, np.arange(run.num_keys), block_size).tolist()
+    for blocks, num_keys, seqs in runs:
+        assert 0 < len(blocks) <= max(1, run_keys // block_size)
+        for seq in seqs:
+            slots[seq] += slots_of(blocks, np.arange(num_keys), block_size).tolist()
     for table, length, found in zip(tables, lens, slots, strict=True):
         assert found == slots_of(table, np.arange(length), block_size).tolist()
-    assert sum(len(run.blocks) for run in runs) == len(set().union(*tables))
+    assert sum(len(blocks) for blocks, _, _ in runs) == len(set().union(*tables))
 
 
 @pytest.mark.parametrize("part", ["q", "k", "v"])

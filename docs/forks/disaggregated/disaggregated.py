@@ -49,7 +49,7 @@ class PromptEngine(nanopaged.LLMEngine):
         num_cached_tokens, its blocks. Raises what a step raises."""
         request = Request(request_id="", prompt=None, **fields)
         samples: list[Sample] = []
-        with self._or_start_over():  # which forgets the request, as `requests` does not have it
+        with self._changing():  # which forgets the request, as `requests` does not have it
             self.scheduler.add(request)
             while not samples:
                 batch = self.scheduler.schedule()
