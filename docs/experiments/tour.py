@@ -66,8 +66,8 @@ STOPS = [
          "No block is free for the next tokens. A preemption takes all blocks of the request that came "
          "last (all-or-nothing), because a step reads all its K/V. Earlier requests finish."),
     Stop(17, "scheduled", "preempt", "No room to swap", ("Swap", "Recompute"),
-         "A1–A4 need four blocks, but only a cached one of C's is left, so B is preempted. With no room "
-         "to swap, B must recompute the three A takes."),
+         "A1–A4 need four blocks, and only a cached one of C's is left. B is preempted. The host has no "
+         "room to swap it, so B recomputes the three lost."),
     Stop(19, "scheduled", "evict", "Which block to evict", ("Cached block", "Eviction", "LRU"),
          "A cached block has no user, but a later prompt may find its contents. When no block is free, an "
          "eviction takes the one unused for longest (LRU)."),
