@@ -86,12 +86,14 @@ def until_interrupted(stream: Generator[RequestOutput]) -> Iterator[RequestOutpu
     KeyboardInterrupt in a step would lose the step's K/V, and with it the whole prefix cache.
     """
     signal.signal(signal.SIGINT, first_interrupt)
-    with suppress(KeyboardInterrupt), closing(stream):
-        for output in stream:
-            yield output
-            if signal.getsignal(signal.SIGINT) is not first_interrupt:
-                break
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with suppress(KeyboardInterrupt), closing(stream):
+            for output in stream:
+                yield output
+                if signal.getsignal(signal.SIGINT) is not first_interrupt:
+                    break
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def first_interrupt(*_: object) -> None:

@@ -158,11 +158,11 @@ class BlockManager:
             False, and nothing is changed, if the pool has too few blocks.
         """
         size = self.block_size
-        hits = set()  # blocks
+        prefixes = {}  # sequence → blocks of the cache
         missing = {}  # sequence → keys of the full blocks that the cache does not have
         for seq in sequences:
             prefix = self.find_prefix(seq)
-            hits.update(prefix)
+            prefixes[seq] = prefix
             # The last block of a sequence is its own, even if it is full, because the last token is
             # always computed.
             keys = self.keys_of(seq, (seq.num_tokens - 1) // size)
@@ -170,12 +170,13 @@ class BlockManager:
         # A block for each missing key, and a last block for each sequence. A hit that is only
         # cached counts as free until it is shared.
         num_new = len(set().union(*missing.values())) + len(sequences)
-        if num_new + len(hits & self.cached.keys()) > self.num_free_blocks - num_reserved:
+        num_revived = len(set().union(*prefixes.values()) & self.cached.keys())
+        if num_new + num_revived > self.num_free_blocks - num_reserved:
             return False
-        for seq in sequences:  # share all hits first, because `take` may evict them
-            seq.block_table = self.find_prefix(seq)
-            seq.num_computed_tokens = size * len(seq.block_table)
-            for block_id in seq.block_table:
+        for seq, prefix in prefixes.items():  # share all hits first: `take` may evict them
+            seq.block_table = prefix
+            seq.num_computed_tokens = size * len(prefix)
+            for block_id in prefix:
                 self.share(block_id)
         block_of = {}  # missing key → block
         for seq, keys in missing.items():

@@ -103,8 +103,8 @@ class LLMEngine:
             eos_token_ids=read_eos_token_ids(folder, self.tokenizer),
         )
         self.requests: dict[str, Request] = {}
-        self.is_changing = False
-        self.to_forget: list[Request] = []
+        self.is_changing = False  # within `_changing`
+        self.to_forget: list[Request] = []  # of streams that were closed meanwhile
         self.num_steps = 0
         self.listeners: list[Any] = []
         if config.trace is not None:

@@ -142,11 +142,12 @@ class PromptProcessor:
         """Raise ValueError if the params ask for what this model does not have."""
         if params.stop:
             self._check_stop_strings(params.stop)
-        num_logprobs = max(params.logprobs or 0, params.prompt_logprobs or 0)
-        if num_logprobs > self.vocab_size:
-            raise ValueError(
-                f"logprobs is {num_logprobs}, but the vocabulary has {self.vocab_size} tokens"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(params, name) or 0
+            if number > self.vocab_size:
+                raise ValueError(
+                    f"{name} is {number}, but the vocabulary has {self.vocab_size} tokens"
+                )
         check_token_ids(params.stop_token_ids, self.vocab_size, kind="stop token")
         if params.min_tokens > 0 and len(rules.token_ids) == self.vocab_size:
             raise ValueError(

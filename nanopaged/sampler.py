@@ -131,8 +131,8 @@ def draws_of(seq: Sequence) -> list[Draw]:
     """The draws for a sequence: n at the end of a prompt for n outputs, else one.
 
     For a beam it is a greedy draw of the most likely token, together with the next ones in
-    likelihood. A greedy draw in a batch with others has the number 0, which chooses the first of
-    the most likely tokens.
+    likelihood. If other draws of the step are random, a greedy one takes the same way with the
+    number 0, at which the first of the most likely tokens lies.
     """
     request = seq.request
     params = request.params
@@ -140,8 +140,9 @@ def draws_of(seq: Sequence) -> list[Draw]:
     counts = {}
     if isinstance(params, BeamSearchParams):
         num_candidates = request.num_candidates + len(banned)
-        params = SamplingParams(temperature=0, logprobs=num_candidates)
-    elif params.penalties != NO_PENALTIES:
+        greedy = SamplingParams(temperature=0, logprobs=num_candidates)
+        return [Draw(greedy, uniform=0.0, banned_token_ids=banned)]
+    if params.penalties != NO_PENALTIES:
         counts = Counter(seq.output_token_ids)
         if params.repetition_penalty != 1:  # which changes the tokens of the prompt as well
             for token_id in seq.token_ids:

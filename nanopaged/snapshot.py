@@ -160,14 +160,15 @@ def take_snapshot(num_steps: int, scheduler: Scheduler, requests: Iterable[Reque
             state = "cached"
         elif block.ref_count == 0:
             state = "free"
-        state_of_block = BlockState(
-            block_id=block.block_id,
-            ref_count=block.ref_count,
-            key=block.key,
-            state=state,
-            num_filled=num_filled,
+        blocks.append(
+            BlockState(
+                block_id=block.block_id,
+                ref_count=block.ref_count,
+                key=block.key,
+                state=state,
+                num_filled=num_filled,
+            )
         )
-        blocks.append(state_of_block)
     return Snapshot(
         num_steps=num_steps,
         block_size=manager.block_size,

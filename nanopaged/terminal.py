@@ -35,7 +35,9 @@ def load_fork(file: str) -> Any:
         fork = import_module(path.stem)
         make_llm = fork.LLM
     except (ImportError, AttributeError, SyntaxError) as error:
-        raise ValueError(f"{file} is not a fork: its file has no class LLM: {error}") from error
+        raise ValueError(
+            f"{file} cannot be loaded as a fork, a file with a class LLM: {error}"
+        ) from error
     print(f"the fork {path.stem}: {fork.__doc__ or file}".splitlines()[0], file=sys.stderr)
     return make_llm
 

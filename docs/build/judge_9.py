@@ -151,12 +151,12 @@ def test_forward(size: int, bias: bool, packed: bool) -> None:
 
 
 @pytest.mark.parametrize(("vocab_size", "size"), [(8, 2), (11, 2), (10, 4), (4, 4)])
-def test__embed_share(vocab_size: int, size: int) -> None:
+def test__embed_rows(vocab_size: int, size: int) -> None:
     """A rank has some rows of the embedding. Other tokens are zeros, and the ranks add up."""
     ids = 3 * torch.arange(9) % vocab_size
     for rank in range(size):
         model = fill(Model(replace(SMALL, vocab_size=vocab_size), equal_ranks(size, rank)))
-        check(f"Rank {rank} of {size}, {vocab_size} tokens in all", model._embed_share, ids)
+        check(f"Rank {rank} of {size}, {vocab_size} tokens in all", model._embed_rows, ids)
 
 
 @pytest.mark.parametrize(("rule", "size", "dtype"), [

@@ -82,7 +82,7 @@ STAGES = {
             ("nanopaged/model/checkpoint.py", "_rank_slices"),
             *methods("nanopaged/parallel.py", "Ranks", "all_reduce", "gather"),
             (DECODER, "Linear.forward"),
-            *methods(DECODER, "Model", "_embed_share", "logits"),
+            *methods(DECODER, "Model", "_embed_rows", "logits"),
         )
     ),
 }

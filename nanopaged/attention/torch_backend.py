@@ -198,7 +198,7 @@ def attend(
     score_mod: ScoreMod | None,
     layer: int,
 ) -> Tensor:
-    """softmax(q kᵀ) v over the keys up to each query's own position: → as q.
+    """softmax(q kᵀ) v over the keys up to each query's own position, in the shape of q.
 
     Args:
         q: [..., num_kv_heads, rows, head_dim], scaled already.

@@ -80,8 +80,7 @@ class BlockTables:
         """Give the tables this size. They move, so all entries are sent again."""
         self.data = torch.zeros(num_rows, num_columns, dtype=torch.int32, device=self.device)
         self.free = list(range(num_rows))  # rows of no sequence
-        # sequence id → row; a new sequence takes a free one
-        self.rows: dict[int, int] = defaultdict(self.free.pop)
+        self.rows: dict[int, int] = {}  # sequence id → row
         self.sent: dict[int, list[int]] = defaultdict(list)  # row → its entries on the device
 
     def update(self, seq_ids: list[int], tables: list[list[int]]) -> list[int]:
@@ -94,6 +93,8 @@ class BlockTables:
         entries = []  # (row, column, block)
         changed = {}  # row → table
         for seq_id, table in zip(seq_ids, tables, strict=True):
+            if seq_id not in self.rows:
+                self.rows[seq_id] = self.free.pop()
             row = self.rows[seq_id]
             sent = self.sent[row]
             if table != sent:

@@ -317,7 +317,7 @@ class Model(nn.Module):
         With `rows` [n], only the hidden states of these tokens [n, hidden_size]. The last layer
         stores the K/V of every token, but computes its MLP, most of its work, only for them.
         """
-        x = self.embed_tokens(input_ids) if self.ranks.size == 1 else self._embed_share(input_ids)
+        x = self.embed_tokens(input_ids) if self.ranks.size == 1 else self._embed_rows(input_ids)
         cos = self.cos[positions]
         sin = self.sin[positions]
         residual = torch.zeros_like(x)
@@ -327,7 +327,7 @@ class Model(nn.Module):
         residual, x = last_layer(residual, x, cos, sin, attention, rows)
         return self.add_norm(residual, x, self.norm.eps, self.norm.weight)[1]
 
-    def _embed_share(self, input_ids: Tensor) -> Tensor:
+    def _embed_rows(self, input_ids: Tensor) -> Tensor:
         """Embed the tokens whose rows this rank has, and add up the results of all ranks."""
         num_rows = self.embed_tokens.num_embeddings
         rows = input_ids - self.ranks.rank * num_rows

@@ -137,7 +137,7 @@ WRONG: dict[int, dict[str, Pieces]] = {
     9: {
         "the token ids are changed": [
             (
-                "Model._embed_share",
+                "Model._embed_rows",
                 "input_ids - self.ranks.rank * num_rows",
                 "input_ids.sub_(self.ranks.rank * num_rows)",
             )

@@ -131,6 +131,12 @@ NOT_7 = [token_id for token_id in range(VOCAB_SIZE) if token_id != 7]  # 7 is en
     [
         ("x", SamplingParams(stop="x"), ValueError, "stop strings need a tokenizer"),
         ("x", SamplingParams(logprobs=98), ValueError, "logprobs is 98, but the vocabulary has 97"),
+        (
+            "x",
+            SamplingParams(prompt_logprobs=98),
+            ValueError,
+            "prompt_logprobs is 98, but the vocabulary has 97",
+        ),
         ("x", SamplingParams(stop_token_ids=[97]), ValueError, "stop token id 97"),
         ("x", SamplingParams(stop_token_ids=NOT_7, min_tokens=2), ValueError, "stop_token_ids has all 97"),
         ("x", {"max_tokens": 3}, TypeError, "must be SamplingParams or BeamSearchParams, got dict"),

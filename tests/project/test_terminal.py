@@ -66,5 +66,7 @@ def test_a_fork_says_that_it_runs(
     for name, text in {"empty": "", "broken": "def", "needs_more": "import no_such_module"}.items():
         file = tmp_path / f"{name}.py"
         file.write_text(text, encoding="utf-8")
-        with pytest.raises(ValueError, match=f"{file.name} is not a fork: its file has no class LLM"):
+        with pytest.raises(
+            ValueError, match=f"{file.name} cannot be loaded as a fork, a file with a class LLM"
+        ):
             load_fork(str(file))
