@@ -190,6 +190,13 @@ class DisaggregatedEngine(nanopaged.LLMEngine):
         self.scheduler.runner, self.scheduler.away = self.runner, {}
         self.scheduler.submit = self.start_process(config)
 
+    def run_step(self) -> list[Request]:
+        """As `LLMEngine.run_step`. If all requests are away, it takes back the next one that has come."""
+        if self.scheduler.away and not (self.scheduler.running or self.scheduler.waiting):
+            with self._changing():
+                return self.scheduler.update(ScheduledBatch(), StepResult([]))
+        return super().run_step()
+
     def reset_prefix_cache(self) -> None:
         """As `LLMEngine.reset_prefix_cache`, in both processes."""
         super().reset_prefix_cache()
