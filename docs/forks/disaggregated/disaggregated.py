@@ -134,10 +134,8 @@ class DecodeScheduler(Scheduler):
         super().start_over(requests)
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[Request]:
-        """As `Scheduler.update`; then take back requests. If there is nothing else to do, wait for one."""
+        """As `Scheduler.update`; then take back the requests that have come."""
         advanced = super().update(batch, result)
-        if self.away and not (advanced or self.running or self.waiting):
-            wait(self.away, return_when=FIRST_COMPLETED)
         for future in [future for future in self.away if future.done()]:
             request, error = self.away.pop(future), future.exception()
             if error is None or isinstance(error, BrokenExecutor):
@@ -191,9 +189,10 @@ class DisaggregatedEngine(nanopaged.LLMEngine):
         self.scheduler.submit = self.start_process(config)
 
     def run_step(self) -> list[Request]:
-        """As `LLMEngine.run_step`. If all requests are away, it takes back the next one that has come."""
+        """As `LLMEngine.run_step`. If all requests are away, it waits for one, and takes it back."""
         if self.scheduler.away and not (self.scheduler.running or self.scheduler.waiting):
             with self._changing():
+                wait(self.scheduler.away, return_when=FIRST_COMPLETED)
                 return self.scheduler.update(ScheduledBatch(), StepResult([]))
         return super().run_step()
 

@@ -69,7 +69,7 @@ class LateRun(Run):
 
     def step(self) -> None:
         num, away = self.rng.choice([0, 0, 1, 1, 4]), self.scheduler.away
-        is_idle = not (self.scheduler.running or self.scheduler.waiting)  # then `update` waits for a prompt
+        is_idle = not (self.scheduler.running or self.scheduler.waiting)  # then the step waits for a prompt
         while num > 0 or (is_idle and away and not any(future.done() for future in away)):
             num, done = num - 1, self.engine.work()
             if done is not None:
