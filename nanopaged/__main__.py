@@ -49,9 +49,9 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
             print(f"there is no command {line}: /help lists them")
         elif line:
             turns.append({"role": "user", "content": line})
+            text = ""
+            output = None
             try:
-                text = ""
-                output = None
                 for output in until_interrupted(llm.stream(make_prompt(llm, turns), params)):
                     longer_text = output.outputs[0].text
                     print(longer_text[len(text) :], end="", flush=True)

@@ -137,11 +137,11 @@ def draws_of(seq: Sequence) -> list[Draw]:
     request = seq.request
     params = request.params
     banned = seq.banned_token_ids
-    counts = {}
     if isinstance(params, BeamSearchParams):
         num_candidates = request.num_candidates + len(banned)
         greedy = SamplingParams(temperature=0, logprobs=num_candidates)
         return [Draw(greedy, uniform=0.0, banned_token_ids=banned)]
+    counts = {}
     if params.penalties != NO_PENALTIES:
         counts = Counter(seq.output_token_ids)
         if params.repetition_penalty != 1:  # which changes the tokens of the prompt as well

@@ -1,7 +1,5 @@
 """Paged attention on a GPU: our Triton kernels store K/V and decode; prefills stay in PyTorch."""
 
-from collections import defaultdict
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -81,7 +79,7 @@ class BlockTables:
         self.data = torch.zeros(num_rows, num_columns, dtype=torch.int32, device=self.device)
         self.free = list(range(num_rows))  # rows of no sequence
         self.rows: dict[int, int] = {}  # sequence id → row
-        self.sent: dict[int, list[int]] = defaultdict(list)  # row → its entries on the device
+        self.sent: dict[int, list[int]] = {}  # row → its entries on the device
 
     def update(self, seq_ids: list[int], tables: list[list[int]]) -> list[int]:
         """Update the tables of these sequences on the device. Returns the row of each."""
@@ -96,7 +94,7 @@ class BlockTables:
             if seq_id not in self.rows:
                 self.rows[seq_id] = self.free.pop()
             row = self.rows[seq_id]
-            sent = self.sent[row]
+            sent = self.sent.get(row, [])
             if table != sent:
                 first = len(sent) if table[: len(sent)] == sent else 0
                 entries += [(row, column, table[column]) for column in range(first, len(table))]
