@@ -64,6 +64,10 @@ void tile_kernel(const Product<T, Y>& product, int64_t first_token, int64_t firs
     const int64_t inputs = product.inputs, outputs = product.outputs, panel_size = product.panel_size;
     const Factor<T>* x = product.x + first_token * inputs;
     const T* column = product.packed + first_panel * panel_size;
+    Y* y = product.y + first_token * outputs + first_panel * LANES;
+    // The processor reads a line of memory before it changes it. Asked now, it has the lines of y when the sums are ready.
+    for (int t = 0; t < TOKENS; t++)
+        for (int p = 0; p < PANELS; p++) __builtin_prefetch(y + t * outputs + p * LANES, 1);
     Vec sums[TOKENS][PANELS] = {};
     int64_t i = 0;
     for (; i + COLUMNS<T> <= inputs; i += COLUMNS<T>, column += COLUMNS<T> * LANES)
@@ -80,7 +84,7 @@ void tile_kernel(const Product<T, Y>& product, int64_t first_token, int64_t firs
     for (int p = 0; p < PANELS; p++) {
         const int64_t output = (first_panel + p) * LANES, n = outputs - output;
         const Vec bias = product.bias ? load(product.bias + output, n) : Vec{};
-        for (int t = 0; t < TOKENS; t++) store(product.y + (first_token + t) * outputs + output, sums[t][p] + bias, n);
+        for (int t = 0; t < TOKENS; t++) store(y + t * outputs + p * LANES, sums[t][p] + bias, n);
     }
 }
 
