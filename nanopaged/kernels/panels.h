@@ -45,6 +45,9 @@ constexpr int TILE_TOKENS = REGISTERS == 32 ? 6 : 3;
 // The first tile reads a panel from memory. It asks for what it needs so many bytes later, because the processor itself
 // looks ahead only to the end of a page.
 constexpr int64_t AHEAD = 4096;
+// While later tiles multiply, memory would be idle. Tile 1 then asks for the first of the next panels, tile 2 for the
+// second one, and so on. This pays off where tiles are small and weights large.
+template <class T> constexpr bool READS_NEXT = REGISTERS == 16 && sizeof(T) == 4;
 
 // Numbers in a panel of so many columns.
 template <class T> constexpr int64_t panel_size(int64_t columns) {
@@ -64,18 +67,23 @@ void tile_kernel(const Product<T, Y>& product, int64_t first_token, int64_t firs
     const int64_t inputs = product.inputs, outputs = product.outputs, panel_size = product.panel_size;
     const Factor<T>* x = product.x + first_token * inputs;
     const T* column = product.packed + first_panel * panel_size;
+    const int64_t tile = first_token / TOKENS;
+    const bool reads_next = READS_NEXT<T> && tile >= 1 && tile <= PANELS;
+    const T* next = column + (PANELS + tile - 1) * panel_size;
     Y* y = product.y + first_token * outputs + first_panel * LANES;
     // The processor reads a line of memory before it changes it. Asked now, it has the lines of y when the sums are ready.
     for (int t = 0; t < TOKENS; t++)
         for (int p = 0; p < PANELS; p++) __builtin_prefetch(y + t * outputs + p * LANES, 1);
     Vec sums[TOKENS][PANELS] = {};
     int64_t i = 0;
-    for (; i + COLUMNS<T> <= inputs; i += COLUMNS<T>, column += COLUMNS<T> * LANES)
+    for (; i + COLUMNS<T> <= inputs; i += COLUMNS<T>, column += COLUMNS<T> * LANES) {
+        if (reads_next) __builtin_prefetch(next + i * LANES, 0, 2);
         for (int p = 0; p < PANELS; p++) {
             const T* part = column + p * panel_size;
             if (first_token == 0) __builtin_prefetch((const char*)part + AHEAD, 0, 2);
             for (int t = 0; t < TOKENS; t++) multiply(sums[t][p], part, x + t * inputs + i);
         }
+    }
     if (i < inputs)  // an odd number of columns: the second one of the last pair is 0
         for (int t = 0; t < TOKENS; t++) {
             const Factor<T> last[COLUMNS<T>] = {x[t * inputs + i]};
