@@ -20,7 +20,7 @@ from nanopaged.kernels import build
 from nanopaged.kv_cache import KVCache, KVShape, to_device
 from nanopaged.model.decoder import Model
 from nanopaged.parallel import UNDER_TORCHRUN, Ranks
-from nanopaged.sampler import LOGITS_TILE, Draw, SamplingMetadata, sample
+from nanopaged.sampler import LOGITS_TILE, Draw, SamplingMetadata, draw_samples
 from nanopaged.sequence import Moves
 
 # Unless configured, the KV cache on a CPU takes at most this much host memory for all ranks, and so
@@ -193,7 +193,7 @@ def largest_step(config: EngineConfig, model: Model, shape: KVShape) -> None:
     draw = Draw(params, uniform=0.5, banned_token_ids=[0], token_counts={0: 1})
     num_rows = max(config.max_num_seqs, LOGITS_TILE)
     logits = model.logits(hidden[:1].expand(num_rows, -1))
-    sample(logits.clone(), SamplingMetadata([draw] * num_rows, device))
+    draw_samples(logits.clone(), SamplingMetadata([draw] * num_rows, device))
 
 
 @torch.inference_mode()

@@ -35,7 +35,7 @@ class ModelRunner:
     make_model = staticmethod(load_model)
     make_shape = KVShape
     make_cache = KVCache
-    sample = staticmethod(sample_next_tokens)
+    sample_next_tokens = staticmethod(sample_next_tokens)
     score_mod: ScoreMod | None = None
 
     def __init__(
@@ -51,11 +51,11 @@ class ModelRunner:
             torch.cuda.set_device(self.device)  # for Triton's kernels and CUDA graphs
         self.dtype = pick_dtype(config, model_config.dtype, self.device)
         self.block_size = config.block_size
-        share = model_config.share(config.tensor_parallel_size)  # this rank's layers
+        rank_config = model_config.for_rank_of(config.tensor_parallel_size)
         shape = self.make_shape(
-            num_layers=share.num_layers,
-            num_kv_heads=share.num_kv_heads,
-            head_dim=share.head_dim,
+            num_layers=rank_config.num_layers,
+            num_kv_heads=rank_config.num_kv_heads,
+            head_dim=rank_config.head_dim,
             dtype=self.dtype,
         )
         backend = choose_backend(config.attention_backend, self.device, shape, self.score_mod)
@@ -108,22 +108,22 @@ class ModelRunner:
         """
         inputs = prepare(batch, self.block_size)
         with self.ranks.step(inputs):
-            logits, scores = self.compute(inputs)
-        samples = self.sample(batch, logits)
-        return StepResult(samples, scores_by_request(batch.sequences, scores))
+            logits, prompt_logprobs = self.compute(inputs)
+        samples = self.sample_next_tokens(batch, logits)
+        return StepResult(samples, logprobs_by_request(batch.sequences, prompt_logprobs))
 
     def compute(self, inputs: StepInputs) -> tuple[Tensor, list[Logprobs]]:
-        """What all ranks compute: the logits to sample from, and the scores of prompt tokens."""
+        """What all ranks compute: logits to sample from, and log-probabilities of prompt tokens."""
         sampled, scored = self.forward(inputs)
         logits = self.model.logits(sampled)
-        scores = []
+        prompt_logprobs = []
         for start in range(0, len(scored), LOGITS_TILE):
             tile = slice(start, start + LOGITS_TILE)
             tile_logits = self.model.logits(scored[tile])
             token_ids = to_device(np.array(inputs.score_ids[tile]), tile_logits.device)
-            tokens = gather_logprobs(tile_logits, token_ids, inputs.num_logprobs[tile])
-            scores += [token.logprobs for token in tokens]
-        return logits, scores
+            samples = gather_logprobs(tile_logits, token_ids, inputs.num_logprobs[tile])
+            prompt_logprobs += [sample.logprobs for sample in samples]
+        return logits, prompt_logprobs
 
     def forward(self, inputs: StepInputs) -> tuple[Tensor, ...]:
         """Move blocks and run the model.
@@ -236,11 +236,11 @@ def scored_positions(seq: Sequence) -> range:
     return range(first, min(start + seq.num_scheduled_tokens, request.num_prompt_tokens - 1))
 
 
-def scores_by_request(
-    sequences: list[Sequence], scores: list[Logprobs]
+def logprobs_by_request(
+    sequences: list[Sequence], prompt_logprobs: list[Logprobs]
 ) -> dict[Request, list[Logprobs]]:
-    """Each request of these sequences whose prompt is scored → its part of a step's scores."""
-    rest = iter(scores)
+    """Each request of these sequences whose prompt is scored → its part of `prompt_logprobs`."""
+    rest = iter(prompt_logprobs)
     return {
         seq.request: list(islice(rest, len(scored_positions(seq))))
         for seq in sequences

@@ -99,19 +99,19 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
         for draw in draws_of(seq):
             draws.append(draw)
             rows.append(row)
-    tokens = sample(take_rows(logits, rows), SamplingMetadata(draws, logits.device))
+    drawn = draw_samples(take_rows(logits, rows), SamplingMetadata(draws, logits.device))
     samples = {seq: [] for seq in batch.sequences}
-    for row, draw, token in zip(rows, draws, tokens, strict=True):
+    for row, draw, sample in zip(rows, draws, drawn, strict=True):
         seq = ready[row]
         request = seq.request
-        if not math.isfinite(token.logprob):
+        if not math.isfinite(sample.logprob):
             raise NonFiniteLogits(
                 f"the model's logits for request {request.request_id!r} at position "
                 f"{seq.num_tokens} are not finite: abort the request, or use a dtype with a wider "
                 "range",
                 request.request_id,
             )
-        if token.token_id in draw.banned_token_ids:
+        if sample.token_id in draw.banned_token_ids:
             raise NonFiniteLogits(
                 f"no token is allowed for request {request.request_id!r} at position "
                 f"{seq.num_tokens}: its banned tokens are the whole vocabulary; abort it, or allow "
@@ -119,11 +119,11 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
                 request.request_id,
             )
         if request.is_beam_search:
-            for token_id, logprob in token.logprobs.items():  # the most likely first
+            for token_id, logprob in sample.logprobs.items():  # the most likely first
                 if token_id not in draw.banned_token_ids:
                     samples[seq].append(Sample(token_id, logprob))
         else:
-            samples[seq].append(token)
+            samples[seq].append(sample)
     return list(samples.values())
 
 
@@ -160,7 +160,7 @@ def draws_of(seq: Sequence) -> list[Draw]:
     ]
 
 
-def sample(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
+def draw_samples(logits: Tensor, metadata: SamplingMetadata) -> list[Sample]:
     """One token for each row of `logits` [num_rows, vocab_size]: the most likely, or a draw.
 
     If every token is banned, the returned one is banned as well. The caller raises the error.
@@ -304,8 +304,8 @@ def gather_logprobs(
     num_best = min(max(wanted, default=0), logits.shape[-1])  # a beam may want more than there are
     tile = SOFTMAX_ROWS[logits.device.type]
     tables = []
-    for scores, ids in zip(logits.split(tile), token_ids[:, None].split(tile), strict=True):
-        logprobs = scores.float().log_softmax(-1)
+    for some_logits, ids in zip(logits.split(tile), token_ids[:, None].split(tile), strict=True):
+        logprobs = some_logits.float().log_softmax(-1)
         chosen = logprobs.gather(1, ids)
         columns = [ids, chosen.double()]
         if wanted:
@@ -317,11 +317,12 @@ def gather_logprobs(
     rows = torch.cat(tables).tolist()
     samples = []
     for row, num in zip(rows, num_logprobs, strict=True):
-        token = Sample(token_id=int(row[0]), logprob=row[1])
+        sample = Sample(token_id=int(row[0]), logprob=row[1])
         if num is not None:
             for i in range(min(num, num_best)):
                 best_id = int(row[3 + num_best + i])
-                token.logprobs[best_id] = Logprob(row[3 + i], rank=i + 1)
-            token.logprobs.setdefault(token.token_id, Logprob(token.logprob, rank=int(row[2])))
-        samples.append(token)
+                sample.logprobs[best_id] = Logprob(row[3 + i], rank=i + 1)
+            own = Logprob(sample.logprob, rank=int(row[2]))
+            sample.logprobs.setdefault(sample.token_id, own)
+        samples.append(sample)
     return samples

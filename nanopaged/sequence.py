@@ -229,8 +229,8 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether some prompt tokens still need a log-probability."""
-        scores = self.prompt_logprobs
-        return scores is not None and len(scores) < self.num_prompt_tokens
+        known = self.prompt_logprobs
+        return known is not None and len(known) < self.num_prompt_tokens
 
     def start_over(self) -> None:
         """Keep the tokens of every sequence and forget their K/V, because a step failed."""

@@ -14,7 +14,7 @@ from tensors import check, shown
 from torch import Tensor
 
 from nanopaged import SamplingParams
-from nanopaged.sampler import Draw, SamplingMetadata, filtered_probs, locate, sample
+from nanopaged.sampler import Draw, SamplingMetadata, draw_samples, filtered_probs, locate
 from nanopaged.sequence import Sample
 
 # Fields of SamplingParams; u; banned tokens; counts of generated ones; whether it has NaN
@@ -148,4 +148,4 @@ def test_sample(rule: str, rows: list[Row]) -> None:
     for number, row in enumerate(rows):
         logits[number] *= math.nan if row.get("nan") else 1
     view = partial(in_words, rows=rows)
-    check(f"{rule} (probabilities {FIVE}, rows {rows})", sample, logits, metadata_of(rows), view=view)
+    check(f"{rule} (probabilities {FIVE}, rows {rows})", draw_samples, logits, metadata_of(rows), view=view)

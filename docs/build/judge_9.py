@@ -46,20 +46,20 @@ def equal_ranks(size: int, rank: int = 0) -> Ranks:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("sizes", [(8, 2, 24), (8, 8, 6), (12, 6, 12), (6, 2, 24), (12, 4, 6), (12, 12, 24)])
-def test_share(sizes: tuple[int, int, int], size: int) -> None:
+def test_for_rank_of(sizes: tuple[int, int, int], size: int) -> None:
     """Ranks divide heads and columns, and round up the vocabulary. What cannot be divided is a ValueError."""
     num_heads, num_kv_heads, width = sizes
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     config = replace(SMALL, **heads, intermediate_size=width, vocab_size=97)
 
-    def share(size: int) -> Any:
+    def for_rank_of(size: int) -> Any:
         try:
-            return config.share(size)
+            return config.for_rank_of(size)
         except ValueError:
             return "a ValueError"
 
     rule = f"{num_heads} query heads, {num_kv_heads} KV heads, intermediate_size {width}, 97 tokens"
-    check(rule, share, size)
+    check(rule, for_rank_of, size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

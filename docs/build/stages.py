@@ -74,11 +74,11 @@ STAGES = {
         ),
         suite=(TEST_SWAP, TEST_SCHEDULER, *RANDOM_RUNS),
     ),
-    7: Stage(((SAMPLER, "filtered_probs"), (SAMPLER, "locate"), (SAMPLER, "sample"))),
+    7: Stage(((SAMPLER, "filtered_probs"), (SAMPLER, "locate"), (SAMPLER, "draw_samples"))),
     8: Stage(((KERNELS, "decode_kernel"), (KERNELS, "reduce_kernel"))),
     9: Stage(
         (
-            ("nanopaged/model/model_config.py", "ModelConfig.share"),
+            ("nanopaged/model/model_config.py", "ModelConfig.for_rank_of"),
             ("nanopaged/model/checkpoint.py", "_rank_slices"),
             *methods("nanopaged/parallel.py", "Ranks", "all_reduce", "gather"),
             (DECODER, "Linear.forward"),

@@ -211,7 +211,7 @@ def score(windows: list[list[int]], fork: Fork, num_generated: int) -> tuple[Ten
         return [[sample] for sample in samples]
 
     engine = load(*fork).engine
-    engine.runner.sample = take_from_text
+    engine.runner.sample_next_tokens = take_from_text
     params = SamplingParams(max_tokens=num_generated, logprobs=1, prompt_logprobs=1, ignore_eos=True)
     for i, window in enumerate(windows):
         engine.add_request(str(i), window[:-num_generated], params)

@@ -275,7 +275,7 @@ class DecoderLayer(nn.Module):
 
 
 class Model(nn.Module):
-    """Computes hidden states from token ids and positions; `logits` turns them into scores.
+    """Computes hidden states from token ids and positions, and from these `logits`.
 
     Args:
         ranks: the ranks that share the model.
@@ -294,7 +294,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.ranks = ranks
-        rank_config = config.share(ranks.size)
+        rank_config = config.for_rank_of(ranks.size)
         self.rank_config = rank_config  # with the sizes of this rank's layers
         self.embed_tokens = nn.Embedding(rank_config.vocab_size, config.hidden_size, device="meta")
         self.layers = nn.ModuleList(
@@ -336,10 +336,10 @@ class Model(nn.Module):
         return self.ranks.all_reduce(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden_size] → scores [n, vocab_size], in the dtype of the model.
+        """hidden [n, hidden_size] → logits [n, vocab_size], in the dtype of the model.
 
-        Scores on Apple's GPU are copied to the host, because sampling adds up probabilities in
+        Logits on Apple's GPU are copied to the host, because sampling adds up probabilities in
         float64, which that GPU does not have.
         """
-        scores = self.ranks.gather(self.lm_head(hidden))[:, : self.config.vocab_size]
-        return scores.cpu() if scores.is_mps else scores
+        logits = self.ranks.gather(self.lm_head(hidden))[:, : self.config.vocab_size]
+        return logits.cpu() if logits.is_mps else logits

@@ -68,7 +68,7 @@ class ModelConfig:
     tie_word_embeddings: bool  # the output projection uses the embedding's weights
     dtype: str  # the checkpoint's, e.g. "bfloat16"
 
-    def share(self, size: int) -> ModelConfig:
+    def for_rank_of(self, size: int) -> ModelConfig:
         """The sizes of one of `size` ranks. With fewer KV heads than ranks, several share a head.
 
         8 query heads and 2 KV heads on 4 ranks: each rank has 2 query heads and 1 KV head, and

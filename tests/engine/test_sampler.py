@@ -25,9 +25,9 @@ from nanopaged.sampler import (
     VOCAB_CHUNK,
     Draw,
     SamplingMetadata,
+    draw_samples,
     filtered_probs,
     penalize,
-    sample,
 )
 from nanopaged.sequence import NonFiniteLogits, Sequence
 
@@ -154,7 +154,7 @@ def test_a_draw_inverts_the_distribution(vocab_size: int) -> None:
     logits[:, vocab_size // 2] = 0.0
     numbers = [0.0, (2**24 - 1) / 2**24, *torch.rand(num - 2, generator=generator).tolist()]
     draws = [Draw(SamplingParams(), uniform=u, banned_token_ids=[]) for u in numbers]
-    drawn = sample(logits, SamplingMetadata(draws, CPU))
+    drawn = draw_samples(logits, SamplingMetadata(draws, CPU))
     ends = logits.double().softmax(-1).cumsum(-1)
     for u, row, token_id in zip(numbers, ends, [token.token_id for token in drawn], strict=True):
         begin = row[token_id - 1] if token_id else 0.0
@@ -173,7 +173,7 @@ def test_a_greedy_row_in_a_batch_with_others(scale: float, dtype: torch.dtype) -
     logits[:, 600] = best
     greedy = Draw(SamplingParams(temperature=0, top_p=0.5), uniform=0.0, banned_token_ids=[])
     other = Draw(SamplingParams(top_k=30), uniform=0.5, banned_token_ids=[])
-    *drawn, _ = sample(logits, SamplingMetadata([greedy] * 19 + [other], CPU))
+    *drawn, _ = draw_samples(logits, SamplingMetadata([greedy] * 19 + [other], CPU))
     assert [token.token_id for token in drawn] == logits.argmax(-1)[:19].tolist()
 
 
@@ -196,7 +196,7 @@ def test_banned_tokens_are_never_drawn_but_logprobs_stay_the_models_own(temperat
     params = SamplingParams(temperature=temperature, logprobs=1)
     for i in range(20):
         draw = Draw(params, uniform=i / 20, banned_token_ids=[4, 5])
-        (drawn,) = sample(logits, SamplingMetadata([draw], CPU))
+        (drawn,) = draw_samples(logits, SamplingMetadata([draw], CPU))
         assert drawn.token_id not in (4, 5)
         expected = logits.log_softmax(-1)[0]
         assert drawn.logprob == pytest.approx(expected[drawn.token_id].item(), abs=1e-5)
@@ -217,9 +217,9 @@ def test_banned_tokens_are_never_drawn_but_logprobs_stay_the_models_own(temperat
 def test_a_row_in_which_no_token_is_allowed_changes_no_other(params: SamplingParams) -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
     draws = [Draw(params, uniform=u, banned_token_ids=[], token_counts={5: 1}) for u in (0.2, 0.5, 0.8)]
-    alone = sample(logits, SamplingMetadata(draws, CPU))
+    alone = draw_samples(logits, SamplingMetadata(draws, CPU))
     draws[1].banned_token_ids = range(VOCAB)
-    first, stuck, last = sample(logits, SamplingMetadata(draws, CPU))
+    first, stuck, last = draw_samples(logits, SamplingMetadata(draws, CPU))
     assert stuck.token_id in range(VOCAB)
     assert [first, last] == [alone[0], alone[2]]
     assert math.isfinite(first.logprob + last.logprob)
@@ -298,7 +298,7 @@ def test_greedy_reads_the_logits_in_tiles(
     logits = logits.to(dtype)
     monkeypatch.setitem(SOFTMAX_ROWS, "cpu", num_together)
     metadata = metadata_of([SamplingParams(temperature=0)] * 7)
-    samples = sample(logits, metadata)
+    samples = draw_samples(logits, metadata)
     expected = logits.double().log_softmax(-1)
     for row, drawn in enumerate(samples[:4]):
         assert drawn.token_id == logits[row].argmax()

@@ -117,9 +117,11 @@ def test_the_largest_step(
     llm = LLM(qwen3.folder, dtype="float32", num_blocks=20, **options)
     runner, drawn = llm.engine.runner, []
     before = runner.kv_cache.data.fill_(1.0).clone()
-    sample, make_backend, made = memory.sample, memory.make_backend, []
+    draw, make_backend, made = memory.draw_samples, memory.make_backend, []
     monkeypatch.setattr(memory, "make_backend", lambda *a: made.append(a[0]) or make_backend(*a))
-    monkeypatch.setattr(memory, "sample", lambda logits, rows: drawn.append(logits) or sample(logits, rows))
+    monkeypatch.setattr(
+        memory, "draw_samples", lambda logits, rows: drawn.append(logits) or draw(logits, rows)
+    )
     computed = []
     hook = runner.model.register_forward_pre_hook(lambda _, args: computed.append(args[1]))
     memory.largest_step(llm.engine.config, runner.model, runner.kv_cache.shape)

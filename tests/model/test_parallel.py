@@ -207,7 +207,7 @@ def test_a_failure_outside_the_ranks_work_starts_over(pair: Pair, monkeypatch: p
     """Before the inputs are sent, or when a request's token is drawn: as on one process."""
     engine = pair[0].engine
     (expected,) = tokens_of(LLM(engine.config.model, **OPTIONS).generate([1, 2, 3], GREEDY, use_tqdm=False))
-    for name in ("prepare", "ModelRunner.sample"):
+    for name in ("prepare", "ModelRunner.sample_next_tokens"):
         engine.add_request("a", [1, 2, 3], GREEDY)
         engine.step()
         with monkeypatch.context() as patch:

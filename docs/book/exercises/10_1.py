@@ -43,14 +43,14 @@ def test_the_engine_allocates_as_much() -> None:
         )
         for size in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40):
             try:
-                share = config.share(size)
+                rank_config = config.for_rank_of(size)
             except ValueError:  # this number of ranks cannot divide the model
                 continue
-            right = KVShape(share.num_layers, share.num_kv_heads, share.head_dim, torch.bfloat16).block_bytes(
-                16
-            )
+            right = KVShape(
+                rank_config.num_layers, rank_config.num_kv_heads, rank_config.head_dim, torch.bfloat16
+            ).block_bytes(16)
             given = rank_bytes(config, size)
-            heads = f"{share.num_kv_heads} of {kv_heads} KV heads"
+            heads = f"{rank_config.num_kv_heads} of {kv_heads} KV heads"
             assert given == right, (
                 f"{name}: rank_bytes(config, {size}) is {given}, but {heads} take {right} bytes."
             )

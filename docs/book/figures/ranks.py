@@ -23,13 +23,13 @@ def run() -> tuple[Snapshot, LLM]:
 def main() -> None:
     snapshot, llm = run()
     config = llm.engine.runner.model.config
-    share = config.share(RANKS)
+    rank_config = config.for_rank_of(RANKS)
     tables = {seq.name: seq.block_table for request in snapshot.requests for seq in request.sequences}
     picture = Drawing(
         2 * LEFT + WIDTH, 2 * LEFT + RANKS * HEIGHT + GAP, "Two ranks with the same block tables"
     )
     for rank in range(RANKS):
-        draw_rank(picture, rank, share, snapshot, tables)
+        draw_rank(picture, rank, rank_config, snapshot, tables)
     top = LEFT + HEIGHT + 5
     bottom = top + GAP - 10
     for x, words, begin, end in ((30, "message", top, bottom), (300, "logits", bottom, top)):
@@ -41,7 +41,7 @@ def main() -> None:
     picture.save()
 
 
-def draw_rank(picture: Drawing, rank: int, share: object, snapshot: Snapshot, tables: dict) -> None:
+def draw_rank(picture: Drawing, rank: int, rank_config: object, snapshot: Snapshot, tables: dict) -> None:
     x, y = LEFT, LEFT + rank * (HEIGHT + GAP)
     picture.box(x, y, WIDTH, HEIGHT, fill="#f6f8fa", line=FAINT)
     titles = ("rank 0: the process of the engine", "rank 1: a worker")
@@ -55,10 +55,10 @@ def draw_rank(picture: Drawing, rank: int, share: object, snapshot: Snapshot, ta
         for column, block_id in enumerate(table):
             fill, line = color_of(block_id, tables)
             picture.box(x + 84 + 34 * column, row_y, 32, 24, str(block_id), fill, line)
-    picture.note(x + 190, y + 68, f"query heads {span(rank, share.num_heads)}")
-    heads = span(rank, share.num_kv_heads)
+    picture.note(x + 190, y + 68, f"query heads {span(rank, rank_config.num_heads)}")
+    heads = span(rank, rank_config.num_kv_heads)
     picture.note(x + 190, y + 85, f"KV head {heads}")
-    columns = span(rank, share.intermediate_size)
+    columns = span(rank, rank_config.intermediate_size)
     picture.note(x + 190, y + 102, f"MLP columns {columns}")
 
     for block in snapshot.blocks:

@@ -45,7 +45,7 @@ class ExpertsConfig(ModelConfig):
     moe_intermediate_size: int  # of each expert
     norm_topk_prob: bool  # the probabilities of a token's experts are divided by their sum
 
-    def share(self, size: int) -> ModelConfig:
+    def for_rank_of(self, size: int) -> ModelConfig:
         """The layers of one of `size` ranks: all experts, and of each one a share of its columns.
 
         Raises ValueError if the columns of an expert cannot be divided.
@@ -55,7 +55,7 @@ class ExpertsConfig(ModelConfig):
             raise ValueError(
                 f"tensor_parallel_size is {size}, but must divide a moe_intermediate_size of {columns}"
             )
-        return super(ExpertsConfig, replace(self, moe_intermediate_size=columns // size)).share(size)
+        return super(ExpertsConfig, replace(self, moe_intermediate_size=columns // size)).for_rank_of(size)
 
 
 def with_experts(config: ModelConfig, folder: Path) -> ModelConfig:

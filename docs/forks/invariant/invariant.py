@@ -134,7 +134,7 @@ class InvariantRunner(ModelRunner):
         return InvariantAttention(cache, scale)
 
     @staticmethod
-    def sample(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
+    def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sample]]:
         """Sequence by sequence, since the largest top-k of a batch decides between equal tokens."""
         rows = iter(logits.split(1))
         samples = []

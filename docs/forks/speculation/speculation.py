@@ -17,7 +17,7 @@ import torch
 import nanopaged
 from nanopaged.config import EngineConfig
 from nanopaged.engine import LLMEngine
-from nanopaged.model_runner import ModelRunner, prepare, scores_by_request
+from nanopaged.model_runner import ModelRunner, logprobs_by_request, prepare
 from nanopaged.sampler import LOGITS_TILE, sample_next_tokens
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request, Sample, ScheduledBatch, Sequence, StepResult
@@ -159,10 +159,12 @@ class SpeculatingRunner(ModelRunner):
         sampling = [its for seq, its in texts.items() if seq.needs_sample]
         ends = zip(inputs.sample_rows, sampling, strict=True)  # with two drafts, row 7 is: rows 5 6 7
         inputs.sample_rows = [end - i for end, its in ends for i in reversed(range(len(its)))]
-        logits, scores = self.compute(inputs)
+        logits, prompt_logprobs = self.compute(inputs)
         draws = iter(sample_next_tokens(ScheduledBatch(list(chain(*texts.values()))), logits))
         samples = {seq: list(chain(*islice(draws, len(its)))) for seq, its in texts.items()}
-        return StepResult([samples[seq] for seq in batch.sequences], scores_by_request(longest, scores))
+        return StepResult(
+            [samples[seq] for seq in batch.sequences], logprobs_by_request(longest, prompt_logprobs)
+        )
 
 
 class SpeculatingEngine(LLMEngine):
