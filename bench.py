@@ -36,14 +36,15 @@ from nanopaged.terminal import load_fork, one_line, run_program
 
 Requests = list[tuple[list[int], int]]  # token ids of a prompt, number of tokens to generate
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SIZES = {  # a row for each field of a Qwen3 config, a column for each shape
-    "num_hidden_layers": {"test": 2, "28m": 6, "100m": 12, "qwen3-0.6b": 28},
-    "hidden_size": {"test": 64, "28m": 384, "100m": 768, "qwen3-0.6b": 1024},
-    "intermediate_size": {"test": 96, "28m": 1024, "100m": 2048, "qwen3-0.6b": 3072},
-    "num_attention_heads": {"test": 4, "28m": 6, "100m": 12, "qwen3-0.6b": 16},
-    "num_key_value_heads": {"test": 2, "28m": 2, "100m": 4, "qwen3-0.6b": 8},
-    "head_dim": {"test": 16, "28m": 64, "100m": 64, "qwen3-0.6b": 128},
-    "vocab_size": {"test": 12000, "28m": 32000, "100m": 32000, "qwen3-0.6b": 151936},
+SHAPES = ["test", "28m", "100m", "qwen3-0.6b"]
+SIZES = {  # each field of a Qwen3 config: a number for each of the shapes
+    "num_hidden_layers": [2, 6, 12, 28],
+    "hidden_size": [64, 384, 768, 1024],
+    "intermediate_size": [96, 1024, 2048, 3072],
+    "num_attention_heads": [4, 6, 12, 16],
+    "num_key_value_heads": [2, 2, 4, 8],
+    "head_dim": [16, 64, 64, 128],
+    "vocab_size": [12000, 32000, 32000, 151936],
 }
 
 
@@ -69,7 +70,7 @@ def make_parser() -> ArgumentParser:
     on_gpu = DEVICE.type == "cuda"
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--shape", default="qwen3-0.6b" if on_gpu else "100m", choices=SIZES["head_dim"], help="model sizes")
+    add("--shape", default="qwen3-0.6b" if on_gpu else "100m", choices=SHAPES, help="model sizes")
     add("--dtype", default="bfloat16" if on_gpu else "float32", choices=["float32", "bfloat16", "float16"])
     add("--model", help="a model folder or hub id, instead of random weights")
     add("--requests", type=int, default=256 if on_gpu else 32)
@@ -95,7 +96,7 @@ def save_random_weights(folder: str, args: Namespace) -> None:
 
 def make_config(shape: str) -> PreTrainedConfig:
     """The config of a Qwen3 model."""
-    sizes = {field: row[shape] for field, row in SIZES.items()}
+    sizes = {field: numbers[SHAPES.index(shape)] for field, numbers in SIZES.items()}
     return AutoConfig.for_model("qwen3", **sizes, max_position_embeddings=4096, tie_word_embeddings=True)
 
 

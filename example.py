@@ -22,33 +22,12 @@ Speak now, and plainly, as he loves the king."""
 SPEAKERS = ["KING HENRY", "QUEEN MARGARET", "First Murderer", "Clown", "JULIET", "FALSTAFF"]
 
 
-def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model folder or a hub id; default: the tiny model in the box")
-    parser.add_argument("--prompt", action="append", help="default: a herald, and six speakers who answer")
-    parser.add_argument("--max-tokens", type=int, default=70, help="tokens to generate; default: 70")
-    parser.add_argument("--trace", metavar="FILE", help="write a page, such as run.html")
-    parser.add_argument("--fork", metavar="FILE", help="a fork, whose engine runs")
-    args = parser.parse_args()
-    prompts = args.prompt or [f"{OPENING}\n\n{speaker}:\n" for speaker in SPEAKERS]
-    try:
-        make_llm = load_fork(args.fork) if args.fork else LLM
-        engine = make_llm(args.model, trace=args.trace).engine
-        answer_all(engine, prompts, args.max_tokens)
-        share_blocks(engine, prompts[-1])
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(one_line(error))
-    if args.trace:
-        print(f"\n{args.trace} shows every step: open it in a browser")
-
-
 def answer_all(engine: LLMEngine, prompts: list[str], max_tokens: int) -> None:
     """Generate for all prompts in one batch, and print the texts and what paging did."""
     params = SamplingParams(temperature=0.7, max_tokens=max_tokens, stop="\n\n")  # the end of a speech
     for number, prompt in enumerate(prompts, start=1):
         engine.add_request(f"prompt {number}", prompt, params)  # each request has an id of its own
     outputs, busiest = run(engine)
-    print(OPENING if prompts[0].startswith(OPENING) else "")
     for output in outputs.values():
         print(f"\n{str(output.prompt).removeprefix(OPENING).strip()}")
         print(f"  {output.outputs[0].text.strip()}")
@@ -76,7 +55,8 @@ def share_blocks(engine: LLMEngine, prompt: str) -> None:
 
 
 def run(engine: LLMEngine) -> tuple[dict[str, RequestOutput], EngineStats]:
-    """The loop of `LLM.generate`, written out. Also returns the statistics of the busiest step."""
+    """The loop of `LLM.generate`, written out to look at every step. Also returns the busiest step's
+    statistics."""
     outputs = {}
     busiest = engine.stats()
     while engine.has_unfinished_requests():
@@ -84,6 +64,28 @@ def run(engine: LLMEngine) -> tuple[dict[str, RequestOutput], EngineStats]:
             outputs[output.request_id] = output
         busiest = max(engine.stats(), busiest, key=lambda stats: stats.num_used_blocks)
     return outputs, busiest
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a model folder or a hub id; default: the tiny model in the box")
+    parser.add_argument("--prompt", action="append", help="default: a herald, and six speakers who answer")
+    parser.add_argument("--max-tokens", type=int, default=70, help="tokens to generate; default: 70")
+    parser.add_argument("--trace", metavar="FILE", help="write a page, such as run.html")
+    parser.add_argument("--fork", metavar="FILE", help="a fork, whose engine runs")
+    args = parser.parse_args()
+    prompts = args.prompt or [f"{OPENING}\n\n{speaker}:\n" for speaker in SPEAKERS]
+    try:
+        make_llm = load_fork(args.fork) if args.fork else LLM
+        llm = make_llm(args.model, trace=args.trace)
+        if not args.prompt:
+            print(OPENING)
+        answer_all(llm.engine, prompts, args.max_tokens)
+        share_blocks(llm.engine, prompts[-1])
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(one_line(error))
+    if args.trace:
+        print(f"\n{args.trace} shows every step: open it in a browser")
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def draw_requests(kind: str, shape: str, seed: int) -> Requests:
     num_requests, num_shared, *lengths = KINDS[kind]
     names = ["min_input", "max_input", "min_output", "max_output"]
     sizes = argparse.Namespace(requests=num_requests, seed=seed, **dict(zip(names, lengths, strict=True)))
-    vocab_size = bench.SIZES["vocab_size"][shape]
+    vocab_size = bench.make_config(shape).vocab_size
     shared = random.Random(seed).choices(range(vocab_size), k=num_shared)
     return [(shared + prompt, n) for prompt, n in bench.draw_requests(vocab_size, sizes)]
 
