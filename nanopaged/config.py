@@ -40,7 +40,8 @@ class Options:
         """Raise unless the options are ints of at least `minimum`, or None as by default."""
         for name in names:
             value = getattr(self, name)
-            if value is not None or getattr(type(self), name, 0) is not None:
+            default = getattr(type(self), name, 0)  # a class holds the defaults
+            if value is not None or default is not None:
                 self.keep(name, check_int(name, value, minimum))
 
     def check_numbers(self, *names: str, low: float, high: float) -> None:

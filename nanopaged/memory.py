@@ -81,13 +81,13 @@ def has_fast_bfloat16(config: EngineConfig, device: torch.device) -> bool:
 
 
 def count_blocks(
-    config: EngineConfig, model: Model, shape: KVShape, ranks: Ranks
+    config: EngineConfig, model: Model, shape: KVShape, ranks: Ranks, backend: str
 ) -> tuple[int, int]:
     """The number of blocks in the KV cache and in host memory, as configured or as measured."""
     block_bytes = shape.block_bytes(config.block_size)
     num_blocks = config.num_blocks
     if num_blocks is None:
-        num_blocks = measure_num_blocks(config, model, shape)
+        num_blocks = measure_num_blocks(config, model, shape, backend)
     num_host_blocks = config.num_host_blocks
     if num_host_blocks is None:
         num_host_blocks = min(num_blocks, HOST_BYTES // config.tensor_parallel_size // block_bytes)
@@ -105,7 +105,7 @@ def count_blocks(
     return num_blocks, num_host_blocks
 
 
-def measure_num_blocks(config: EngineConfig, model: Model, shape: KVShape) -> int:
+def measure_num_blocks(config: EngineConfig, model: Model, shape: KVShape, backend: str) -> int:
     """The number of blocks that fit in memory next to the largest step, and that can be used.
 
     On a GPU the largest step is run once. PyTorch then still holds the memory that it took, which
@@ -122,7 +122,7 @@ def measure_num_blocks(config: EngineConfig, model: Model, shape: KVShape) -> in
     device = model.embed_tokens.weight.device
     if device.type == "cuda":
         torch.cuda.empty_cache()  # return what loading no longer needs
-        largest_step(config, model, shape)
+        largest_step(config, model, shape, backend)
         free, total = torch.cuda.mem_get_info(device)
         torch.cuda.empty_cache()
         num_bytes = total * (config.memory_utilization or 0.9) - (total - free)
@@ -152,7 +152,7 @@ def available_memory() -> int:
 
 
 @torch.inference_mode()
-def largest_step(config: EngineConfig, model: Model, shape: KVShape) -> None:
+def largest_step(config: EngineConfig, model: Model, shape: KVShape, backend: str) -> None:
     """Run the step that needs the most memory, with the most tokens, keys and samples.
 
     The prefills are the ends of contexts of `max_model_len` tokens, and have the same number of
@@ -174,8 +174,8 @@ def largest_step(config: EngineConfig, model: Model, shape: KVShape) -> None:
         block_size=config.block_size,
         device=device,
     )
-    # The reference backend would take hours, and needs less memory.
-    backend = "auto" if config.attention_backend == "reference" else config.attention_backend
+    if backend == "reference":
+        backend = "torch"  # which needs more memory, and does not take hours
     attention = make_backend(backend, cache, 1.0)
     metadata = AttentionMetadata(
         query_lens=np.full(num_seqs, query_len),

@@ -70,7 +70,9 @@ class ModelRunner:
             operations=choose_operations(backend, self.dtype, is_eager),
         )
         ranks.meet(self.device)
-        self.num_blocks, self.num_host_blocks = count_blocks(config, self.model, shape, ranks)
+        self.num_blocks, self.num_host_blocks = count_blocks(
+            config, self.model, shape, ranks, backend
+        )
         self.kv_cache = self.make_cache(
             shape,
             num_blocks=self.num_blocks,
@@ -125,7 +127,7 @@ class ModelRunner:
             prompt_logprobs += [sample.logprobs for sample in samples]
         return logits, prompt_logprobs
 
-    def forward(self, inputs: StepInputs) -> tuple[Tensor, ...]:
+    def forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Move blocks and run the model.
 
         Returns:
@@ -143,7 +145,8 @@ class ModelRunner:
             input_ids, positions = to_device(ids_and_positions, self.device)  # one copy for both
             rows = to_device(np.array(rows, dtype=np.int64), self.device)
             hidden = self.model(input_ids, positions, self.attention, rows=rows)
-        return hidden.tensor_split([len(inputs.sample_rows)])
+        num_samples = len(inputs.sample_rows)
+        return hidden[:num_samples], hidden[num_samples:]
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -153,16 +156,16 @@ class ModelRunner:
 
 
 def choose_operations(backend: str, dtype: torch.dtype, is_eager: bool) -> Operations:
-    """A layer's small operations: our C++ kernels, plain PyTorch, or what a compiler makes of it.
+    """A layer's small operations: our C++ kernels, plain PyTorch, or PyTorch compiled.
 
     torch.compile keeps eight versions of a function in a process, for all engines together. It runs
     what needs a ninth one uncompiled, and warns.
     """
     if backend == "cpp":
         return Operations(
-            partial(add_norm, norm=cpp.rms_norm),
-            cpp.norm_rotate,
-            cpp.silu_mul,
+            add_norm=partial(add_norm, norm=cpp.rms_norm),
+            norm_rotate=cpp.norm_rotate,
+            silu_mul=cpp.silu_mul,
             packed_linear=cpp.PackedLinear if cpp.has_linear(dtype) else None,
         )
     if is_eager:

@@ -68,9 +68,9 @@ def kernel(
         rng = random.Random(0)
         lens = [rng.randint(int(low), int(high or low)) for _ in range(num_seqs)]
         case = DecodeCase(lens, 16, sizes, device, seed=0)
-        calls = {"paged": case.paged(backend="auto" if on_gpu else "torch"), "dense": case.dense()}
-        if not on_gpu and build.library_path().exists():
-            calls["in place"] = case.paged(backend="cpp")
+        calls = {"paged": case.paged("triton" if on_gpu else "torch"), "dense": case.dense()}
+        if not on_gpu and build.can_build_or_load():
+            calls["in place"] = case.paged("cpp")
         for name, call in calls.items():
             with torch.inference_mode():
                 seconds = time_call(call, device)

@@ -56,15 +56,14 @@ def choose_backend(
                 f"attention_backend={name!r} cannot run here: {reason}; 'auto' picks another"
             )
         if candidate == "cpp":
-            logger.warning("the C++ kernels are not used: %s", reason)
+            logger.warning("attention_backend='cpp' is not used: %s", reason)
     return "torch"
 
 
 def make_backend(
     name: str, cache: KVCache, scale: float, score_mod: ScoreMod | None = None
 ) -> TorchAttention | ReferenceAttention:
-    """The backend that `choose_backend` chooses, over `cache`."""
-    name = choose_backend(name, cache.data.device, cache.shape, score_mod)
+    """The backend of a name that `choose_backend` has returned, over `cache`."""
     if name == "reference":
         return ReferenceAttention(cache, scale, score_mod)
     if name == "torch":

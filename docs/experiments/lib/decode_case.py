@@ -62,7 +62,7 @@ class DecodeCase:
         self.grouped_q = self.q.view(len(lens), sizes.num_kv_heads, sizes.group, sizes.head_dim)
         self.num_bytes = sum(lens) * sizes.bytes_per_token()
 
-    def paged(self, max_splits: int | None = None, backend: str = "auto") -> Callable[[], Tensor]:
+    def paged(self, backend: str, max_splits: int | None = None) -> Callable[[], Tensor]:
         """Our own decode, without storing the new K/V."""
         slots = []
         for table, length in zip(self.tables, self.lens, strict=True):
