@@ -519,7 +519,7 @@ def test_the_tour(browser: Browser) -> None:
     assert browser.run(free) == 4, "C's blocks are only in its table"
     owners = [label.partition(" ") for label in browser.texts("#pool .cell:not(.dimmed) .label")]
     assert Counter(owner for owner, _, _ in owners) == {"B": 12, "C": 1}, "whose blocks they were"
-    assert Counter(now[0] for _, _, now in owners) == {"c": 9, "→": 4}, "cached, and taken by another"
+    assert Counter(now[0] for _, _, now in owners) == {"✓": 9, "→": 4}, "kept, and taken by another"
     assert not browser.run("document.getElementById('about').checkVisibility()"), "a tour has captions"
     browser.run("trace.go(1)")
     browser.press(" ")
