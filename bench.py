@@ -115,7 +115,7 @@ def compare(model: str, args: Namespace) -> None:
     rates = {name: [] for name in sides}
     for _ in range(args.repeat):  # the sides take turns, so that a slow minute slows all of them
         for name, run_side in sides.items():
-            rates[name].append(num_output / run_side())
+            rates[name].append(run_side())
     print_rates(rates)
 
 
@@ -128,7 +128,7 @@ def draw_requests(vocab_size: int, args: Namespace) -> Requests:
 
 
 def make_sides(model: str, requests: Requests, args: Namespace) -> dict[str, Callable[[], float]]:
-    """The name of each side → the function that runs it, and returns seconds."""
+    """The name of each side → the function that runs it, and returns output tokens per second."""
     make_llm = load_fork(args.fork) if args.fork else LLM
     sides = {"nanopaged": lambda: measure(make_llm(model, dtype=args.dtype, **args.options), requests)}
     if args.baseline == "hf":
@@ -139,13 +139,13 @@ def make_sides(model: str, requests: Requests, args: Namespace) -> dict[str, Cal
         if not Path(args.baseline, "nanopaged").is_dir():
             raise ValueError(f"{args.baseline} is neither hf nor a checkout of nanopaged")
         # Both sides are processes then, so that each can import a package of its own.
-        sides["nanopaged"] = partial(run_checkout, model, requests, Path(__file__).parent, fork=args.fork)
-        sides[f"nanopaged in {args.baseline}"] = partial(run_checkout, model, requests, args.baseline)
+        sides["nanopaged"] = partial(run_checkout, model, str(Path(__file__).parent), fork=args.fork)
+        sides[f"nanopaged in {args.baseline}"] = partial(run_checkout, model, args.baseline)
     return sides
 
 
 def measure(llm: LLM, requests: Requests) -> float:
-    """Run the requests, and print the number of steps. Returns seconds."""
+    """Run the requests, and print the number of steps. Returns output tokens per second."""
     # Another first token, so that the prefix cache does not find these prompts again.
     warm_up = [[int(prompt[0] == 0), *prompt[1:]] for prompt, _ in requests[:4]]
     llm.generate(warm_up, SamplingParams(max_tokens=3), use_tqdm=False)
@@ -157,27 +157,32 @@ def measure(llm: LLM, requests: Requests) -> float:
     num_steps = llm.engine.num_steps - steps_before
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     if num_tokens != sum(n for _, n in requests):
-        raise ValueError(f"outputs were cut: a text has at most {llm.engine.max_model_len} tokens")
+        raise ValueError(f"outputs were cut: a text has at most {llm.engine.config.max_model_len} tokens")
     print(f"{num_steps} steps, with {num_tokens / num_steps:.1f} sequences in each on average")
-    return seconds
+    return num_tokens / seconds
 
 
-def run_checkout(model: str, requests: Requests, folder: str | Path, fork: str | None = None) -> float:
-    """Run this program in a new process that imports the package `nanopaged` of the folder."""
+def run_checkout(model: str, folder: str, fork: str | None = None) -> float:
+    """Run this program in a new process that imports the package `nanopaged` of the folder.
+
+    Returns output tokens per second, as it prints them.
+    """
     # Imports are looked up first in sys.path[0], which is otherwise the folder of the program.
-    code = f"import runpy, sys; sys.path[0] = {str(folder)!r}; "
-    code += f"runpy.run_path({__file__!r}, run_name='__main__')"
+    code = f"import runpy, sys; sys.path[0] = {folder!r}; runpy.run_path({__file__!r}, run_name='__main__')"
     options = ["--model", model, "--repeat=1", "--baseline=", f"--fork={fork or ''}"]
     command = [sys.executable, "-c", code, *sys.argv[1:], *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     rate = re.search(r"^nanopaged +([\d.]+) output tokens/s", done.stdout, re.MULTILINE)
     if rate is None:
         raise SystemExit(f"nanopaged failed in {folder}")
-    return sum(n for _, n in requests) / float(rate[1])
+    return float(rate[1])
 
 
 def run_static(model: str, requests: Requests, dtype: str, size: int) -> float:
-    """Run transformers on left-padded batches. A batch runs until its longest output is done."""
+    """Run transformers on left-padded batches. A batch runs until its longest output is done.
+
+    Returns output tokens per second.
+    """
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(DEVICE)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a new plan for every new length of a context
     options = {"do_sample": False, "pad_token_id": 0}
@@ -190,7 +195,7 @@ def run_static(model: str, requests: Requests, dtype: str, size: int) -> float:
         mask = pad_sequence([torch.ones_like(p) for p in prompts], batch_first=True, padding_side="left")
         longest = max(n for _, n in requests[i : i + size])
         hf.generate(ids, attention_mask=mask, min_new_tokens=longest, max_new_tokens=longest, **options)
-    return time.perf_counter() - start
+    return sum(n for _, n in requests) / (time.perf_counter() - start)
 
 
 def print_rates(rates: dict[str, list[float]]) -> None:

@@ -29,15 +29,15 @@ def answer_all(engine: LLMEngine, prompts: list[str], max_tokens: int) -> None:
         engine.add_request(f"prompt {number}", prompt, params)  # each request has an id of its own
     outputs, busiest = run(engine)
     for output in outputs.values():
-        print(f"\n{str(output.prompt).removeprefix(OPENING).strip()}")
-        print(f"  {output.outputs[0].text.strip()}")
+        print(f"\n{str(output.prompt).removeprefix(OPENING).strip()}\n  {output.outputs[0].text.strip()}")
     stats = engine.stats()
     print("\nWhat paging did")
     print(f"  steps           {stats.num_steps}, with up to {len(outputs)} requests in each")
     print(f"  tokens          {stats.num_prompt_tokens} of prompts, {stats.num_generated_tokens} generated")
     print(f"  prefix cache    {stats.prefix_cache_hits} of {stats.prefix_cache_queries} prompt tokens reused")
     print(f"  busiest step    {busiest.num_used_blocks} blocks, {busiest.slot_utilization:.1%} full")
-    print(f"  without paging  {engine.max_model_len} slots for each request")
+    most = engine.config.max_model_len // engine.config.block_size
+    print(f"  without paging  {len(outputs) * most} blocks, {most} for each request")
     print(f"  afterwards      {stats.num_used_blocks} blocks in use, {stats.num_cached_blocks} cached")
 
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model folder or a hub id; default: the tiny model in the box")
     parser.add_argument("--prompt", action="append", help="default: a herald, and six speakers who answer")
-    parser.add_argument("--max-tokens", type=int, default=70, help="tokens to generate; default: 70")
+    parser.add_argument("--max-tokens", type=int, default=70, help="of each of these answers; default: 70")
     parser.add_argument("--trace", metavar="FILE", help="write a page, such as run.html")
     parser.add_argument("--fork", metavar="FILE", help="a fork, whose engine runs")
     args = parser.parse_args()
@@ -78,8 +78,7 @@ def main() -> None:
     try:
         make_llm = load_fork(args.fork) if args.fork else LLM
         llm = make_llm(args.model, trace=args.trace)
-        if not args.prompt:
-            print(OPENING)
+        print("" if args.prompt else OPENING)
         answer_all(llm.engine, prompts, args.max_tokens)
         share_blocks(llm.engine, prompts[-1])
     except (ValueError, FileNotFoundError) as error:

@@ -183,7 +183,7 @@ def decode() -> None:
                 continue
         with attempt(f"decode {what}"):
             case = make_case(batch, context, block_size)
-            call = case.paged(backend="triton")
+            call = case.paged("triton")
             error = (call()[batch - 1] - case.exact(batch - 1)).abs().max().item()
             seconds = seconds_of(call)
             rate = case.num_bytes / seconds
@@ -214,7 +214,7 @@ def settings() -> None:
 def show_times(name: str, cases: list[DecodeCase], cuts: int | None) -> None:
     columns = []
     for case in cases:
-        seconds = seconds_of(case.paged(cuts, backend="triton"))
+        seconds = seconds_of(case.paged("triton", cuts))
         columns.append(f"{1e6 * seconds:8.1f} us {case.num_bytes / seconds / 1e9:5.0f} GB/s")
     say(f"{name:26}", *columns)
 
@@ -253,9 +253,9 @@ def run_workload(**options: Any) -> LLM:
 
     runner.execute = timed
     requests = bench.draw_requests(llm.engine.vocab_size, args)
-    seconds = bench.measure(llm, requests)
+    rate = bench.measure(llm, requests)
     del runner.execute
-    say(f"workload: {sum(n for _, n in requests) / seconds:,.0f} output tokens/s in {seconds:.1f} s")
+    say(f"workload: {rate:,.0f} output tokens/s in {sum(n for _, n in requests) / rate:.1f} s")
     say(f"steps with prefills: {len(mixed)}, {sum(mixed):.2f} s")
     for most, times in sorted(decodes.items()):
         usual = f"median {1e3 * median(times):.2f} ms, {sum(times):.2f} s together"
