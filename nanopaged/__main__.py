@@ -69,7 +69,7 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
 
 
 def read_line(prompt: str) -> str:
-    """Return the next line, or "/quit" at the end of the input and after a second Ctrl-C."""
+    """The next line, or "/quit" at the end of the input and after a second Ctrl-C."""
     for _ in range(2):
         try:
             return input(prompt)
@@ -102,7 +102,7 @@ def first_interrupt(*_: object) -> None:
 
 
 def describe(output: RequestOutput, llm: nanopaged.LLM) -> str:
-    """Return what an answer took: "148 tokens, 112 from the cache, 10 blocks"."""
+    """The size of an answer: "148 tokens, 112 from the cache, 10 blocks"."""
     num_tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
     # The K/V of the last token is not computed, so it has no slot.
     num_blocks = -(-(num_tokens - 1) // llm.engine.config.block_size)
@@ -110,7 +110,7 @@ def describe(output: RequestOutput, llm: nanopaged.LLM) -> str:
 
 
 def make_prompt(llm: nanopaged.LLM, turns: list[dict[str, str]]) -> str | dict[str, Any]:
-    """Return the conversation in the model's chat template; without a template, the text so far."""
+    """The conversation in the model's chat template; without a template, the text so far."""
     template = getattr(llm.get_tokenizer(), "chat_template", None)
     if template is not None:
         # Qwen3's thinks by default.

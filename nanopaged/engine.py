@@ -15,7 +15,7 @@ from nanopaged.model.checkpoint import find_model, load_tokenizer, read_eos_toke
 from nanopaged.model.model_config import read_model_config
 from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import EngineStats, RequestOutput
-from nanopaged.parallel import start
+from nanopaged.parallel import start_ranks
 from nanopaged.prompts import Prompt, PromptProcessor
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Request
@@ -66,7 +66,6 @@ class LLMEngine:
         config = choose_lengths(config, model_config.max_position_embeddings)
         self.config = config
         self.model_name = str(config.model or folder.name)
-        self.max_model_len = config.max_model_len
         self.vocab_size = model_config.vocab_size
         self.tokenizer = load_tokenizer(folder)
         if runner is None:
@@ -76,7 +75,7 @@ class LLMEngine:
                 model_config=model_config,
                 folder=folder,
             )
-            runner = start(config.tensor_parallel_size, make_runner)
+            runner = start_ranks(config.tensor_parallel_size, make_runner)
         self.runner = runner
         self.block_manager = self.make_block_manager(
             num_blocks=runner.num_blocks,
@@ -103,8 +102,8 @@ class LLMEngine:
             eos_token_ids=read_eos_token_ids(folder, self.tokenizer),
         )
         self.requests: dict[str, Request] = {}
-        self.is_changing = False  # within `_changing`
-        self.to_forget: list[Request] = []  # of streams that were closed meanwhile
+        self.is_changing = False  # within `_changing`, when Python may close a stream at any line
+        self.to_forget: list[Request] = []  # the requests of streams that were closed then
         self.num_steps = 0
         self.listeners: list[Any] = []
         if config.trace is not None:
@@ -137,7 +136,7 @@ class LLMEngine:
         return outputs
 
     def run_step(self) -> list[Request]:
-        """Compute one batch. Returns the requests that got a token. `LLM` needs no outputs yet."""
+        """Compute one batch. Returns the requests that got a token. (`LLM` makes outputs later.)"""
         if not (self.scheduler.running or self.scheduler.waiting):
             return []
         with self._changing():

@@ -42,8 +42,8 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **config: Any) -> None:
         self.engine = self.engine_class(self.engine_class.make_config(model=model, **config))
         self._count = count()
-        # One entry for each unfinished call: one `generate`, or several streams of one thread.
-        self._threads: list[int] = []
+        # The thread of each unfinished call: of one `generate`, or of several streams.
+        self._callers: list[int] = []
         self._entry = Lock()  # while a thread looks whether it may enter, and enters
 
     def __repr__(self) -> str:
@@ -100,13 +100,13 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: Params | None = None
     ) -> Generator[RequestOutput]:
-        """Generate for one prompt, yielding its state after every step of its own with a token.
+        """Generate for one prompt, and yield its output after each of its own steps with a token.
 
-        The steps of other streams give it tokens, too, which come with its next own step. Leaving
-        the loop early aborts the request.
+        Steps of other streams also serve it; their tokens come with its next own step. Leaving the
+        loop early aborts the request.
 
-        Raises: as `generate`, at the call, not at the first output. A stream counts as a call from
-            its first output on, so the RuntimeError of another thread may come with it.
+        Raises: as `generate`, already when called. A stream counts as a call only from its first
+            output on, where the RuntimeError of another thread can also come.
         """
         return self._stream(self._make_requests([(prompt, sampling_params)]))
 
@@ -176,6 +176,8 @@ class LLM:
 
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────
 
+    # Nothing below is about paging: calls come from one thread, and may end early.
+
     def _make_requests(self, pairs: list[tuple[Prompt, Params | None]]) -> list[Request]:
         """Checked requests, which are not queued yet."""
         self._check_thread()
@@ -186,7 +188,7 @@ class LLM:
 
     def _check_thread(self) -> None:
         """Raise RuntimeError while a call of another thread is unfinished."""
-        if any(thread != get_ident() for thread in self._threads):
+        if any(thread != get_ident() for thread in self._callers):
             raise RuntimeError(
                 "another thread is using this LLM, which serves one thread at a time: "
                 "put a lock around your calls, or send the prompts to one thread"
@@ -198,7 +200,7 @@ class LLM:
         thread = get_ident()
         with self._entry:
             self._check_thread()
-            self._threads.append(thread)
+            self._callers.append(thread)
         try:
             for request in requests:
                 self.engine.queue(request)
@@ -208,7 +210,7 @@ class LLM:
                 for request in requests:
                     self.engine.forget(request)
             finally:
-                self._threads.remove(thread)
+                self._callers.remove(thread)
 
     def _step(self, requests: list[Request]) -> list[Request]:
         """Run a step of the engine. Returns the requests that got a token.
@@ -223,5 +225,6 @@ class LLM:
                 raise
             if request is not None:  # else its stream was closed during the step
                 request.error = error
-                self.engine.scheduler.abort(request)
+                with self.engine._changing():
+                    self.engine.scheduler.abort(request)
             return []

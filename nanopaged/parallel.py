@@ -112,7 +112,7 @@ class Ranks:
             self.check()
         except BaseException as error:
             self.end(error)
-            # Later steps fail, too, because some ranks may have computed this one and others not.
+            # Later steps also fail, because some ranks may have computed this one and others not.
             self.failure = f"rank 0 failed within a step: {error!r}"
             if isinstance(error, Exception):  # Ctrl-C itself passes through
                 self.check()
@@ -164,7 +164,7 @@ class Ranks:
 # ── starting ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def start(size: int, make_runner: Any) -> Any:
+def start_ranks(size: int, make_runner: Any) -> Any:
     """Start the ranks. Returns the model runner of rank 0, `make_runner(ranks=…)`.
 
     Under torchrun each process is a rank. In a worker this call ends the process when rank 0 ends.
@@ -206,7 +206,7 @@ def start(size: int, make_runner: Any) -> Any:
 
 
 def _work(index: int, size: int, folder: str, make_runner: Any) -> None:
-    """Serve as one of the workers that `start` has started."""
+    """Serve as one of the workers that `start_ranks` has started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     # A store whose file is missing waits for minutes, and no other thread can run meanwhile. So it
     # is made before the thread starts that removes the folder.
@@ -234,7 +234,7 @@ def _end_workers(pid: int, processes: list[Any], folder: str) -> None:
 # ── if the program forks ──────────────────────────────────────────────────────────────────────────
 
 # A fork has copies of the objects of this module, but the workers belong to its parent. When the
-# fork ends, `_end_workers` leaves them alone, but multiprocessing would kill them, too. And gloo's
+# fork ends, `_end_workers` leaves them alone, but multiprocessing would also kill them. And gloo's
 # connections, when they are destroyed, would wait forever for threads that a fork does not have.
 
 

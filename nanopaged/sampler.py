@@ -130,9 +130,9 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
 def draws_of(seq: Sequence) -> list[Draw]:
     """The draws for a sequence: n at the end of a prompt for n outputs, else one.
 
-    For a beam it is a greedy draw of the most likely token, together with the next ones in
-    likelihood. If other draws of the step are random, a greedy one takes the same way with the
-    number 0, at which the first of the most likely tokens lies.
+    For a beam it is a greedy draw, which returns the next most likely tokens as well. If other
+    draws of the step are random, a greedy one is computed like them, with the number 0 and a
+    temperature so low that only the most likely tokens keep a probability: 0 chooses the first.
     """
     request = seq.request
     params = request.params
@@ -317,12 +317,14 @@ def gather_logprobs(
     rows = torch.cat(tables).tolist()
     samples = []
     for row, num in zip(rows, num_logprobs, strict=True):
-        sample = Sample(token_id=int(row[0]), logprob=row[1])
+        token_id, logprob, *rest = row
+        sample = Sample(int(token_id), logprob)
         if num is not None:
+            own_rank, *best = rest  # the values of the most likely tokens, then their ids
             for i in range(min(num, num_best)):
-                best_id = int(row[3 + num_best + i])
-                sample.logprobs[best_id] = Logprob(row[3 + i], rank=i + 1)
-            own = Logprob(sample.logprob, rank=int(row[2]))
+                best_id = int(best[num_best + i])
+                sample.logprobs[best_id] = Logprob(best[i], rank=i + 1)
+            own = Logprob(logprob, rank=int(own_rank))
             sample.logprobs.setdefault(sample.token_id, own)
         samples.append(sample)
     return samples

@@ -139,8 +139,8 @@ class Scheduler:
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
         """Free the blocks of a running request, and put it back into the waiting queue.
 
-        Its tokens stay. Its K/V goes to host memory, or is computed again later. What the prefix
-        cache still has by then need not be computed.
+        Its tokens stay. Its K/V goes to host memory, or is computed again later, except for blocks
+        that the prefix cache still has then.
         """
         mode = self.preemption
         moves = self.swapper.swap_out(request) if mode == "swap" else None

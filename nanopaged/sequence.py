@@ -148,7 +148,7 @@ class Sequence:
             self.check_stop()
 
     def output(self) -> CompletionOutput:
-        """What a user gets of it so far. A stop token is not part of the text."""
+        """The output so far, as a user gets it. A stop token is not part of the text."""
         token_ids = self.output_token_ids
         text = ""
         if self.detokenizer is not None:
@@ -239,7 +239,7 @@ class Request:
         self.live = [seq for seq in self.sequences if not seq.finished]
 
     def output(self) -> RequestOutput:
-        """What a user gets of it so far, as plain data that the engine does not change again."""
+        """The output so far, as plain data that the engine does not change again."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,

@@ -23,7 +23,7 @@ def run_program(main: Callable[[], object]) -> None:
 
 
 def load_fork(file: str) -> Any:
-    """Return the class `LLM` of a fork's file, and say which fork runs.
+    """The class `LLM` of a fork's file, and say which fork runs.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -43,6 +43,6 @@ def load_fork(file: str) -> Any:
 
 
 def one_line(error: object) -> str:
-    """Return a message without the line breaks and control characters that a file may bring in."""
+    """A message without the line breaks and control characters that a file may bring in."""
     line = " ".join(str(error).split())
     return "".join(filter(str.isprintable, line))

@@ -115,7 +115,7 @@ class Recorder:
         self._write({"failed": type(error).__name__})
 
     def _state(self) -> State:
-        """Return the state now, with the requests that end in this step. Number the new ones."""
+        """The state now, with the requests that end in this step. New ones get a number."""
         queue = self.scheduler.running + self.scheduler.waiting
         for request in sorted(queue, key=attrgetter("arrival_time")):
             if request not in self.numbers:
@@ -179,7 +179,7 @@ class Recorder:
 
 
 def _changes(old: State, new: State) -> State:
-    """Return what makes the state `new` from `old`."""
+    """The changes that make the state `new` from `old`."""
     changes: State = {name: [] for name in old if name not in new}
     for name, lists in new.items():
         old_lists = old.get(name, [[]] * len(lists))
@@ -189,7 +189,7 @@ def _changes(old: State, new: State) -> State:
 
 
 def _change(old: list[Any], new: list[Any]) -> list[list[Any]]:
-    """Return what makes the list `new` from `old`: 5 6 7 8 becomes 5 7 9 by [[1, 3], [9]]."""
+    """The changes that make the list `new` from `old`: 5 6 7 8 becomes 5 7 9 by [[1, 3], [9]]."""
     if new[: len(old)] == old:
         return [[], new[len(old) :]]
     num_kept = 0
@@ -203,6 +203,6 @@ def _change(old: list[Any], new: list[Any]) -> list[list[Any]]:
 
 
 def _encode(line: dict[str, Any]) -> bytes:
-    """Return a line of the page. A "<" could end the script element that contains the lines."""
+    """A line of the page. A "<" could end the script element that contains the lines."""
     text = json.dumps(line, separators=(",", ":"), default=short_key)  # the keys are bytes
     return text.replace("<", "\\u003c").encode() + b"\n"

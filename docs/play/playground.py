@@ -170,7 +170,7 @@ WITHOUT_TENSORS: dict[str, dict[str, Any]] = {  # module that needs torch → wh
     },
     "model.model_config": {"read_model_config": lambda _: MODEL},
     "model_runner": {"ModelRunner": None},
-    "parallel": {"start": None},
+    "parallel": {"start_ranks": None},
 }
 
 # ── a run ─────────────────────────────────────────────────────────────────────────────────────────

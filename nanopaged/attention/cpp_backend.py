@@ -54,7 +54,7 @@ class CppAttention(TorchAttention):
             row_seq += seqs
             first_block.append(len(blocks))
             first_row.append(len(row_seq))
-        num_rows = np.bincount(row_seq)  # of each sequence; `parts` has these rows
+        num_rows = np.bincount(row_seq)  # of each sequence
         self.runs = cpp.Runs(
             num_runs=len(num_keys),
             num_seqs=n,
@@ -63,8 +63,8 @@ class CppAttention(TorchAttention):
             num_keys=cpp.int_array(num_keys),
             first_row=cpp.int_array(first_row),
             row_seq=cpp.int_array(row_seq),
-            first_part=cpp.int_array([0, *num_rows.cumsum()]),
-            parts=cpp.int_array(np.argsort(row_seq, kind="stable")),
+            first_of_seq=cpp.int_array([0, *num_rows.cumsum()]),
+            rows_by_seq=cpp.int_array(np.argsort(row_seq, kind="stable")),
         )
 
     def decode(self, layer: int, q: Tensor) -> Tensor:

@@ -116,10 +116,13 @@ def load_varlen() -> Callable[..., Any]:
 def why_no_flash(device: torch.device, shape: KVShape) -> str | None:
     """Why flash attention cannot run here; None if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        return f"flash attention needs a CUDA GPU of compute capability 8.0, and this is {device}"
+        return f"flash attention needs a GPU of compute capability 8.0 or more, and not {device}"
     is_half = shape.dtype in (torch.float16, torch.bfloat16)
     if not is_half or shape.head_dim > 256 or shape.head_dim % 8:
-        return f"flash attention takes 16 bits and a head_dim of 8, 16, ..., 256, not {shape}"
+        return (
+            "flash attention takes 16 bits and a head_dim of 8, 16, ..., 256, "
+            f"not {shape.dtype} and {shape.head_dim}"
+        )
     try:
         load_varlen()
     except ImportError as error:

@@ -137,9 +137,9 @@ class TorchAttention:
             # computed at a time, because then its tile has no key after it. On a GPU this is not
             # checked, for which the host would have to wait, so a NaN also spoils the tokens before
             # it in its tile.
-            has_nan = values.is_cpu and not values.isfinite().all()
+            is_finite = not values.is_cpu or values.isfinite().all()
             end = context_len - len(q[tokens])
-            for tile in q[tokens].split(1 if has_nan else QUERY_TILE):
+            for tile in q[tokens].split(QUERY_TILE if is_finite else 1):
                 first = end  # the position of the tile's first token
                 end += len(tile)
                 positions = torch.arange(first, end, device=self.device)

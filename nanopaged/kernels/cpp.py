@@ -51,8 +51,8 @@ class Runs(ctypes.Structure):
         ("num_keys", INTS),
         ("first_row", INTS),
         ("row_seq", INTS),
-        ("first_part", INTS),
-        ("parts", INTS),
+        ("first_of_seq", INTS),
+        ("rows_by_seq", INTS),
     ]
 
 

@@ -28,7 +28,7 @@ struct Runs {
     int64_t num_runs, num_seqs;
     const int64_t *blocks, *first_block, *num_keys;  // of all runs; of each run, its first entry and its keys
     const int64_t *first_row, *row_seq;              // [num_runs + 1], [num_rows]: the sequence of each row
-    const int64_t *first_part, *parts;               // [num_seqs + 1], [num_rows]: the rows of each sequence
+    const int64_t *first_of_seq, *rows_by_seq;       // [num_seqs + 1], [num_rows]: the rows of each sequence
 };
 
 // The decode of a layer.
@@ -131,7 +131,7 @@ template <class T, int VECS> void decode_kernel(const Decode& d, int64_t run, in
 
 // Combine the rows of one sequence and query head: Σ w_r · partial_r / Σ w_r with w_r = 2^(lse_r - max).
 template <class T, int VECS> void reduce_kernel(const Decode& d, int64_t seq, int64_t head) {
-    const int64_t *begin = d.parts + d.first_part[seq], *end = d.parts + d.first_part[seq + 1];
+    const int64_t *begin = d.rows_by_seq + d.first_of_seq[seq], *end = d.rows_by_seq + d.first_of_seq[seq + 1];
     float top = -INFINITY, total = 0.0f;
     for (const int64_t* row = begin; row < end; row++) top = std::max(top, d.lse[*row * d.num_heads + head]);
     Vec out[VECS] = {};

@@ -65,8 +65,8 @@ def load_model(
         model.cos, model.sin = rotary_tables(model_config, config.max_model_len, dtype, device)
     except (RuntimeError, OverflowError, TypeError) as error:  # of the first kind: out of memory
         raise ValueError(
-            f"the model cannot be allocated on {device}: lower max_model_len, which is"
-            f" {config.max_model_len} ({model_config})"
+            f"the model does not fit on {device}: take a smaller model or dtype, or lower"
+            f" max_model_len, which is {config.max_model_len} ({model_config})"
         ) from error
     if model_config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight

@@ -53,7 +53,7 @@ def test_the_page_says_which_fork_uses_which_name() -> None:
         (ROOT / "nanopaged" / name).read_text(encoding="utf-8") for name in ("engine.py", "model_runner.py")
     )
     assert [name for name, _ in rows] == re.findall(
-        r"^    (?:def )?(make_\w+|sample\b|score_mod\b)", engine, flags=re.MULTILINE
+        r"^    (?:def )?(make_\w+|sample_next_tokens\b|score_mod\b)", engine, flags=re.MULTILINE
     )
     for name, forks in rows:
         given = re.compile(rf"^ +((\w+, )*{name}(, \w+)* =|(self\.)?{name} =|def {name}\()", re.MULTILINE)

@@ -78,7 +78,7 @@ def test_a_refused_thread_never_counts_as_the_user(llm: LLM, monkeypatch: pytest
             counted.append(thread)
             super().append(thread)
 
-    monkeypatch.setattr(llm, "_threads", Threads())
+    monkeypatch.setattr(llm, "_callers", Threads())
     late = in_thread(lambda: llm.stream("ROMEO:\n", GREEDY))
     stream = llm.stream("JULIET:\n", GREEDY)
     next(stream)
@@ -86,7 +86,7 @@ def test_a_refused_thread_never_counts_as_the_user(llm: LLM, monkeypatch: pytest
         in_thread(lambda: next(late))
     stream.close()
     assert counted == [get_ident()]
-    assert not llm._threads
+    assert not llm._callers
 
 
 @pytest.mark.parametrize("run", [lambda work: work(), in_thread])

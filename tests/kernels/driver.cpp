@@ -69,9 +69,9 @@ template <class T> void run_all(int dtype) {
             block_size, kv_heads * cache_head, cache_head, dtype
         );
         const int64_t blocks[] = {5, 2, 3, 6}, first_block[] = {0, 2, 3}, num_keys[] = {8, 3, 1};
-        const int64_t first_row[] = {0, 2, 3, 4}, row_seq[] = {0, 1, 0, 1}, first_part[] = {0, 2, 4}, parts[] = {0, 2, 1, 3};
+        const int64_t first_row[] = {0, 2, 3, 4}, row_seq[] = {0, 1, 0, 1}, first_of_seq[] = {0, 2, 4}, rows_by_seq[] = {0, 2, 1, 3};
         std::vector<T> out(2 * heads * dim);
-        const Runs runs = {3, 2, blocks, first_block, num_keys, first_row, row_seq, first_part, parts};
+        const Runs runs = {3, 2, blocks, first_block, num_keys, first_row, row_seq, first_of_seq, rows_by_seq};
         paged_decode(
             q.data(), k_cache.data(), v_cache.data(), out.data(), &runs, heads, kv_heads, dim, block_size, heads * dim,
             kv_heads * cache_head, cache_head, 0.3f, dtype

@@ -479,7 +479,7 @@ def test_what_goes_wrong_is_said_once(
     cpp.load.cache_clear()
     assert backend_of("auto") == "torch"
     (warning,) = (message for message in caplog.messages if not message.startswith("building"))
-    assert "the C++ kernels are not used" in warning
+    assert "attention_backend='cpp' is not used" in warning
     if LIBRARY not in script and folder == "new":
         assert list(nothing_built.iterdir()) == [], "what cannot be loaded is not kept"
 

@@ -129,7 +129,7 @@ def sabotaged(oracle: Oracle, orders: Path) -> LLMEngine:
         folder=oracle.folder,
         orders=orders,
     )
-    return LLMEngine(config, parallel.start(2, make_runner))
+    return LLMEngine(config, parallel.start_ranks(2, make_runner))
 
 
 def processes_of(engine: LLMEngine) -> list[Any]:
@@ -352,5 +352,5 @@ def test_a_fork_leaves_the_workers_to_its_parent(qwen3: Oracle, tmp_path: Path) 
 def test_a_start_whose_workers_cannot_be_started() -> None:
     """Their arguments cannot be pickled, so there is no process to remove the folder but this one."""
     with pytest.raises(AttributeError, match="pickle"):
-        parallel.start(2, lambda ranks: None)
+        parallel.start_ranks(2, lambda ranks: None)
     assert not stores()
