@@ -62,7 +62,7 @@ class RequestMetrics:
 
     Fields:
         arrival_time: when the request was queued.
-        num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+        num_cached_tokens: prompt tokens found in the prefix cache when the request was admitted.
         num_preemptions: how often the request was preempted.
     """
 

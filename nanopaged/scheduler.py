@@ -33,7 +33,7 @@ class Scheduler:
     Attributes:
         rank: request → its place in the order of service, smallest first; the time of arrival by
             default. `scheduler.rank = lambda request: request.num_prompt_tokens` serves short
-            prompts first. It is called when a request begins to wait.
+            prompts first. It is called when a request is queued or preempted.
     """
 
     def __init__(

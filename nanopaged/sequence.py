@@ -188,7 +188,7 @@ class Request:
     arrival_time: float = 0.0  # when it was queued, in `time.monotonic()` seconds as the others
     first_token_time: float | None = None
     finish_time: float | None = None
-    num_cached_tokens: int = 0  # tokens that the first admission found in the cache
+    num_cached_tokens: int = 0  # in the prefix cache, when it was admitted
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
