@@ -424,8 +424,8 @@ def test_a_run_of_several_texts_opens_with_one_table(browser: Browser, tmp_path:
     run_to_end(engine)
     browser.driver.get((tmp_path / "run.html").as_uri())
     assert browser.text("only") == (
-        "You see the table of A, the first of 3 texts. They begin alike, so they share block 0. "
-        "A block in which they differ (bold), even at its end, is not shared."
+        "You see the table of A, the first of 3 texts. They begin alike, so they share block 0: "
+        "the table of B is 0, 2. Where they differ (bold), each has its own block."
     )
     assert (browser.texts("h3"), len(browser.texts(".dimmed"))) == (["A"], 2)
     assert len(browser.texts("#pool .differs")) == 9, "the last three tokens of each text"
@@ -517,9 +517,9 @@ def test_the_tour(browser: Browser) -> None:
     assert browser.texts("#links path") == [], "they would pass other tables; the labels say it"
     free = "[...document.querySelectorAll('#host .cell')].filter((c) => c.checkVisibility()).length"
     assert browser.run(free) == 4, "C's blocks are only in its table"
-    owners = [label.partition(" ") for label in browser.texts("#pool .cell:not(.dimmed) .label")]
-    assert Counter(owner for owner, _, _ in owners) == {"B": 12, "C": 1}, "whose blocks they were"
-    assert Counter(now[0] for _, _, now in owners) == {"✓": 9, "→": 4}, "kept, and taken by another"
+    owners = [label.split() for label in browser.texts("#pool .cell:not(.dimmed) .label")]
+    assert Counter(owner for owner, *_ in owners) == {"B": 12, "C": 1}, "whose blocks they were"
+    assert Counter(now[0] for _, now, *_ in owners) == {"c": 9, "→": 4}, "cached, and taken by another"
     assert not browser.run("document.getElementById('about').checkVisibility()"), "a tour has captions"
     browser.run("trace.go(1)")
     browser.press(" ")
