@@ -35,9 +35,9 @@ from nanopaged.model.model_config import read_model_config
 from nanopaged.terminal import load_fork, one_line, run_program
 
 Requests = list[tuple[list[int], int]]  # token ids of a prompt, number of tokens to generate
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = torch.cuda.is_available()
 SHAPES = ["test", "28m", "100m", "qwen3-0.6b"]
-SIZES = {  # each field of a Qwen3 config: a number for each of the shapes
+SIZES = {  # the fields of a Qwen3 config, with a number for each of the shapes in their order
     "num_hidden_layers": [2, 6, 12, 28],
     "hidden_size": [64, 384, 768, 1024],
     "intermediate_size": [96, 1024, 2048, 3072],
@@ -67,17 +67,16 @@ def main() -> None:
 
 def make_parser() -> ArgumentParser:
     """The defaults suit a laptop. On a GPU, model and lengths are those of nano-vllm's benchmark."""
-    on_gpu = DEVICE.type == "cuda"
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--shape", default="qwen3-0.6b" if on_gpu else "100m", choices=SHAPES, help="model sizes")
-    add("--dtype", default="bfloat16" if on_gpu else "float32", choices=["float32", "bfloat16", "float16"])
+    add("--shape", default="qwen3-0.6b" if ON_GPU else "100m", choices=SHAPES, help="model sizes")
+    add("--dtype", default="bfloat16" if ON_GPU else "float32", choices=["float32", "bfloat16", "float16"])
     add("--model", help="a model folder or hub id, instead of random weights")
-    add("--requests", type=int, default=256 if on_gpu else 32)
-    add("--min-input", type=int, default=100 if on_gpu else 16, help="tokens; lengths are drawn uniformly")
-    add("--max-input", type=int, default=1024 if on_gpu else 256)
-    add("--min-output", type=int, default=100 if on_gpu else 16)
-    add("--max-output", type=int, default=1024 if on_gpu else 256)
+    add("--requests", type=int, default=256 if ON_GPU else 32)
+    add("--min-input", type=int, default=100 if ON_GPU else 16, help="tokens; lengths are drawn uniformly")
+    add("--max-input", type=int, default=1024 if ON_GPU else 256)
+    add("--min-output", type=int, default=100 if ON_GPU else 16)
+    add("--max-output", type=int, default=1024 if ON_GPU else 256)
     add("--repeat", type=int, default=1, help="rounds; the median counts")
     add("--baseline", help="hf, or the path of another checkout")
     add("--fork", metavar="FILE", help="a fork, whose engine is measured as nanopaged's")
@@ -129,18 +128,18 @@ def draw_requests(vocab_size: int, args: Namespace) -> Requests:
 
 def make_sides(model: str, requests: Requests, args: Namespace) -> dict[str, Callable[[], float]]:
     """The name of each side → the function that runs it, and returns output tokens per second."""
+    if args.baseline and args.baseline != "hf":  # both are processes, so that each imports its own package
+        if not Path(args.baseline, "nanopaged").is_dir():
+            raise ValueError(f"{args.baseline} is neither hf nor a checkout of nanopaged")
+        own = partial(run_checkout, model, str(Path(__file__).parent), fork=args.fork)
+        other = partial(run_checkout, model, args.baseline)
+        return {"nanopaged": own, f"nanopaged in {args.baseline}": other}
     make_llm = load_fork(args.fork) if args.fork else LLM
     sides = {"nanopaged": lambda: measure(make_llm(model, dtype=args.dtype, **args.options), requests)}
     if args.baseline == "hf":
         for size in sorted({args.requests // 4 or 1, args.requests // 2 or 1, args.requests}):
             run_side = partial(run_static, model, requests, dtype=args.dtype, size=size)
             sides[f"transformers, static batches of {size}"] = run_side
-    elif args.baseline:
-        if not Path(args.baseline, "nanopaged").is_dir():
-            raise ValueError(f"{args.baseline} is neither hf nor a checkout of nanopaged")
-        # Both sides are processes then, so that each can import a package of its own.
-        sides["nanopaged"] = partial(run_checkout, model, str(Path(__file__).parent), fork=args.fork)
-        sides[f"nanopaged in {args.baseline}"] = partial(run_checkout, model, args.baseline)
     return sides
 
 
@@ -174,7 +173,7 @@ def run_checkout(model: str, folder: str, fork: str | None = None) -> float:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     rate = re.search(r"^nanopaged +([\d.]+) output tokens/s", done.stdout, re.MULTILINE)
     if rate is None:
-        raise SystemExit(f"nanopaged failed in {folder}")
+        raise SystemExit(f"this program failed with the package in {folder}: see the error above")
     return float(rate[1])
 
 
@@ -183,14 +182,14 @@ def run_static(model: str, requests: Requests, dtype: str, size: int) -> float:
 
     Returns output tokens per second.
     """
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(DEVICE)
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to("cuda" if ON_GPU else "cpu")
     torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a new plan for every new length of a context
     options = {"do_sample": False, "pad_token_id": 0}
-    warm_up = torch.ones(4, 64, dtype=torch.int64, device=DEVICE)
+    warm_up = torch.ones(4, 64, dtype=torch.int64, device=hf.device)
     hf.generate(warm_up, attention_mask=warm_up, max_new_tokens=3, **options)
     start = time.perf_counter()
     for i in range(0, len(requests), size):
-        prompts = [torch.tensor(prompt, device=DEVICE) for prompt, _ in requests[i : i + size]]
+        prompts = [torch.tensor(prompt, device=hf.device) for prompt, _ in requests[i : i + size]]
         ids = pad_sequence(prompts, batch_first=True, padding_side="left")
         mask = pad_sequence([torch.ones_like(p) for p in prompts], batch_first=True, padding_side="left")
         longest = max(n for _, n in requests[i : i + size])

@@ -29,15 +29,15 @@ def answer_all(engine: LLMEngine, prompts: list[str], max_tokens: int) -> None:
         engine.add_request(f"prompt {number}", prompt, params)  # each request has an id of its own
     outputs, busiest = run(engine)
     for output in outputs.values():
-        print(f"\n{str(output.prompt).removeprefix(OPENING).strip()}\n  {output.outputs[0].text.strip()}")
+        question = str(output.prompt).removeprefix(OPENING).strip()
+        print(f"\n{question}\n  {output.outputs[0].text.strip()}")
     stats = engine.stats()
-    print("\nWhat paging did")
-    print(f"  steps           {stats.num_steps}, with up to {len(outputs)} requests in each")
+    print(f"\nWhat paging did\n  steps           {stats.num_steps}, up to {len(outputs)} requests in each")
     print(f"  tokens          {stats.num_prompt_tokens} of prompts, {stats.num_generated_tokens} generated")
     print(f"  prefix cache    {stats.prefix_cache_hits} of {stats.prefix_cache_queries} prompt tokens reused")
     print(f"  busiest step    {busiest.num_used_blocks} blocks, {busiest.slot_utilization:.1%} full")
-    most = engine.config.max_model_len // engine.config.block_size
-    print(f"  without paging  {len(outputs) * most} blocks, {most} for each request")
+    blocks_each = -(-engine.config.max_model_len // engine.config.block_size)  # rounded up
+    print(f"  without paging  {len(outputs) * blocks_each} blocks, {blocks_each} for each request")
     print(f"  afterwards      {stats.num_used_blocks} blocks in use, {stats.num_cached_blocks} cached")
 
 
@@ -81,7 +81,7 @@ def main() -> None:
         print("" if args.prompt else OPENING)
         answer_all(llm.engine, prompts, args.max_tokens)
         share_blocks(llm.engine, prompts[-1])
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         parser.error(one_line(error))
     if args.trace:
         print(f"\n{args.trace} shows every step: open it in a browser")
