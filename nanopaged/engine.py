@@ -43,7 +43,8 @@ class LLMEngine:
         listeners: such as a trace. The engine calls `batch_scheduled(batch)` before anything is
             computed, `step_ended(batch)`, and `step_failed(error)` when all requests wait again.
 
-    A fork (docs/book/12-forks.md) is a subclass with other classes in the first five attributes.
+    A fork (docs/book/12-forks.md) is a subclass that replaces `make_config`, `make_prompts`,
+    `make_runner`, `make_block_manager` or `make_scheduler`.
 
     Raises:
         TypeError: the config is of another class.
@@ -102,7 +103,7 @@ class LLMEngine:
             eos_token_ids=read_eos_token_ids(folder, self.tokenizer),
         )
         self.requests: dict[str, Request] = {}
-        self.is_changing = False  # within `_changing`, when Python may close a stream at any line
+        self.is_changing = False  # within `changing`, when Python may close a stream at any line
         self.to_forget: list[Request] = []  # the requests of streams that were closed then
         self.num_steps = 0
         self.listeners: list[Any] = []
@@ -128,7 +129,7 @@ class LLMEngine:
         # Requests that ended in a step of `LLM`, or in one that failed, are returned by this one.
         ended = [request for request in self.requests.values() if request.finished]
         advanced = self.run_step()
-        with self._changing():
+        with self.changing():
             outputs = [request.output() for request in ended + advanced]
             for output in outputs:
                 if output.finished:  # its stream may have been closed, and the request forgotten
@@ -139,7 +140,7 @@ class LLMEngine:
         """Compute one batch. Returns the requests that got a token. (`LLM` makes outputs later.)"""
         if not (self.scheduler.running or self.scheduler.waiting):
             return []
-        with self._changing():
+        with self.changing():
             batch = self.scheduler.schedule()
             for listener in self.listeners:
                 listener.batch_scheduled(batch)
@@ -151,7 +152,7 @@ class LLMEngine:
         return advanced
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
+    def changing(self) -> Iterator[None]:
         """Around each change of requests, queues and tables. If it fails, all requests wait again.
 
         Python's garbage collector may close a stream of `LLM` while a change is going on. `forget`
@@ -189,7 +190,7 @@ class LLMEngine:
         if request.request_id in self.requests:
             raise ValueError(f"request_id {request.request_id!r} is taken by an unfinished request")
         request.arrival_time = time.monotonic()
-        with self._changing():
+        with self.changing():
             self.scheduler.add(request)  # first, because a `rank` that somebody wrote may raise
             self.requests[request.request_id] = request
 
@@ -210,14 +211,14 @@ class LLMEngine:
         if self.is_changing:
             self.to_forget.append(request)
         elif self.requests.get(request.request_id) is request:
-            with self._changing():
+            with self.changing():
                 if not request.finished:
                     self.scheduler.abort(request)
                 del self.requests[request.request_id]
 
     def reset_prefix_cache(self) -> None:
         """Forget the K/V of finished requests. Blocks in use can still be shared."""
-        with self._changing():
+        with self.changing():
             self.block_manager.reset_prefix_cache()
 
     def has_unfinished_requests(self) -> bool:

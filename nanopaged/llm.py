@@ -44,7 +44,7 @@ class LLM:
         self._count = count()
         # The thread of each unfinished call: of one `generate`, or of several streams.
         self._callers: list[int] = []
-        self._entry = Lock()  # while a thread looks whether it may enter, and enters
+        self._entry = Lock()  # held while a thread checks `_callers`, and adds itself
 
     def __repr__(self) -> str:
         runner = self.engine.runner
@@ -73,7 +73,7 @@ class LLM:
                 then.
             RuntimeError: a call of another thread is unfinished.
         """
-        # None: no bar if the error stream is not a terminal.
+        # If it is None, tqdm shows a bar only on a terminal.
         disable = not use_tqdm or os.environ.get("TQDM_DISABLE") or None
         requests = self._make_requests(pair_up(prompts, sampling_params))
         with self._being_served(requests):
@@ -225,6 +225,6 @@ class LLM:
                 raise
             if request is not None:  # else its stream was closed during the step
                 request.error = error
-                with self.engine._changing():
+                with self.engine.changing():
                     self.engine.scheduler.abort(request)
             return []

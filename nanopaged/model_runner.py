@@ -135,15 +135,15 @@ class ModelRunner:
         """
         self.kv_cache.move_blocks(inputs.moves)
         metadata = inputs.metadata
-        rows = inputs.sample_rows + inputs.score_rows
+        needed = inputs.sample_rows + inputs.score_rows  # rows of the batch
         if self.graphs is not None and metadata.num_decodes == len(metadata.query_lens):
             hidden = self.graphs.run(inputs.input_ids, inputs.positions, metadata)
-            hidden = take_rows(hidden, rows)
+            hidden = take_rows(hidden, needed)
         else:
             self.attention.begin_step(metadata)
             ids_and_positions = np.stack((inputs.input_ids, inputs.positions))
             input_ids, positions = to_device(ids_and_positions, self.device)  # one copy for both
-            rows = to_device(np.array(rows, dtype=np.int64), self.device)
+            rows = to_device(np.array(needed, dtype=np.int64), self.device)
             hidden = self.model(input_ids, positions, self.attention, rows=rows)
         num_samples = len(inputs.sample_rows)
         return hidden[:num_samples], hidden[num_samples:]

@@ -11,9 +11,9 @@ vocabulary. An all-reduce adds up the partial results after `o_proj` and `down_p
 arXiv 1909.08053). The block tables are the same on all ranks. Each rank stores the K/V of its own
 heads in the blocks, so ranks never send K/V to each other (PagedAttention, §4.6).
 
-A rank that fails or is lost ends the engine. Ranks that `start` starts meet by a file, and gloo
-listens on 127.0.0.1 alone. Under torchrun the ports are open to the network, and a message is a
-pickle, which can run code (docs/reference/ranks.md).
+A rank that fails or is lost ends the engine. Ranks that `start_ranks` starts meet by a file, and
+gloo listens on 127.0.0.1 alone. Under torchrun the ports are open to the network, and a message is
+a pickle, which can run code (docs/reference/ranks.md).
 """
 
 import ctypes
@@ -49,7 +49,7 @@ class Ranks:
     """This process as one of the `size` ranks of a model, which find each other by the `store`.
 
     Attributes:
-        workers: on rank 0, PyTorch's context of the processes that `start` has started.
+        workers: on rank 0, PyTorch's context of the processes that `start_ranks` has started.
         failure: which rank has failed and how, "" while the engine runs.
         messages, group: the connections for messages and for tensors, once the ranks have met.
     """
@@ -223,7 +223,7 @@ def _end_with_rank_0(folder: str) -> None:
 
 
 def _end_workers(pid: int, processes: list[Any], folder: str) -> None:
-    """Kill the workers that the process `pid` has started, if this is not a fork of it."""
+    """Kill the workers that the process `pid` has started, unless this is a child of it."""
     if os.getpid() == pid:
         for process in processes:
             process.kill()
@@ -231,15 +231,15 @@ def _end_workers(pid: int, processes: list[Any], folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# ── if the program forks ──────────────────────────────────────────────────────────────────────────
+# ── if the program calls os.fork ──────────────────────────────────────────────────────────────────
 
-# A fork has copies of the objects of this module, but the workers belong to its parent. When the
-# fork ends, `_end_workers` leaves them alone, but multiprocessing would also kill them. And gloo's
-# connections, when they are destroyed, would wait forever for threads that a fork does not have.
+# A child process has copies of the objects of this module, but the workers belong to its parent.
+# When the child ends, `_end_workers` leaves them alone, but multiprocessing would kill them. And
+# gloo's connections, when they are destroyed, would wait forever for threads that a child lacks.
 
 
 def _leave_to_parent() -> None:
-    """In a fork, forget the workers, and never destroy a connection."""
+    """In a child process, forget the workers, and never destroy a connection."""
     multiprocessing.process._children.clear()  # ty: ignore[missing-attribute]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(CONNECTED)))  # one reference too many
 

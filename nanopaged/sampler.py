@@ -243,12 +243,10 @@ def sort_falling(logits: Tensor) -> Tensor:
 
 
 def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
-    """Draw one token id for each row, by inverting the cumulative distribution at u:
+    """Draw one token id for each row, by inverting its cumulative distribution at u.
 
-        token, _ = locate(probs, u)
-
-    Cumulative sums over the whole vocabulary are slow. So a chunk of the vocabulary is drawn first,
-    then one of its tokens.
+    `locate(probs, u)` would do it, but cumulative sums over the whole vocabulary are slow. So a
+    chunk of the vocabulary is drawn first, then one of its tokens.
 
         VOCAB_CHUNK = 2    probs .1 .2 | .3 .0 | .4    sums of chunks .3 .3 .4
         u = .5 ends in the second chunk, after (.5 - .3) / .3 = 2/3 of it; 2/3 of .3 .0: token 2
@@ -266,9 +264,9 @@ def draw_tokens(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def locate(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Find where the part u of each row's sum ends: in which weight, and after which part of it.
+    """Find the weight in which a row's running sum passes u times its total, and how far into it.
 
-        weights 2 0 4, u = .5: half of the sum, 3, ends in weight 2, after (3 - 2) / 4 of it
+        weights 2 0 4, u = .5: running sums 2 2 6; half of 6 lies in weight 2, (3 - 2) / 4 into it
 
     The cumulative sums are in float64, which adds float32 numbers almost exactly, so that no weight
     of 0 is found. In a row of NaN, whose error the caller raises, any weight will do.

@@ -179,6 +179,7 @@ class Scheduler:
                 return False
             if not self.block_manager.allocate(request.live, num_reserved):
                 return False
+            # Later admissions would find the blocks of the request itself.
             if request.num_preemptions == 0 and request.first_token_time is None:
                 request.num_cached_tokens = request.live[0].num_computed_tokens
         insort_right(self.running, request, key=BY_RANK)
@@ -222,10 +223,9 @@ class Scheduler:
                 num_new_tokens = request.width
             elif request.awaits_fork:  # the prompt is computed
                 fork_samples(request, samples, self.block_manager)
-            else:
-                if seq.append(samples[0]):  # it has ended
-                    self.block_manager.free(seq)
-                    request.live.remove(seq)
+            elif seq.append(samples[0]):  # it has ended
+                self.block_manager.free(seq)
+                request.live.remove(seq)
             counters.num_generated_tokens += num_new_tokens
             advanced[request] = None
             if request.finished:

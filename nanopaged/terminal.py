@@ -23,7 +23,7 @@ def run_program(main: Callable[[], object]) -> None:
 
 
 def load_fork(file: str) -> Any:
-    """The class `LLM` of a fork's file, and say which fork runs.
+    """Load a fork's file, say which fork runs, and return its class `LLM`.
 
     Raises:
         FileNotFoundError: there is no such file.

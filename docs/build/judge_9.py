@@ -17,7 +17,7 @@ from tensors import check, difference, shown
 from torch import Tensor
 
 from nanopaged import EngineConfig, parallel
-from nanopaged.model.checkpoint import TINY_MODEL, _rank_slices, _weight_slots, load_model
+from nanopaged.model.checkpoint import TINY_MODEL, _rank_slices, _weight_targets, load_model
 from nanopaged.model.decoder import ALONE, Linear, Model
 from nanopaged.model.model_config import read_model_config
 from nanopaged.parallel import Ranks
@@ -67,10 +67,10 @@ def test_for_rank_of(sizes: tuple[int, int, int], size: int) -> None:
 def test__rank_slices(vocab_size: int, size: int) -> None:
     """Where a slot has fewer rows or columns than the weight, a rank takes its own. KV heads are shared."""
     config = replace(SMALL, vocab_size=vocab_size, tie_word_embeddings=False)
-    whole = _weight_slots(Model(config))
+    whole = _weight_targets(Model(config))
     for rank in range(size):
         ranks = equal_ranks(size, rank)
-        for name, slot in _weight_slots(Model(config, ranks)).items():
+        for name, slot in _weight_targets(Model(config, ranks)).items():
             shape = list(whole[name].shape)
             weight = torch.arange(math.prod(shape)).view(shape)
             rule = f"Rank {rank} of {size} has room for {list(slot.shape)} of a weight that holds 0 1 2 …"

@@ -361,7 +361,7 @@ def draw_params(rng: random.Random, kind: str, vocabulary: Vocabulary) -> Params
 
 PACKAGE = str(Path(nanopaged.__file__).parent)
 # Not while a step that failed starts over, and not in `step`, which has the only copy of the outputs.
-SPARED = {"_changing", "start_over", "step"}
+SPARED = {"changing", "start_over", "step"}
 
 
 class FailAtLine:

@@ -217,7 +217,7 @@ def norm_rotate(
     cos: Tensor,
     sin: Tensor,
 ) -> Tensor:
-    """Normalise (if there are weights) and rotate queries and keys, in place, as in decoder.py."""
+    """Normalise (if there are weights) and rotate, as `decoder.norm_rotate`, but in place."""
     num_tokens, num_heads, head_dim = qk.shape
     assert qk.dtype == cos.dtype == sin.dtype
     assert qk.stride()[1:] == (head_dim, 1)

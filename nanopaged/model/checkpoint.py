@@ -66,7 +66,7 @@ def load_model(
     except (RuntimeError, OverflowError, TypeError) as error:  # of the first kind: out of memory
         raise ValueError(
             f"the model does not fit on {device}: take a smaller model or dtype, or lower"
-            f" max_model_len, which is {config.max_model_len} ({model_config})"
+            f" max_model_len, which is {config.max_model_len} ({error}; {model_config})"
         ) from error
     if model_config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
@@ -86,8 +86,10 @@ def load_model(
 def _read_weights(model: Model, folder: Path) -> None:
     """Fill the model's weights, or this rank's shares of them, from the safetensors files."""
     weights = find_weights(folder)
-    slots = _weight_slots(model)
-    whole = _weight_slots(Model(model.config))  # unsplit weights: names and shapes, without memory
+    targets = _weight_targets(model)
+    whole = _weight_targets(
+        Model(model.config)
+    )  # unsplit weights: names and shapes, without memory
     frequencies = rotary_frequencies(model.config)
     for name in weights.keys() - whole.keys():
         if name.endswith("rotary_emb.inv_freq"):  # in old checkpoints, and rounded in some
@@ -97,28 +99,28 @@ def _read_weights(model: Model, folder: Path) -> None:
                     f"{name} in {folder} is not what config.json says, with"
                     f" {model.config.rope_parameters}"
                 )
-    missing = sorted(slots.keys() - weights.keys())[:8]
+    missing = sorted(targets.keys() - weights.keys())[:8]
     unexpected = sorted(weights.keys() - whole.keys())[:8]
     if missing or unexpected:
         raise ValueError(
             f"the weights in {folder} do not match its config.json; missing: {', '.join(missing)};"
             f" unexpected: {one_line(', '.join(unexpected))}"
         )
-    for name, slot in slots.items():
+    for name, target in targets.items():
         weight = weights[name]
         shape = list(whole[name].shape)
         found = weight.get_shape()
         dtype = weight.get_dtype()  # a quantised weight has another one than these
         if found != shape or dtype not in WEIGHT_DTYPES:
             raise ValueError(f"{name} is {dtype} {found}, but must be F32, F16 or BF16 {shape}")
-        part = weight[_rank_slices(name, slot, shape, model.ranks)]
-        slot[: len(part)].copy_(part)
-        slot[len(part) :].zero_()  # rows beyond the vocabulary
-        if not torch.stack(slot.aminmax()).isfinite().all():
-            raise ValueError(f"{name} is not finite in {slot.dtype}: use a wider dtype")
+        part = weight[_rank_slices(name, target, shape, model.ranks)]
+        target[: len(part)].copy_(part)
+        target[len(part) :].zero_()  # rows beyond the vocabulary
+        if not torch.stack(target.aminmax()).isfinite().all():
+            raise ValueError(f"{name} is not finite in {target.dtype}: use a wider dtype")
 
 
-def _weight_slots(model: Model) -> dict[str, Tensor]:
+def _weight_targets(model: Model) -> dict[str, Tensor]:
     """The name of each weight in the checkpoint → the part of the model's weights that it fills.
 
     The rows of a layer's `qkv_proj` are q, k and v in this order. With 4 query heads and 2 KV heads
@@ -133,7 +135,7 @@ def _weight_slots(model: Model) -> dict[str, Tensor]:
         "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
         "gate_up_proj": {"gate_proj": width, "up_proj": width},
     }
-    slots = {}
+    targets = {}
     for name, weight in model.named_parameters():
         if not name.startswith("lm_head"):
             name = f"model.{name}"
@@ -141,17 +143,17 @@ def _weight_slots(model: Model) -> dict[str, Tensor]:
         rows = parts.get(matrix, {matrix: len(weight)})
         pieces = weight.split(list(rows.values()))
         for projection, piece in zip(rows, pieces, strict=True):
-            slots[name.replace(matrix, projection)] = piece
-    return slots
+            targets[name.replace(matrix, projection)] = piece
+    return targets
 
 
-def _rank_slices(name: str, slot: Tensor, shape: list[int], ranks: Ranks) -> tuple[slice, ...]:
-    """The part of a weight of this shape that goes to the slot: all, some rows, or some columns.
+def _rank_slices(name: str, target: Tensor, shape: list[int], ranks: Ranks) -> tuple[slice, ...]:
+    """The part of a weight of this shape that goes to the target: all, some rows, or some columns.
 
     k_proj has 2 heads of 8 rows. Of 4 ranks, 0 and 1 take rows 0-7, and 2 and 3 take rows 8-15.
     """
     parts = []
-    for total, length in zip(shape, slot.shape, strict=True):
+    for total, length in zip(shape, target.shape, strict=True):
         if total == length:  # it is not divided
             first = 0
         elif name.startswith(("lm_head", "model.embed_tokens")):  # the last rank may have fewer

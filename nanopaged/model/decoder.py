@@ -75,6 +75,7 @@ class Operations:
     """The functions that compute the operations of a layer, chosen by model_runner.py.
 
     Fields:
+        norm_rotate: may change its first argument.
         packed_linear: makes of W and b a function that computes x Wᵀ + b faster than `F.linear`.
     """
 

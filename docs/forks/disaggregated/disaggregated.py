@@ -49,7 +49,7 @@ class PromptEngine(nanopaged.LLMEngine):
         num_cached_tokens, its blocks. Raises what a step raises."""
         request = Request(request_id="", prompt=None, **fields)
         samples: list[Sample] = []
-        with self._changing():  # which forgets the request, as `requests` does not have it
+        with self.changing():  # which forgets the request, as `requests` does not have it
             self.scheduler.add(request)
             while not samples:
                 batch = self.scheduler.schedule()
@@ -191,7 +191,7 @@ class DisaggregatedEngine(nanopaged.LLMEngine):
     def run_step(self) -> list[Request]:
         """As `LLMEngine.run_step`. If all requests are away, it waits for one, and takes it back."""
         if self.scheduler.away and not (self.scheduler.running or self.scheduler.waiting):
-            with self._changing():
+            with self.changing():
                 wait(self.scheduler.away, return_when=FIRST_COMPLETED)
                 return self.scheduler.update(ScheduledBatch(), StepResult([]))
         return super().run_step()

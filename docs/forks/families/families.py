@@ -76,8 +76,8 @@ def with_experts(config: ModelConfig, folder: Path) -> ModelConfig:
 class Expert(nn.Module):
     """down(silu(gate(x)) · up(x)).
 
-    Gate and up are two matrices, as in the checkpoint: `checkpoint._weight_slots` can halve a common one only
-    at `intermediate_size`, which is the size of a dense MLP.
+    Gate and up are two matrices, as in the checkpoint: `_weight_targets` can halve a common one only at
+    `intermediate_size`, which is the size of a dense MLP.
     """
 
     def __init__(self, hidden_size: int, columns: int) -> None:

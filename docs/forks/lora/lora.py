@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import nanopaged
 from nanopaged.config import Params, check_int
 from nanopaged.engine import LLMEngine
-from nanopaged.model.checkpoint import _weight_slots, load_model
+from nanopaged.model.checkpoint import _weight_targets, load_model
 from nanopaged.model.decoder import Model
 from nanopaged.model.model_config import read_json
 from nanopaged.model_runner import ModelRunner
@@ -124,7 +124,7 @@ class LoraRunner(ModelRunner):
         """The model, with hooks on the layers that adapters change. Raises ValueError for a bad adapter."""
         model = load_model(config, **options)
         folders = getattr(config, "lora_modules", {})
-        slots = _weight_slots(Model(model.config)) if folders else {}  # of weights without memory
+        slots = _weight_targets(Model(model.config)) if folders else {}  # of weights without memory
         matrices: dict[str, dict[str, list[Part]]] = {}  # matrix → adapter → what it adds
         for adapter, folder in folders.items():
             try:

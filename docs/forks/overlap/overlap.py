@@ -105,7 +105,7 @@ class OverlappedEngine(LLMEngine):
         if not self.requests:
             self.scheduler.ahead = None  # of requests that were aborted
             return []
-        with self._changing():
+        with self.changing():
             step = self.scheduler.ahead or self.launch(self.scheduler.schedule())
             self.scheduler.ahead = self.schedule_ahead(step)
             advanced = self.update(step)
