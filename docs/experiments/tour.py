@@ -65,9 +65,9 @@ STOPS = [
     Stop(13, "scheduled", "preempt", "Why preempt the last one", ("Preemption", "All-or-nothing"),
          "No block is free for the next tokens. A preemption takes all blocks of the request that came "
          "last (all-or-nothing), because a step reads all its K/V. Earlier requests finish."),
-    Stop(17, "scheduled", "preempt", "No room to swap", ("Preemption", "Swap", "Recompute"),
-         "A1–A4 need four blocks; only block 26 can be had. A preemption stops B. The host is too full to "
-         "swap it, so B must recompute the three that A2–A4 take. Nine stay cached."),
+    Stop(17, "scheduled", "preempt", "No room to swap", ("Swap", "Recompute"),
+         "A1–A4 need a block each. A1 gets 26, which was only cached; for the others B is preempted. There "
+         "is no room to swap its 12 blocks, so B must recompute the 3 taken. 9 stay cached."),
     Stop(19, "scheduled", "evict", "Which block to evict", ("Cached block", "Eviction", "LRU"),
          "A cached block has no user, but a later prompt may find its contents. When no block is free, an "
          "eviction takes the one unused for longest (LRU)."),

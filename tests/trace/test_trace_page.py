@@ -425,7 +425,7 @@ def test_a_run_of_several_texts_opens_with_one_table(browser: Browser, tmp_path:
     browser.driver.get((tmp_path / "run.html").as_uri())
     assert browser.text("only") == (
         "You see the table of A, the first of 3 texts. They begin alike, so they share block 0: "
-        "the table of B is 0, 2. Where they differ (bold), each has its own block."
+        "the table of B is 0, 2. A block with any difference (bold) is not shared."
     )
     assert (browser.texts("h3"), len(browser.texts(".dimmed"))) == (["A"], 2)
     assert len(browser.texts("#pool .differs")) == 9, "the last three tokens of each text"
