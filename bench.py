@@ -36,15 +36,13 @@ from nanopaged.terminal import load_fork, one_line, run_program
 
 Requests = list[tuple[list[int], int]]  # token ids of a prompt, number of tokens to generate
 ON_GPU = torch.cuda.is_available()
-SHAPES = ["test", "28m", "100m", "qwen3-0.6b"]
-SIZES = {  # the fields of a Qwen3 config, with a number for each of the shapes in their order
-    "num_hidden_layers": [2, 6, 12, 28],
-    "hidden_size": [64, 384, 768, 1024],
-    "intermediate_size": [96, 1024, 2048, 3072],
-    "num_attention_heads": [4, 6, 12, 16],
-    "num_key_value_heads": [2, 2, 4, 8],
-    "head_dim": [16, 64, 64, 128],
-    "vocab_size": [12000, 32000, 32000, 151936],
+FIELDS = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
+FIELDS += ["num_key_value_heads", "head_dim", "vocab_size"]
+SHAPES = {  # a Qwen3 model: its values of FIELDS
+    "test": [2, 64, 96, 4, 2, 16, 12000],
+    "28m": [6, 384, 1024, 6, 2, 64, 32000],
+    "100m": [12, 768, 2048, 12, 4, 64, 32000],
+    "qwen3-0.6b": [28, 1024, 3072, 16, 8, 128, 151936],
 }
 
 
@@ -95,7 +93,7 @@ def save_random_weights(folder: str, args: Namespace) -> None:
 
 def make_config(shape: str) -> PreTrainedConfig:
     """The config of a Qwen3 model."""
-    sizes = {field: numbers[SHAPES.index(shape)] for field, numbers in SIZES.items()}
+    sizes = dict(zip(FIELDS, SHAPES[shape], strict=True))
     return AutoConfig.for_model("qwen3", **sizes, max_position_embeddings=4096, tie_word_embeddings=True)
 
 
@@ -135,15 +133,15 @@ def make_sides(model: str, requests: Requests, args: Namespace) -> dict[str, Cal
         other = partial(run_checkout, model, args.baseline)
         return {"nanopaged": own, f"nanopaged in {args.baseline}": other}
     make_llm = load_fork(args.fork) if args.fork else LLM
-    sides = {"nanopaged": lambda: measure(make_llm(model, dtype=args.dtype, **args.options), requests)}
+    sides = {"nanopaged": lambda: run_llm(make_llm(model, dtype=args.dtype, **args.options), requests)}
     if args.baseline == "hf":
         for size in sorted({args.requests // 4 or 1, args.requests // 2 or 1, args.requests}):
-            run_side = partial(run_static, model, requests, dtype=args.dtype, size=size)
+            run_side = partial(run_transformers, model, requests, dtype=args.dtype, size=size)
             sides[f"transformers, static batches of {size}"] = run_side
     return sides
 
 
-def measure(llm: LLM, requests: Requests) -> float:
+def run_llm(llm: LLM, requests: Requests) -> float:
     """Run the requests, and print the number of steps. Returns output tokens per second."""
     # Another first token, so that the prefix cache does not find these prompts again.
     warm_up = [[int(prompt[0] == 0), *prompt[1:]] for prompt, _ in requests[:4]]
@@ -177,7 +175,7 @@ def run_checkout(model: str, folder: str, fork: str | None = None) -> float:
     return float(rate[1])
 
 
-def run_static(model: str, requests: Requests, dtype: str, size: int) -> float:
+def run_transformers(model: str, requests: Requests, dtype: str, size: int) -> float:
     """Run transformers on left-padded batches. A batch runs until its longest output is done.
 
     Returns output tokens per second.

@@ -67,7 +67,6 @@ class LLMEngine:
         config = choose_lengths(config, model_config.max_position_embeddings)
         self.config = config
         self.model_name = str(config.model or folder.name)
-        self.vocab_size = model_config.vocab_size
         self.tokenizer = load_tokenizer(folder)
         if runner is None:
             make_runner = partial(
@@ -98,7 +97,7 @@ class LLMEngine:
         self.prompts = self.make_prompts(
             config,
             tokenizer=self.tokenizer,
-            vocab_size=self.vocab_size,
+            vocab_size=model_config.vocab_size,
             num_blocks=runner.num_blocks,
             eos_token_ids=read_eos_token_ids(folder, self.tokenizer),
         )

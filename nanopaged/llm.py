@@ -141,7 +141,7 @@ class LLM:
                 as `generate`.
         """
         conversations: Any = messages
-        if not messages or not isinstance(conversations[0], list | tuple):
+        if not any(isinstance(item, list | tuple) for item in conversations):
             conversations = [conversations]
         prompts = [self.chat_prompt(item, chat_template_kwargs) for item in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)

@@ -55,8 +55,8 @@ def choose_backend(
             raise ValueError(
                 f"attention_backend={name!r} cannot run here: {reason}; 'auto' picks another"
             )
-        if candidate == "cpp":
-            logger.warning("attention_backend='cpp' is not used: %s", reason)
+        if candidate == candidates[-1]:
+            logger.warning("attention_backend=%r is not used: %s", candidate, reason)
     return "torch"
 
 

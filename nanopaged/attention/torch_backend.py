@@ -78,7 +78,7 @@ class TorchAttention:
         self.decodes = []
         for seqs in gather_groups(context_lens):
             lens = context_lens[seqs]
-            counts = (-(-lens // self.cache.block_size)).tolist()  # a table may have one more
+            counts = (-(-lens // self.cache.block_size)).tolist()  # a table may have more blocks
             longest = max(counts)
             padded = [
                 table[:count] + table[:1] * (longest - count)

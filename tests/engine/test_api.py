@@ -193,6 +193,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "http://localhost/cat.png"}
         (LLM.generate, [[1], [], [3]], ValueError, "the prompt is empty"),
         (LLM.stream, ["a"], TypeError, "token ids must be ints, got 'a'"),
         (LLM.chat, "hello", TypeError, "a conversation is a list"),
+        (LLM.chat, {"role": "user", "content": "hello"}, TypeError, "a conversation is a list"),
         (LLM.chat, [], ValueError, "the conversation is empty"),
         (LLM.chat, [{"role": "user", "content": HALF}], ValueError, "surrogates"),
         (LLM.chat, [{"role": "user"}], ValueError, "needs a 'role' and a 'content'"),
