@@ -65,16 +65,16 @@ def test_for_rank_of(sizes: tuple[int, int, int], size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("vocab_size", [16, 97, 5])
 def test__rank_slices(vocab_size: int, size: int) -> None:
-    """Where a slot has fewer rows or columns than the weight, a rank takes its own. KV heads are shared."""
+    """Where a target has fewer rows or columns than the weight, a rank takes its own. KV heads are shared."""
     config = replace(SMALL, vocab_size=vocab_size, tie_word_embeddings=False)
     whole = _weight_targets(Model(config))
     for rank in range(size):
         ranks = equal_ranks(size, rank)
-        for name, slot in _weight_targets(Model(config, ranks)).items():
+        for name, target in _weight_targets(Model(config, ranks)).items():
             shape = list(whole[name].shape)
             weight = torch.arange(math.prod(shape)).view(shape)
-            rule = f"Rank {rank} of {size} has room for {list(slot.shape)} of a weight that holds 0 1 2 …"
-            check(rule, _rank_slices, name, torch.zeros(slot.shape), shape, ranks, view=weight.__getitem__)
+            rule = f"Rank {rank} of {size} has room for {list(target.shape)} of a weight that holds 0 1 2 …"
+            check(rule, _rank_slices, name, torch.zeros(target.shape), shape, ranks, view=weight.__getitem__)
 
 
 def on_ranks(size: int, work: Callable[[Ranks], Any]) -> list[Any]:

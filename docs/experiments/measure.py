@@ -152,9 +152,7 @@ def time_steps(engine: LLMEngine, batch: int, context: int, num_steps: int) -> l
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=num_steps + 4, ignore_eos=True)
     for i in range(batch):
-        engine.add_request(
-            str(i), rng.choices(range(engine.runner.model.config.vocab_size), k=context), params
-        )
+        engine.add_request(str(i), rng.choices(range(engine.prompts.vocab_size), k=context), params)
     runner.execute = timed_execute
     rows = []
     while engine.has_unfinished_requests():

@@ -71,7 +71,7 @@ void tile_kernel(const Product<T, Y>& product, int64_t first_token, int64_t firs
     const bool reads_next = READS_NEXT<T> && tile >= 1 && tile <= PANELS;
     const T* next = column + (PANELS + tile - 1) * panel_size;
     Y* y = product.y + first_token * outputs + first_panel * LANES;
-    // The processor reads a line of memory before it changes it. Asked now, it has the lines of y when the sums are ready.
+    // The processor reads a line of memory before it changes it, so the tile asks for the lines of y now.
     for (int t = 0; t < TOKENS; t++)
         for (int p = 0; p < PANELS; p++) __builtin_prefetch(y + t * outputs + p * LANES, 1);
     Vec sums[TOKENS][PANELS] = {};

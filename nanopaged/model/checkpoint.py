@@ -87,7 +87,7 @@ def _read_weights(model: Model, folder: Path) -> None:
     """Fill the model's weights, or this rank's shares of them, from the safetensors files."""
     weights = find_weights(folder)
     targets = _weight_targets(model)
-    whole = _weight_targets(Model(model.config))  # of one rank: names and shapes, without memory
+    whole = _weight_targets(Model(model.config))  # unsplit: names and shapes, without memory
     frequencies = rotary_frequencies(model.config)
     for name in weights.keys() - whole.keys():
         if name.endswith("rotary_emb.inv_freq"):  # in old checkpoints, and rounded in some

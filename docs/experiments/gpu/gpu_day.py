@@ -252,7 +252,7 @@ def run_workload(**options: Any) -> LLM:
         return result
 
     runner.execute = timed
-    requests = bench.draw_requests(llm.engine.runner.model.config.vocab_size, args)
+    requests = bench.draw_requests(llm.engine.prompts.vocab_size, args)
     rate = bench.run_llm(llm, requests)
     del runner.execute
     say(f"workload: {rate:,.0f} output tokens/s in {sum(n for _, n in requests) / rate:.1f} s")
@@ -279,7 +279,7 @@ def profile(core: LLMEngine, batch: int) -> None:
     num, length = (50, 640) if ON_GPU else (4, 8)
     params = SamplingParams(temperature=0, max_tokens=3 * num, ignore_eos=True)
     for i in range(batch):
-        core.add_request(str(i), rng.choices(range(core.runner.model.config.vocab_size), k=length), params)
+        core.add_request(str(i), rng.choices(range(core.prompts.vocab_size), k=length), params)
     while core.scheduler.waiting or any(
         seq.num_computed_tokens < length for seq in core.scheduler.running_sequences
     ):

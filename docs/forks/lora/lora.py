@@ -83,33 +83,33 @@ def read_scale(folder: Path) -> tuple[int, float]:
     return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
-def read_adapter(folder: Path, slots: Mapping[str, Tensor], like: Tensor) -> dict[str, list[Part]]:
+def read_adapter(folder: Path, targets: Mapping[str, Tensor], like: Tensor) -> dict[str, list[Part]]:
     """What an adapter adds to each of our matrices, with the device and the dtype of `like`.
 
     Of the 64 rows of one matrix of ours q has 0 to 31, and v has 48 to 63:
 
         adapter of q and v    "layers.0.self_attn.qkv_proj" → [(A_q, B_q, 0), (A_v, B_v, 48)]
 
-    Args: slots: the name of a weight in a checkpoint → the part of our weights that it fills.
+    Args: targets: the name of a weight in a checkpoint → the part of our weights that it fills.
     """
     rank, scale = read_scale(folder)
     parts: dict[str, list[Part]] = {}
     weights = load_file(folder / "adapter_model.safetensors")
-    for name, slot in slots.items():
+    for name, target in targets.items():
         stem, projection = f"base_model.model.{name[: -len('weight')]}lora_", name.split(".")[-2]
         halves = [f"{stem}A.weight", f"{stem}B.weight"]
         if not name.endswith("_proj.weight") or not weights.keys() & halves:
             continue
         a, b = (weights.pop(half, torch.empty(0)).float() for half in halves)
         shapes = [list(a.shape), list(b.shape)]
-        needed = [[rank, slot.shape[1]], [len(slot), rank]]
+        needed = [[rank, target.shape[1]], [len(target), rank]]
         if shapes != needed:
             raise ValueError(f"{halves} have the shapes {shapes}, but r and the model need {needed}")
         a, b = a.to(like), (scale * b).to(like)
         if not (a.isfinite().all() and b.isfinite().all()):
             raise ValueError(f"{halves} are not finite in {like.dtype}")
         matrix = name[len("model.") : -len(".weight")].replace(projection, FUSED.get(projection, projection))
-        parts.setdefault(matrix, []).append((a, b, slot.storage_offset() // slot.shape[1]))
+        parts.setdefault(matrix, []).append((a, b, target.storage_offset() // target.shape[1]))
     if weights:
         raise ValueError(f"{sorted(weights)[:4]} are no projections of this model's layers: leave them out")
     if not parts:
@@ -124,11 +124,11 @@ class LoraRunner(ModelRunner):
         """The model, with hooks on the layers that adapters change. Raises ValueError for a bad adapter."""
         model = load_model(config, **options)
         folders = getattr(config, "lora_modules", {})
-        slots = _weight_targets(Model(model.config)) if folders else {}  # of weights without memory
+        targets = _weight_targets(Model(model.config)) if folders else {}  # of weights without memory
         matrices: dict[str, dict[str, list[Part]]] = {}  # matrix → adapter → what it adds
         for adapter, folder in folders.items():
             try:
-                for matrix, parts in read_adapter(folder, slots, model.embed_tokens.weight).items():
+                for matrix, parts in read_adapter(folder, targets, model.embed_tokens.weight).items():
                     matrices.setdefault(matrix, {})[adapter] = parts
             except (OSError, SafetensorError, TypeError, ValueError) as error:
                 raise ValueError(f"adapter {adapter!r} in {folder} cannot be used: {error}") from error
