@@ -10,18 +10,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from nanopaged.sequence import Moves
 
 
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy a host array to the device.
+def to_device(numbers: ArrayLike, device: torch.device) -> Tensor:
+    """Copy an array, or lists of numbers, from the host to the device.
 
     A GPU copies from pinned memory while the host goes on. For Apple's GPU the host waits, because
     PyTorch may copy memory that was freed (its issues 139550 and 189690).
     """
-    tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(np.asarray(numbers))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -31,7 +32,7 @@ def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:
     """The given rows of a tensor. If they are the first rows in order, the result is a view."""
     if rows == list(range(len(rows))):
         return tensor[: len(rows)]
-    return tensor[to_device(np.array(rows), tensor.device)]
+    return tensor[to_device(rows, tensor.device)]
 
 
 @dataclass(frozen=True)
@@ -111,5 +112,5 @@ class KVCache:
         for host_block, device_block in moves.swap_in:
             self.data[device_block].copy_(self.host[host_block], non_blocking=self.no_wait)
         if moves.copies:
-            src, dst = to_device(np.array(moves.copies).T, self.data.device)
+            src, dst = to_device(moves.copies, self.data.device).T
             self.data.index_copy_(0, dst, self.data.index_select(0, src))

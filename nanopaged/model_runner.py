@@ -122,7 +122,7 @@ class ModelRunner:
         for start in range(0, len(scored), LOGITS_TILE):
             tile = slice(start, start + LOGITS_TILE)
             tile_logits = self.model.logits(scored[tile])
-            token_ids = to_device(np.array(inputs.score_ids[tile]), tile_logits.device)
+            token_ids = to_device(inputs.score_ids[tile], tile_logits.device)
             samples = gather_logprobs(tile_logits, token_ids, inputs.num_logprobs[tile])
             prompt_logprobs += [sample.logprobs for sample in samples]
         return logits, prompt_logprobs
@@ -141,8 +141,8 @@ class ModelRunner:
             hidden = take_rows(hidden, needed)
         else:
             self.attention.begin_step(metadata)
-            ids_and_positions = np.stack((inputs.input_ids, inputs.positions))
-            input_ids, positions = to_device(ids_and_positions, self.device)  # one copy for both
+            # One copy for both.
+            input_ids, positions = to_device((inputs.input_ids, inputs.positions), self.device)
             rows = to_device(np.array(needed, dtype=np.int64), self.device)
             hidden = self.model(input_ids, positions, self.attention, rows=rows)
         num_samples = len(inputs.sample_rows)

@@ -54,7 +54,7 @@ class FlashAttention(TritonAttention):
                     for table, length in zip(metadata.block_tables[seqs], k_lens, strict=True)
                 ]
                 blocks_and_offsets = np.divmod(np.concatenate(slots_of_seqs), block_size)
-                slots = to_device(np.array(blocks_and_offsets), self.device)
+                slots = to_device(blocks_and_offsets, self.device)
             end = start + int(q_lens.sum())
             group = PrefillGroup(
                 tokens=slice(start, end),
@@ -89,7 +89,7 @@ class FlashAttention(TritonAttention):
                 causal=True,
             )
             outs.append(out)
-        return torch.cat(outs) if len(outs) > 1 else outs[0]
+        return torch.cat(outs)
 
 
 @cache

@@ -60,7 +60,7 @@ class TorchAttention:
         """
         blocks, offsets = np.divmod(metadata.slot_mapping, self.cache.block_size)
         self.cache.data.index_fill_(0, to_device(blocks[offsets == 0], self.device), 0)
-        self.blocks, self.offsets = to_device(np.array((blocks, offsets)), self.device)
+        self.blocks, self.offsets = to_device((blocks, offsets), self.device)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write k, v [num_tokens, num_kv_heads, head_dim] to their slots."""
@@ -84,7 +84,7 @@ class TorchAttention:
                 table[:count] + table[:1] * (longest - count)
                 for table, count in zip(metadata.block_tables[seqs], counts, strict=True)
             ]
-            tables = to_device(np.array(padded), self.device)
+            tables = to_device(padded, self.device)
             positions = to_device(lens - 1, self.device)[:, None, None, None]
             self.decodes.append((seqs, tables, positions))
 
@@ -112,7 +112,7 @@ class TorchAttention:
         start = 0
         for seq in range(metadata.num_decodes, len(metadata.query_lens)):
             end = start + int(metadata.query_lens[seq])
-            table = to_device(np.array(metadata.block_tables[seq]), self.device)
+            table = to_device(metadata.block_tables[seq], self.device)
             self.prefills.append((slice(start, end), table, int(metadata.context_lens[seq])))
             start = end
 
