@@ -25,9 +25,7 @@ from nanopaged.sequence import NonFiniteLogits, Sample, ScheduledBatch, Sequence
 
 LOGITS_TILE = 256  # positions of a prompt that are scored together: [256, vocab_size] logits
 VOCAB_CHUNK = 256  # tokens in a chunk of the vocabulary, see `draw_tokens`
-# Rows whose log_softmax is computed together: a GPU takes a multiprocessor for each, and on a CPU
-# their numbers fit into a cache.
-SOFTMAX_ROWS = {"cuda": 64, "cpu": 8}
+SOFTMAX_ROWS = 8  # whose log_softmax is computed together on a CPU: they fit into a cache
 
 
 @dataclass(slots=True)
@@ -64,7 +62,7 @@ class SamplingMetadata:
         self.banned = None
         if rows:
             # Nothing is banned in row 0, tokens 3 and 5 in row 1: [[1, 1], [3, 5]]
-            self.banned = to_device(np.array((rows, token_ids)), device)
+            self.banned = to_device((rows, token_ids), device)
         self.penalties = None
         if penalties:  # see `penalize`
             self.penalties = to_device(np.array(penalties, dtype=np.float32).T, device)
@@ -237,7 +235,7 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 def sort_falling(logits: Tensor) -> Tensor:
     """Each row's logits, the largest first."""
-    if logits.device.type == "cpu":  # ten times as fast as torch, which sorts indices as well
+    if logits.is_cpu:  # ten times as fast as torch, which sorts indices as well
         return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
     return logits.sort(-1, descending=True).values
 
@@ -300,7 +298,7 @@ def gather_logprobs(
     """
     wanted = [num for num in num_logprobs if num is not None]
     num_best = min(max(wanted, default=0), logits.shape[-1])  # a beam may want more than there are
-    tile = SOFTMAX_ROWS[logits.device.type]
+    tile = SOFTMAX_ROWS if logits.is_cpu else LOGITS_TILE
     tables = []
     for some_logits, ids in zip(logits.split(tile), token_ids[:, None].split(tile), strict=True):
         logprobs = some_logits.float().log_softmax(-1)

@@ -21,7 +21,6 @@ from transformers import (
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.sampler import (
-    SOFTMAX_ROWS,
     VOCAB_CHUNK,
     Draw,
     SamplingMetadata,
@@ -296,7 +295,7 @@ def test_greedy_reads_the_logits_in_tiles(
     logits[5] = -math.inf
     logits[6, 7] = math.inf
     logits = logits.to(dtype)
-    monkeypatch.setitem(SOFTMAX_ROWS, "cpu", num_together)
+    monkeypatch.setattr("nanopaged.sampler.SOFTMAX_ROWS", num_together)
     metadata = metadata_of([SamplingParams(temperature=0)] * 7)
     samples = draw_samples(logits, metadata)
     expected = logits.double().log_softmax(-1)
