@@ -44,7 +44,6 @@ class Sequence:
     token_ids: list[int]
     index: int = 0  # of this output among the outputs of the request
     samples: list[Sample] = field(default_factory=list)  # one for each generated token
-    cumulative_logprob: float = 0.0  # the sum of their log-probabilities
     detokenizer: Detokenizer | None = None
 
     num_computed_tokens: int = 0
@@ -75,6 +74,11 @@ class Sequence:
         return self.num_tokens - self.request.num_prompt_tokens
 
     @property
+    def cumulative_logprob(self) -> float:
+        """The sum of the log-probabilities of the generated tokens."""
+        return sum(sample.logprob for sample in self.samples)
+
+    @property
     def needs_sample(self) -> bool:
         """Whether this step computes the last known token, whose logits give the next one."""
         return self.num_computed_tokens + self.num_scheduled_tokens == len(self.token_ids)
@@ -97,7 +101,6 @@ class Sequence:
             token_ids=list(self.token_ids),
             index=index,
             samples=list(self.samples),
-            cumulative_logprob=self.cumulative_logprob,
             detokenizer=copy(self.detokenizer),
             block_keys=list(self.block_keys),
         )
@@ -107,7 +110,6 @@ class Sequence:
         sequence.
         """
         self.samples.append(sample)
-        self.cumulative_logprob += sample.logprob
         self.token_ids.append(sample.token_id)  # last, because `start_over` counts the tokens
         return self.check_stop()
 
@@ -136,7 +138,6 @@ class Sequence:
     def start_over(self) -> None:
         """Rebuild all state from the tokens, because a step failed and may have half changed it."""
         del self.samples[self.num_output_tokens :]
-        self.cumulative_logprob = sum([sample.logprob for sample in self.samples])
         if self.detokenizer is not None:
             self.detokenizer = Detokenizer(self.detokenizer.tokenizer, self.detokenizer.stop)
         self.block_table = []
