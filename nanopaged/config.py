@@ -95,8 +95,8 @@ class EngineConfig(Options):
             together (None takes 0.9). On a CPU, the share of the free memory for the KV cache; None
             takes half, but at most 4 GiB unless one sequence needs more.
         max_num_seqs: sequences running at the same time.
-        max_num_batched_tokens: tokens computed in one step (the token budget). None takes 2048, or
-            `max_model_len` if that is more and chunked prefill is off.
+        max_num_batched_tokens: tokens computed in one step (the token budget). None takes 8192 on a
+            GPU and 2048 elsewhere, or `max_model_len` if that is more and chunked prefill is off.
         max_model_len: tokens of prompt and output together. None takes the model's own limit.
         enable_prefix_caching: let requests share the full blocks of earlier prompts and outputs
             that begin with the same tokens.
@@ -190,11 +190,12 @@ class EngineConfig(Options):
                 )
 
 
-def choose_lengths(config: EngineConfig, model_limit: int) -> EngineConfig:
+def choose_lengths(config: EngineConfig, model_limit: int, usual_budget: int) -> EngineConfig:
     """The config with `max_model_len` and `max_num_batched_tokens`, if it leaves them open.
 
     Args:
         model_limit: tokens of the longest sequence that the model was made for.
+        usual_budget: `max_num_batched_tokens`, unless the longest prefill needs more.
 
     Raises:
         ValueError: `max_model_len` is above the model's limit; or chunked prefill is off, and the
@@ -206,7 +207,7 @@ def choose_lengths(config: EngineConfig, model_limit: int) -> EngineConfig:
             f"max_model_len is {max_model_len}, but the model was made for at most {model_limit}"
         )
     longest_prefill = 0 if config.enable_chunked_prefill else max_model_len
-    budget = config.max_num_batched_tokens or max(2048, longest_prefill)
+    budget = config.max_num_batched_tokens or max(usual_budget, longest_prefill)
     if budget < longest_prefill:
         raise ValueError(
             f"max_num_batched_tokens is {budget}, but without chunked prefill a prompt of up to "

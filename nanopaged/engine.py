@@ -11,6 +11,7 @@ from typing import Any
 
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import EngineConfig, Params, choose_lengths
+from nanopaged.memory import usual_budget
 from nanopaged.model.checkpoint import find_model, load_tokenizer, read_eos_token_ids
 from nanopaged.model.model_config import read_model_config
 from nanopaged.model_runner import ModelRunner
@@ -64,7 +65,8 @@ class LLMEngine:
             raise TypeError(f"config must be an EngineConfig, got {config!r}")
         folder = find_model(config.model, with_weights=config.load_format == "auto")
         model_config = read_model_config(folder)
-        config = choose_lengths(config, model_config.max_position_embeddings)
+        usual = usual_budget(config.device)
+        config = choose_lengths(config, model_config.max_position_embeddings, usual)
         self.config = config
         self.model_name = str(config.model or folder.name)
         self.tokenizer = load_tokenizer(folder)

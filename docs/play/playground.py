@@ -169,6 +169,7 @@ WITHOUT_TENSORS: dict[str, dict[str, Any]] = {  # module that needs torch → wh
         "read_eos_token_ids": lambda *_: frozenset(),
     },
     "model.model_config": {"read_model_config": lambda _: MODEL},
+    "memory": {"usual_budget": lambda _: 2048},
     "model_runner": {"ModelRunner": None},
     "parallel": {"start_ranks": None},
 }
