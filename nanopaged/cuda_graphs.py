@@ -67,7 +67,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture_size(self, size: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
         """The inputs of a graph, its output [size, hidden_size], and its replay."""
-        length = 5 * size + 1 + 3 * (size + self.attention.max_splits)
+        length = 5 * size + 1 + 3 * (size + self.attention.max_splits(size))
         inputs = torch.zeros(length, dtype=torch.int64, device=self.attention.device)
         attention = copy.copy(self.attention)  # the same cache and tables, but this graph's inputs
         attention.num_decodes = size
@@ -96,7 +96,7 @@ class DecodeGraphs:
         size = min(size for size in self.graphs if size >= n)
         inputs, hidden, replay = self.graphs[size]
         table_rows = self.attention.tables.update(metadata.seq_ids, metadata.block_tables)
-        splits, firsts = split_contexts(metadata.context_lens, self.attention.max_splits)
+        splits, firsts = split_contexts(metadata.context_lens, self.attention.max_splits(size))
         padded = np.zeros(len(inputs), dtype=np.int64)
         padded_rows, padded_firsts, padded_splits = split_inputs(padded, size)
         padded_rows[2] = -1  # the slots of padding

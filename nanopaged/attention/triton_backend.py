@@ -1,6 +1,5 @@
 """Paged attention on a GPU: our Triton kernels store K/V and decode; prefills stay in PyTorch."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,11 +17,19 @@ class TritonAttention(TorchAttention):
     def __init__(self, cache: KVCache, scale: float) -> None:
         super().__init__(cache, scale)
         self.tables = BlockTables(self.device)
-        num_processors = 1  # if the kernels are interpreted
+        self.num_sms = 1  # multiprocessors; one if the kernels are interpreted
         if self.device.type == "cuda":
-            num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        # Eight programs for each multiprocessor (SM), so that all SMs end at about the same time.
-        self.max_splits = -(-8 * num_processors // cache.shape.num_kv_heads)  # ceil division
+            self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def max_splits(self, num_seqs: int) -> int:
+        """How finely contexts are cut, see `split_contexts`.
+
+        Few contexts are cut until each multiprocessor (SM) runs four programs at the same time.
+        Contexts that are enough for that without a cut differ in length: they are cut so finely
+        that all SMs end at about the same time.
+        """
+        full = -(-4 * self.num_sms // self.cache.shape.num_kv_heads)  # ceil division
+        return full if num_seqs < full else 4 * full
 
     def begin_store(self, metadata: AttentionMetadata) -> None:
         """Send the slot mapping to the device."""
@@ -40,8 +47,8 @@ class TritonAttention(TorchAttention):
         """Bring the block tables on the device up to date, and divide the contexts into splits."""
         n = metadata.num_decodes
         rows = self.tables.update(metadata.seq_ids[:n], metadata.block_tables[:n])
-        splits, firsts = split_contexts(metadata.context_lens[:n], self.max_splits)
-        self.table_rows = to_device(np.array(rows), self.device)
+        splits, firsts = split_contexts(metadata.context_lens[:n], self.max_splits(n))
+        self.table_rows = to_device(rows, self.device)
         self.splits = to_device(splits, self.device)
         self.firsts = to_device(firsts, self.device)
 
@@ -100,7 +107,7 @@ class BlockTables:
                 entries += [(row, column, table[column]) for column in range(first, len(table))]
                 changed[row] = table.copy()
         if entries:
-            row, column, block = to_device(np.array(entries).T, self.device)
+            row, column, block = to_device(entries, self.device).T
             self.data[row, column] = block.int()
         self.sent.update(changed)  # only now: if sending fails, the next step sends these again
         return [self.rows[seq_id] for seq_id in seq_ids]

@@ -337,7 +337,15 @@ def paged_decode(
         BLOCK_SIZE=block_size,
         **settings,
     )
+    # A warp is enough for a head: four would wait for each other longer than they compute.
     reduce_kernel[(num_seqs, num_heads)](
-        partial, lse, firsts, out, head_dim, settings["DIM_PAD"], CHUNK=16
+        partial,
+        lse,
+        firsts,
+        out,
+        head_dim,
+        settings["DIM_PAD"],
+        CHUNK=16,
+        num_warps=1,  # ty: ignore
     )
     return out

@@ -15,7 +15,10 @@ pytest.importorskip("triton", reason="decodes in graphs read their pages by Trit
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.attention import triton_backend
+from nanopaged.attention.triton_backend import TritonAttention
 from nanopaged.cuda_graphs import DecodeGraphs, graph_sizes
+from nanopaged.kernels.paged_attention import split_contexts
+from nanopaged.kv_cache import KVCache, KVShape
 
 
 def compute_again(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
@@ -43,6 +46,22 @@ def test_every_batch_finds_a_size(max_num_seqs: int) -> None:
     for n in range(1, max_num_seqs + 1):
         size = next(size for size in sizes if size >= n)
         assert size < 2 * n or size - n < 8
+
+
+@pytest.mark.parametrize("num_sms", [1, 46, 132])
+def test_a_graph_has_room_for_all_splits(num_sms: int) -> None:
+    """Contexts of any lengths, in batches smaller than the graph and as large, few and many."""
+    shape = KVShape(num_layers=1, num_kv_heads=8, head_dim=16, dtype=torch.float32)
+    attention = TritonAttention(KVCache(shape, 1, 16, torch.device("cpu")), 1.0)
+    attention.num_sms = num_sms
+    rng = np.random.default_rng(0)
+    smaller = 1
+    for size in graph_sizes(300):
+        for n in (smaller, size):
+            lens = rng.integers(1, 5000, n) * rng.integers(1, 9, n)
+            splits, _ = split_contexts(lens, attention.max_splits(size))
+            assert len(splits) <= size + attention.max_splits(size)
+        smaller = size + 1
 
 
 def test_graphs_give_the_same_tokens(qwen3: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +111,9 @@ def test_block_tables_send_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> 
     sent: list[list[list[int]]] = []
     to_device = triton_backend.to_device
     monkeypatch.setattr(
-        triton_backend, "to_device", lambda a, device: sent.append(a.T.tolist()) or to_device(a, device)
+        triton_backend,
+        "to_device",
+        lambda a, device: sent.append(np.transpose(a).tolist()) or to_device(a, device),
     )
     tables = triton_backend.BlockTables(torch.device("cpu"))
     tables.reserve(2, 4)

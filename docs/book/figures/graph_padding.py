@@ -24,7 +24,7 @@ def buffer_of_graph() -> list[int]:
     """What is sent to the graph for four sequences. The capture records nothing, so no GPU is needed."""
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=8, dtype=torch.float32)
     attention = TritonAttention(KVCache(shape, 20, BLOCK_SIZE, torch.device("cpu")), 1.0)
-    attention.max_splits = MAX_SPLITS
+    attention.max_splits = lambda num_seqs: MAX_SPLITS
     torch.cuda.graph_pool_handle = lambda: None
     DecodeGraphs.capture = lambda _, work: (torch.zeros(0), lambda: None)
     graphs = DecodeGraphs(None, attention, GRAPH_SIZE, 64)

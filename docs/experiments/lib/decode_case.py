@@ -69,7 +69,7 @@ class DecodeCase:
             slots.append(slots_of(table, np.array([length - 1]), self.block_size))
         attention = make_backend(backend, self.cache, self.q.shape[-1] ** -0.5)
         if max_splits is not None:  # of the Triton kernels
-            attention.max_splits = max_splits
+            attention.max_splits = lambda num_seqs: max_splits
         metadata = AttentionMetadata(
             query_lens=np.ones(len(self.lens), dtype=np.int64),
             context_lens=np.array(self.lens),
