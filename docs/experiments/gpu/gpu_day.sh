@@ -17,7 +17,7 @@ GPU=docs/experiments/gpu
 OUT=$(realpath -m "${OUT:-gpu-day}")
 PYTHON=${PYTHON:-python3}
 BUDGET=${BUDGET:-510}
-PARTS=${*:-machine tests varlen engine decode plain settings eager peer sanitizer}
+PARTS=${*:-machine tests varlen engine decode swap overlap plain settings eager peer sanitizer}
 SUMMARY=$OUT/summary.txt
 mkdir -p "$OUT"
 : >"$SUMMARY"
@@ -60,11 +60,13 @@ tests=(env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS=1 "$PYTHON" -m pytes
 gpu_tests=(-n 11 -m gpu tests/kernels/test_gpu.py --maxfail=25)
 few_tests=(-n 0 -k in_each_type)
 check=(compute-sanitizer --tool memcheck --error-exitcode 9 --print-limit 20)
+overlap=(--fork docs/forks/overlap/overlap.py --options '{"preemption": "recompute"}')
 peer=(--baseline hf --options '{"preemption": "recompute"}' --requests 64 --max-input 256 --min-output 32 --max-output 128)
 if ((REHEARSE)); then
     export CUDA_VISIBLE_DEVICES="" TRITON_INTERPRET=1
     gpu_tests=("${few_tests[@]}")
     check=(env)
+    overlap+=(--shape test --requests 4 --max-input 20 --min-output 2 --max-output 9)
     peer=(--baseline hf --shape test --requests 4 --max-input 20 --min-output 2 --max-output 9)
 fi
 
@@ -83,20 +85,22 @@ part tests 150 tests.txt "${tests[@]}" "${gpu_tests[@]}"
 part varlen 40 varlen.txt "$PYTHON" $GPU/gpu_day.py varlen
 part engine 75 engine.txt "$PYTHON" $GPU/gpu_day.py engine
 part decode 75 decode.txt "$PYTHON" $GPU/gpu_day.py decode
+part swap 40 swap.txt "$PYTHON" $GPU/gpu_day.py swap
+part overlap 60 overlap.txt "$PYTHON" bench.py "${overlap[@]}"
 part plain 60 engine.txt "$PYTHON" $GPU/gpu_day.py plain
 part settings 60 decode.txt "$PYTHON" $GPU/gpu_day.py settings
 part eager 55 engine.txt "$PYTHON" $GPU/gpu_day.py eager
-part peer 70 peer.txt "$PYTHON" bench.py "${peer[@]}"
+part peer 90 peer.txt "$PYTHON" bench.py "${peer[@]}"
 if ((REHEARSE)) || command -v compute-sanitizer >/dev/null; then
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 part sanitizer 75 sanitizer.txt "${check[@]}" "${tests[@]}" "${few_tests[@]}"
 elif [[ " $PARTS " == *" sanitizer "* ]]; then
     log "sanitizer: NOT RUN, there is no compute-sanitizer"
 fi
 log "the end; the results lie in $OUT"
-for file in machine tests varlen engine decode peer; do
+for file in machine tests varlen engine decode swap overlap peer; do
     if [[ -f $OUT/$file.txt ]]; then
         printf '\n==== %s.txt\n' "$file"
-        grep -aE '^(!!|FAILED|ERROR|==|[a-z ]+:|[0-9 ,]+ (output|passed|failed|x))' "$OUT/$file.txt" | cut -c1-150 | tail -50
+        grep -aE '^(!!|nanopaged|blocks|preemption|FAILED|ERROR|==|[a-z ]+:|[0-9 ,]+ (output|passed|failed|x))' "$OUT/$file.txt" | cut -c1-150 | tail -50
     fi
 done
 ! grep -qE 'FAILED|ENDED' "$SUMMARY"
