@@ -113,7 +113,7 @@ def test_block_tables_send_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         triton_backend,
         "to_device",
-        lambda a, device: sent.append(np.transpose(a).tolist()) or to_device(a, device),
+        lambda a, device: sent.append(np.array(a).tolist()) or to_device(a, device),
     )
     tables = triton_backend.BlockTables(torch.device("cpu"))
     tables.reserve(2, 4)
