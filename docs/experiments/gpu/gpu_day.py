@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from lib.common import copy_bandwidth, device_name, make_llm, product_speed, time_call
 from lib.decode_case import DecodeCase, KVSizes
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
@@ -317,14 +318,15 @@ def profile(core: LLMEngine, batch: int) -> None:
     with profiler(activities=kinds) as found:
         for _ in range(num):
             core.step()
-    averages = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
-    busy = sum(event.self_device_time_total for event in averages)
+    # An operation of PyTorch is listed with the time of its kernels, which are listed as well.
+    launched = [event for event in found.key_averages() if event.device_type == DeviceType.CUDA]
+    launched.sort(key=lambda event: -event.self_device_time_total)
+    busy = sum(event.self_device_time_total for event in launched)
     say(f"== kernels and copies: {busy / 1e3 / num:.3f} ms a step")
-    for event in averages[:32]:
-        if event.self_device_time_total > 0:
-            us = event.self_device_time_total
-            count = f"{event.count / num:7.1f} a step, {us / event.count:8.2f} us each"
-            say(f"{event.key[:90]:90} {count}, {us / num:9.1f} us a step")
+    for event in launched[:32]:
+        us = event.self_device_time_total
+        count = f"{event.count / num:7.1f} a step, {us / event.count:8.2f} us each"
+        say(f"{event.key[:90]:90} {count}, {us / num:9.1f} us a step")
     say(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=18, max_name_column_width=60))
     for i in range(batch):
         core.abort_request(str(i))
