@@ -268,14 +268,14 @@ class PackedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.num_outputs = weight.shape[0]
         self.bias = bias
-        lanes = load().num_lanes()
+        outputs = load().panel_outputs()
         columns = load().num_columns(weight.dtype)
         # Panels are filled up with outputs, and pairs with a column, whose weights are 0.
-        padding = (0, -weight.shape[1] % columns, 0, -weight.shape[0] % lanes)
+        padding = (0, -weight.shape[1] % columns, 0, -weight.shape[0] % outputs)
         if any(padding):  # else `F.pad` would copy the weights for nothing
             weight = F.pad(weight, padding)
-        panels = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, lanes))
-        # [panels, lanes, inputs / columns, columns] → [panels, inputs / columns, lanes, columns]
+        panels = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, outputs))
+        # [panels, outputs, inputs/columns, columns] → [panels, inputs/columns, outputs, columns]
         self.packed = panels.transpose(1, 2).contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:

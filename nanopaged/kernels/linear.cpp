@@ -9,13 +9,8 @@
 constexpr int64_t BLOCK_TOKENS = 480;
 
 template <class T> void multiply_block(const Product<T, T>& block) {
-    const int64_t num_panels = (block.outputs + LANES - 1) / LANES;
-    // With one token, memory is the limit: it is read at twice as many places together.
-    const int64_t num = block.num_tokens == 1 ? 2 * TILE_PANELS : TILE_PANELS;
 #pragma omp parallel for if (block.inputs * block.outputs > MIN_WORK)
-    for (int64_t panel = 0; panel < num_panels; panel += num)
-        if (block.num_tokens == 1) multiply_panels<1, 2 * TILE_PANELS>(block, panel);
-        else multiply_panels<TILE_TOKENS, TILE_PANELS>(block, panel);
+    for (int64_t output = 0; output < block.outputs; output += PANEL) multiply_panel(block, output);
 }
 
 template <class T> void launch_linear(const T* x, Product<T, T> product) {
@@ -38,7 +33,7 @@ template <class T> void launch_linear(const T* x, Product<T, T> product) {
 
 // ── launching the kernel ───────────────────────────────────────────────────────────────────────────
 
-extern "C" int num_lanes() { return LANES; }
+extern "C" int panel_outputs() { return PANEL; }
 
 extern "C" int num_columns(int dtype) { return dtype == 1 ? COLUMNS<BFloat16> : 1; }
 

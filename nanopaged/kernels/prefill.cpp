@@ -16,7 +16,7 @@
 #include "panels.h"
 
 constexpr int64_t TILE_QUERIES = 32;
-constexpr int64_t TILE_KEYS = 256;  // a multiple of LANES
+constexpr int64_t TILE_KEYS = 256;  // a multiple of PANEL
 
 struct Prefill {
     int64_t num_queries, context_len, num_heads, num_kv_heads, head_dim, block_size, q_token, cache_block, cache_head;
@@ -38,23 +38,23 @@ template <class T> struct Context {
 template <class T> Context<T> pack(const Prefill& p, int64_t kv_head) {
     const int64_t dim = p.head_dim, length = p.context_len;
     const int64_t key_panel = panel_size<T>(dim), value_panel = panel_size<T>(length);
-    const int64_t column = COLUMNS<T> * LANES;  // numbers that lie together: a column, or an interleaved pair of columns
+    const int64_t column = COLUMNS<T> * PANEL;  // numbers that lie together: a column, or an interleaved pair of columns
     Context<T> context;
-    context.keys.resize((length + LANES - 1) / LANES * key_panel);
-    context.values.resize((dim + LANES - 1) / LANES * value_panel);
+    context.keys.resize((length + PANEL - 1) / PANEL * key_panel);
+    context.values.resize((dim + PANEL - 1) / PANEL * value_panel);
     context.first_not_finite = length;
     for (int64_t position = 0; position < length; position++) {
         // block_size = 4, table [7, 2]: position 6 is in block 2, offset 2
         const int64_t block = p.table[position / p.block_size], offset = position % p.block_size;
         const int64_t row = block * p.cache_block + kv_head * p.cache_head + offset * dim;
         const T *k = (const T*)p.k_cache + row, *v = (const T*)p.v_cache + row;
-        T* key = &context.keys[position / LANES * key_panel + position % LANES * COLUMNS<T>];
+        T* key = &context.keys[position / PANEL * key_panel + position % PANEL * COLUMNS<T>];
         T* value = &context.values[position / COLUMNS<T> * column + position % COLUMNS<T>];
         for (int64_t i = 0; i < dim; i++) key[i / COLUMNS<T> * column + i % COLUMNS<T>] = k[i];
         Vec zeros = {};
         for (int64_t i = 0; i < dim; i += LANES) zeros += load(v + i, dim - i) * 0.0f;
         if (sum(zeros) == 0.0f)
-            for (int64_t i = 0; i < dim; i++) value[i / LANES * value_panel + i % LANES * COLUMNS<T>] = v[i];
+            for (int64_t i = 0; i < dim; i++) value[i / PANEL * value_panel + i % PANEL * COLUMNS<T>] = v[i];
         else
             context.first_not_finite = std::min(context.first_not_finite, position);
     }
@@ -97,7 +97,7 @@ template <class T> void prefill_kernel(const Prefill& p, const Context<T>& conte
     const int64_t key_panel = panel_size<T>(dim), value_panel = panel_size<T>(p.context_len);
     for (int64_t key = 0; key < end; key += TILE_KEYS) {
         const int64_t num_keys = std::min(TILE_KEYS, end - key);
-        const T *keys = &context.keys[key / LANES * key_panel], *values = &context.values[key * LANES];
+        const T *keys = &context.keys[key / PANEL * key_panel], *values = &context.values[key * PANEL];
         const Product<T, float> qk = {q.data(), keys, nullptr, scores.data(), num_q, dim, num_keys, key_panel};
         multiply_all(qk);
         for (int64_t i = 0; i < num_q; i++) {

@@ -31,13 +31,13 @@ template <class T> void print(const char* name, const std::vector<T>& x) {
 
 template <class T> void run_all(int dtype) {
     for (int64_t tokens : {1, 2, 3, 4, 5, 6, 13}) {
-        const int64_t inputs = 7 + tokens, outputs = 21 + 16 * tokens, panels = (outputs + LANES - 1) / LANES;
+        const int64_t inputs = 7 + tokens, outputs = 21 + 16 * tokens, panels = (outputs + PANEL - 1) / PANEL;
         const auto x = numbers<T>(tokens * inputs), weight = numbers<T>(outputs * inputs), bias = numbers<T>(outputs);
         const int64_t columns = COLUMNS<T>, pairs = (inputs + columns - 1) / columns;
-        std::vector<T> packed(panels * pairs * LANES * columns), y(tokens * outputs);
+        std::vector<T> packed(panels * pairs * PANEL * columns), y(tokens * outputs);
         for (int64_t o = 0; o < outputs; o++)
             for (int64_t i = 0; i < inputs; i++) {
-                const int64_t pair = (o / LANES * pairs + i / columns) * LANES + o % LANES;
+                const int64_t pair = (o / PANEL * pairs + i / columns) * PANEL + o % PANEL;
                 packed[pair * columns + i % columns] = weight[o * inputs + i];
             }
         linear(x.data(), packed.data(), bias.data(), y.data(), tokens, inputs, outputs, dtype);
