@@ -106,7 +106,7 @@ def compare(model: str, args: Namespace) -> None:
     requests = draw_requests(read_model_config(find_model(model)).vocab_size, args)
     sides = make_sides(model, requests, args)
     num_prompt = sum(len(prompt) for prompt, _ in requests)
-    num_output = sum(n for _, n in requests)
+    num_output = count_output_tokens(requests)
     print(f"{len(requests)} requests, {num_prompt} prompt and {num_output} output tokens", end="; ")
     print(f"{args.model or args.shape}, {args.dtype}; torch {torch.__version__}, threads: {args.threads}")
     rates = {name: [] for name in sides}
@@ -122,6 +122,11 @@ def draw_requests(vocab_size: int, args: Namespace) -> Requests:
     lengths = [rng.randint(args.min_input, args.max_input) for _ in range(args.requests)]
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
     return [(prompt, rng.randint(args.min_output, args.max_output)) for prompt in prompts]
+
+
+def count_output_tokens(requests: Requests) -> int:
+    """The tokens that all requests generate together."""
+    return sum(num_tokens for _, num_tokens in requests)
 
 
 def make_sides(model: str, requests: Requests, args: Namespace) -> dict[str, Callable[[], float]]:
@@ -153,7 +158,7 @@ def run_llm(llm: LLM, requests: Requests) -> float:
     seconds = time.perf_counter() - start
     num_steps = llm.engine.num_steps - steps_before
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    if num_tokens != sum(n for _, n in requests):
+    if num_tokens != count_output_tokens(requests):
         raise ValueError(f"outputs were cut: a text has at most {llm.engine.config.max_model_len} tokens")
     print(f"{num_steps} steps, with {num_tokens / num_steps:.1f} sequences in each on average")
     return num_tokens / seconds
@@ -192,7 +197,7 @@ def run_transformers(model: str, requests: Requests, dtype: str, size: int) -> f
         mask = pad_sequence([torch.ones_like(p) for p in prompts], batch_first=True, padding_side="left")
         longest = max(n for _, n in requests[i : i + size])
         hf.generate(ids, attention_mask=mask, min_new_tokens=longest, max_new_tokens=longest, **options)
-    return sum(n for _, n in requests) / (time.perf_counter() - start)
+    return count_output_tokens(requests) / (time.perf_counter() - start)
 
 
 def print_rates(rates: dict[str, list[float]]) -> None:

@@ -84,7 +84,7 @@ class BlockManager:
         self.free_ids = list(reversed(range(self.num_blocks)))  # a stack: block 0 is taken first
         # Blocks without references whose contents are kept, the least recently used first.
         self.cached = OrderedDict[int, Block]()
-        self.index: dict[bytes, Block] = {}  # the prefix index: key → the block published under it
+        self.prefix_index: dict[bytes, Block] = {}  # key → the block published under it
 
     @property
     def num_free_blocks(self) -> int:
@@ -105,7 +105,7 @@ class BlockManager:
         """Make the least recently used cached block free: its contents can no longer be found."""
         block_id, block = self.cached.popitem(last=False)
         assert block.key is not None
-        del self.index[block.key]
+        del self.prefix_index[block.key]
         block.key = None
         self.free_ids.append(block_id)
 
@@ -289,9 +289,9 @@ class BlockManager:
             return []
         prefix = []
         for key in self.keys_of(seq, (seq.num_tokens - 1) // self.block_size):
-            if key not in self.index:
+            if key not in self.prefix_index:
                 break
-            prefix.append(self.index[key].block_id)
+            prefix.append(self.prefix_index[key].block_id)
         return prefix
 
     def publish(self, seq: Sequence) -> None:
@@ -309,10 +309,10 @@ class BlockManager:
             return
         keys = self.keys_of(seq, end)
         for i in range(first, end):
-            if keys[i] not in self.index:
+            if keys[i] not in self.prefix_index:
                 block = self.blocks[seq.block_table[i]]
                 block.key = keys[i]
-                self.index[keys[i]] = block
+                self.prefix_index[keys[i]] = block
 
     def reset_prefix_cache(self) -> None:
         """Make all cached blocks free. Blocks in use can still be found."""

@@ -89,7 +89,7 @@ def has_fast_bfloat16(config: EngineConfig, device: torch.device) -> bool:
     return config.attention_backend in ("auto", "cpp") and build.can_build_or_load()
 
 
-def count_blocks(
+def choose_num_blocks(
     config: EngineConfig, model: Model, shape: KVShape, ranks: Ranks, backend: str
 ) -> tuple[int, int]:
     """The number of blocks in the KV cache and in host memory, as configured or as measured."""

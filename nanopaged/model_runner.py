@@ -18,7 +18,7 @@ from nanopaged.attention.reference_backend import ScoreMod
 from nanopaged.config import EngineConfig
 from nanopaged.kernels import cpp
 from nanopaged.kv_cache import KVCache, KVShape, take_rows, to_device
-from nanopaged.memory import count_blocks, measure_preemption, pick_device, pick_dtype
+from nanopaged.memory import choose_num_blocks, measure_preemption, pick_device, pick_dtype
 from nanopaged.model.checkpoint import load_model
 from nanopaged.model.decoder import ALONE, PLAIN, Operations, add_norm, norm_rotate, silu_mul
 from nanopaged.model.model_config import ModelConfig
@@ -70,7 +70,7 @@ class ModelRunner:
             operations=choose_operations(backend, self.dtype, is_eager),
         )
         ranks.meet(self.device)
-        self.num_blocks, self.num_host_blocks = count_blocks(
+        self.num_blocks, self.num_host_blocks = choose_num_blocks(
             config, self.model, shape, ranks, backend
         )
         self.kv_cache = self.make_cache(

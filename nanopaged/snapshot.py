@@ -274,7 +274,7 @@ def check_blocks(manager: BlockManager, sequences: Collection[Sequence]) -> None
             f"block {block.block_id} has {block.ref_count} references, but {num_entries} entries"
         )
     published = {block.key: block for block in manager.blocks if block.key is not None}
-    assert manager.index == published, "the index points to another block"
+    assert manager.prefix_index == published, "the index points to another block"
     _check_tables(manager, sequences)
 
 

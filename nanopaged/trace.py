@@ -126,7 +126,7 @@ class Recorder:
             "queue": [[self.numbers[request] for request in queue]],
             "running": [[len(self.scheduler.running)]],
             "cached": [list(manager.cached)],
-            "keys": [[(block.block_id, key) for key, block in manager.index.items()]],
+            "keys": [[(block.block_id, key) for key, block in manager.prefix_index.items()]],
         }
         for request, number in self.numbers.items():
             for seq in request.sequences:

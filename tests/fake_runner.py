@@ -197,7 +197,7 @@ class FakeRunner:
 
     def check_findable_blocks(self, manager: BlockManager) -> None:
         """Every findable block holds the K/V of exactly the tokens that its key stands for."""
-        for key, block in manager.index.items():
+        for key, block in manager.prefix_index.items():
             numbers = [self.slots.get((block.block_id, i), GARBAGE) for i in range(self.block_size)]
             prefix = numbers[-1]
             assert prefix in self.ends, f"block {block.block_id} can be found, but its K/V was never computed"

@@ -28,7 +28,7 @@ test_a_case = table([
      "allocate A 1..200; compute A; find 1..201"),
     ("publish", "The blocks that the step fills get keys: 6 tokens computed, 7 scheduled", "9 blocks of 4",
      "allocate A 1..20; compute A 6; compute A 7; find 1..20"),
-    ("publish", "Of two equal blocks the first one stays in `index`", "8 blocks of 2",
+    ("publish", "Of two equal blocks the first one stays in `prefix_index`", "8 blocks of 2",
      "allocate A 1 2 3; allocate B 1 2 4; compute A; compute B"),
     ("publish", "Without prefix caching nothing is published", "8 blocks of 2, uncached",
      "allocate A 1 2 3; compute A"),

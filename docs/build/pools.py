@@ -102,7 +102,7 @@ class Pool:
         counts = [[manager.blocks[block_id].ref_count for block_id in table] for table in tables]
         unused = [block.block_id for block in manager.blocks if block.ref_count == 0]
         published = {block.block_id: block.key for block in manager.blocks if block.key is not None}
-        indexed = {block.block_id: key for key, block in manager.index.items()}
+        indexed = {block.block_id: key for key, block in manager.prefix_index.items()}
         cached = [name_of(manager.blocks[block_id].key) for block_id in manager.cached]
         is_complete = sorted([*manager.free_ids, *manager.cached]) == unused
         is_same = self.free_ids is manager.free_ids and self.cached is manager.cached
@@ -114,8 +114,8 @@ class Pool:
             "num_free_blocks is": manager.num_free_blocks,
             "the number of free host blocks is": len(self.swapper.free_ids),
             "the keys in `cached`, longest unused first, are": cached,
-            "the keys in `index` are": sorted(name_of(key) for key in manager.index),
-            "`index` leads to all blocks with a key, and to no other:": indexed == published,
+            "the keys in `prefix_index` are": sorted(name_of(key) for key in manager.prefix_index),
+            "`prefix_index` leads to all blocks with a key, and to no other:": indexed == published,
             "each unused block is in `free_ids` or `cached`:": is_complete,
             "`free_ids` and `cached` are still the same objects:": is_same,
             "the tokens are": [seq.token_ids for seq in sequences],
@@ -144,7 +144,7 @@ class Pool:
         for name in names:
             block = self.manager.blocks[self.block(name)]
             block.key = name.encode()
-            self.manager.index[block.key] = block
+            self.manager.prefix_index[block.key] = block
 
     # ── commands: sequences ───────────────────────────────────────────────────────────────────────
 

@@ -83,7 +83,7 @@ WRONG: dict[int, dict[str, Pieces]] = {
             ("BlockManager.keys_of", "sha256(keys[-1])", "sha256(keys[0])")
         ],
         "a second block takes the place of an equal one": [
-            ("BlockManager.publish", "if keys[i] not in self.index:", "if True:")
+            ("BlockManager.publish", "if keys[i] not in self.prefix_index:", "if True:")
         ],
     },
     5: {

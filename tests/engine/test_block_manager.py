@@ -120,11 +120,11 @@ def test_refused_admission_changes_nothing() -> None:
     manager = BlockManager(4, 2)
     manager.free(admit(manager, 1, 2, 3, 4, 5))
     holder = admit(manager, 9)
-    before = (manager.num_free_blocks, list(manager.cached), dict(manager.index))
+    before = (manager.num_free_blocks, list(manager.cached), dict(manager.prefix_index))
     seq = sequence(1, 2, 3, 4, 5, 6, 7, 8)
     assert not manager.allocate([seq])
     assert (seq.block_table, seq.num_computed_tokens) == ([], 0)
-    assert before == (manager.num_free_blocks, list(manager.cached), dict(manager.index))
+    assert before == (manager.num_free_blocks, list(manager.cached), dict(manager.prefix_index))
     check_blocks(manager, [holder])
 
 

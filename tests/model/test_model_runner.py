@@ -159,7 +159,7 @@ def test_the_rank_with_the_least_memory_decides() -> None:
 
     model = SimpleNamespace(embed_tokens=torch.nn.Embedding(1, 1))
     config = config_of(64, num_blocks=10, num_host_blocks=5, tensor_parallel_size=2)
-    assert memory.count_blocks(config, model, SHAPE, OtherRank(0, size=2, store=None), "torch") == (7, 5)
+    assert memory.choose_num_blocks(config, model, SHAPE, OtherRank(0, size=2, store=None), "torch") == (7, 5)
 
 
 def test_host_blocks_are_for_swapping(qwen3: Oracle) -> None:

@@ -84,7 +84,7 @@ class RadixBlockManager(BlockManager):
 
     def reset(self) -> None:
         super().reset()
-        self.index = Tree(self.block_size)
+        self.prefix_index = Tree(self.block_size)
         self.being_computed = set[int]()
         self.copies: list[tuple[int, int]] = []
 
@@ -108,7 +108,7 @@ class RadixBlockManager(BlockManager):
         wanted = array("q", seq.token_ids[start:end]).tobytes()
         source = None
         most = self.min_partial - 1
-        for tokens, block in self.index.children.get(self.prefix_of(seq, start), {}).items():
+        for tokens, block in self.prefix_index.children.get(self.prefix_of(seq, start), {}).items():
             num_equal = len(commonprefix([wanted, tokens])) // TOKEN_BYTES
             if num_equal > most and block.block_id not in self.being_computed:
                 source = block.block_id

@@ -46,7 +46,7 @@ class RadixRun(Run):
 
     def check(self) -> None:
         super().check()
-        tree = self.manager.index
+        tree = self.manager.prefix_index
         assert all(tree.children.values()), "a prefix without blocks is kept"
         keys = [prefix + tokens for prefix, blocks in tree.children.items() for tokens in blocks]
         assert set(keys) == tree.keys()

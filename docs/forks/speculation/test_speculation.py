@@ -61,7 +61,7 @@ def test_greedy_is_what_transformers_says(oracle: Oracle, case: tuple, preemptio
     assert {"truth": share == 1, "garbage": share == 0, "half": 0 < share < 1}.get(proposer, True)
     assert (num_preempted(llm) > 0) == bool(preemption)
     if not preemption:  # nothing was evicted: a later prompt finds the same blocks
-        assert llm.engine.block_manager.index.keys() == plain.engine.block_manager.index.keys()
+        assert llm.engine.block_manager.prefix_index.keys() == plain.engine.block_manager.prefix_index.keys()
     if proposer == "truth" and not preemption:  # in the first step the prompts, then five tokens in each
         assert llm.engine.stats().num_steps == 1 + math.ceil(15 / 5)
 

@@ -99,7 +99,7 @@ class TierBlockManager(BlockManager):
             for key, block_id, kv in zip(keys, seq.block_table[first:], self.tier.load(keys), strict=False):
                 self.tier.loads.append((block_id, kv))
                 seq.num_computed_tokens += self.block_size
-                self.index.setdefault(key, self.blocks[block_id]).key = key  # as `publish`
+                self.prefix_index.setdefault(key, self.blocks[block_id]).key = key  # as `publish`
         return fits
 
     def reset_prefix_cache(self) -> None:
