@@ -50,5 +50,5 @@ def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path: Path) -> None:
 def test_a_rehearsal_of_all_parts(tmp_path: Path) -> None:
     status, lines = run_script(tmp_path)
     assert status == 0, lines
-    assert len(lines) == 10
+    assert len(lines) == 12
     assert all(line.startswith("ok, ") for line in lines.values()), lines

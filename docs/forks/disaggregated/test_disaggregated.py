@@ -112,9 +112,11 @@ def test_the_prompt_process_dies(llm: LLM, qwen3: Oracle) -> None:
     """An error, and no hang. No request is lost: the next step computes their prompts here."""
     prompts = random_prompts(4, seed=3)
     requests = [llm.engine.prompts.make_request(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)]
+    (child,) = multiprocessing.active_children()
+    psutil.Process(child.pid).suspend()  # else it may have computed them all before it dies
     for request in requests:
         llm.engine.queue(request)
-    multiprocessing.active_children()[0].kill()
+    child.kill()
     for is_told in (True, False):
         with pytest.raises(BrokenExecutor, match="terminated abruptly") if is_told else nullcontext():
             while llm.engine.has_unfinished_requests():
