@@ -67,7 +67,7 @@ STOPS = [
          "last (all-or-nothing), because a step reads all its K/V. Earlier requests finish."),
     Stop(17, "scheduled", "preempt", "No room to swap", ("Swap", "Recompute"),
          "A1–A4 need a block each. A1 takes 26, left by C; for the others B is preempted. The host has no "
-         "room to swap B's 12 blocks: 9 stay cached; A2–A4 take 3, whose K/V B will recompute."),
+         "room to swap all 12 of B's blocks: 9 stay cached; A2–A4 take 3, which B will recompute."),
     Stop(19, "scheduled", "evict", "Which block to evict", ("Cached block", "Eviction", "LRU"),
          "A cached block has no user, but a later prompt may find its contents. When no block is free, an "
          "eviction takes the one unused for longest (LRU)."),
