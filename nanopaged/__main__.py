@@ -50,6 +50,7 @@ def chat(llm: nanopaged.LLM, params: SamplingParams) -> None:
         elif line:
             turns.append({"role": "user", "content": line})
             text = ""
+            blocks = "the last answer took less than two steps"
             output = None
             try:
                 for output in until_interrupted(llm.stream(make_prompt(llm, turns), params)):

@@ -28,9 +28,9 @@ def llm() -> LLM:
 def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
     """What `chat` prints for the lines that are typed."""
 
-    def talk(llm: LLM, *lines: str) -> str:
+    def talk(llm: LLM, *lines: str, params: SamplingParams = GREEDY) -> str:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        chat(llm, GREEDY)
+        chat(llm, params)
         return capsys.readouterr().out
 
     return talk
@@ -72,6 +72,13 @@ def test_the_blocks_of_the_answer_are_shown_while_it_runs(llm: LLM, talk: Talk) 
     assert stats["num_used_blocks"] == 0
     assert stats["prefix_cache_hits"] > before.prefix_cache_hits
     assert stats == {name: getattr(llm.engine.stats(), name) for name in stats}
+
+
+def test_an_answer_of_one_step_has_no_blocks_to_show(llm: LLM, talk: Talk) -> None:
+    """Not those of the answer before it."""
+    short = SamplingParams(temperature=0, max_tokens=1)
+    printed = talk(llm, "What news?", "/blocks", params=short)
+    assert printed.endswith("\nthe last answer took less than two steps\n")
 
 
 def test_a_conversation_that_is_too_long(talk: Talk) -> None:
