@@ -65,8 +65,9 @@ class LLMEngine:
             raise TypeError(f"config must be an EngineConfig, got {config!r}")
         folder = find_model(config.model, with_weights=config.load_format == "auto")
         model_config = read_model_config(folder)
-        usual = usual_budget(config.device)
-        config = choose_lengths(config, model_config.max_position_embeddings, usual)
+        config = choose_lengths(
+            config, model_config.max_position_embeddings, usual_budget(config.device)
+        )
         self.config = config
         self.model_name = str(config.model or folder.name)
         self.tokenizer = load_tokenizer(folder)
@@ -199,7 +200,7 @@ class LLMEngine:
         """Stop a running or waiting request and free its blocks. Returns its output so far.
 
         Raises:
-            ValueError: no unfinished request has this id.
+            ValueError: no request has this id, or `step` has returned it as finished.
         """
         if not isinstance(request_id, str) or request_id not in self.requests:
             raise ValueError(f"no unfinished request has the id {request_id!r}")

@@ -4,7 +4,6 @@ The runner has the model and the KV cache. It reads sequences and block tables, 
 """
 
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -243,9 +242,10 @@ def logprobs_by_request(
     sequences: list[Sequence], prompt_logprobs: list[Logprobs]
 ) -> dict[Request, list[Logprobs]]:
     """Each request of these sequences whose prompt is scored → its part of `prompt_logprobs`."""
-    rest = iter(prompt_logprobs)
-    return {
-        seq.request: list(islice(rest, len(scored_positions(seq))))
-        for seq in sequences
-        if seq.request.wants_prompt_logprobs
-    }
+    parts = {}
+    for seq in sequences:
+        if seq.request.wants_prompt_logprobs:
+            num_scored = len(scored_positions(seq))
+            parts[seq.request] = prompt_logprobs[:num_scored]
+            prompt_logprobs = prompt_logprobs[num_scored:]
+    return parts

@@ -103,14 +103,13 @@ class Scheduler:
         # A request that was preempted above waits in this queue as well. If it fits now, it runs
         # again in this step: what it swapped out is copied to the host before any other move.
         num_seqs = sum(request.num_seqs for request in self.running)
-        for request in self.waiting:
+        while self.waiting and budget > 0:
+            request = self.waiting[0]
             num_seqs += request.num_seqs
-            if budget == 0 or num_seqs > self.max_num_seqs:
-                break
-            if not self._admit(request, budget, batch):
+            if num_seqs > self.max_num_seqs or not self._admit(request, budget, batch):
                 break  # no request overtakes the first one, even if it needs fewer blocks
+            self.waiting.pop(0)
             budget = self._schedule_tokens(request, budget, batch)
-        del self.waiting[: len(batch.admitted)]
         assert batch.sequences or not (self.running or self.waiting), "no work was scheduled"
         return batch
 

@@ -27,7 +27,7 @@ def load_fork(file: str) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file has no class `LLM`.
+        ValueError: the file has no class `LLM`, or the name of another module.
     """
     path = Path(file).resolve(strict=True)
     sys.path.insert(0, str(path.parent))
@@ -36,7 +36,7 @@ def load_fork(file: str) -> Any:
         make_llm = fork.LLM
     except (ImportError, AttributeError, SyntaxError) as error:
         raise ValueError(
-            f"{file} cannot be loaded as a fork, a file with a class LLM: {error}"
+            f"{file} cannot be loaded as a fork, a file with a class LLM and its own name: {error}"
         ) from error
     print(f"the fork {path.stem}: {fork.__doc__ or file}".splitlines()[0], file=sys.stderr)
     return make_llm
