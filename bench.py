@@ -140,7 +140,7 @@ def make_sides(model: str, requests: Requests, args: Namespace) -> dict[str, Cal
     make_llm = load_fork(args.fork) if args.fork else LLM
     sides = {"nanopaged": lambda: run_llm(make_llm(model, dtype=args.dtype, **args.options), requests)}
     if args.baseline == "hf":
-        for size in sorted({args.requests // 4 or 1, args.requests // 2 or 1, args.requests}):
+        for size in sorted({max(1, args.requests // 4), max(1, args.requests // 2), args.requests}):
             run_side = partial(run_transformers, model, requests, dtype=args.dtype, size=size)
             sides[f"transformers, static batches of {size}"] = run_side
     return sides

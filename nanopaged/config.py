@@ -243,8 +243,10 @@ class RequestOptions(Options):
                     f"min_tokens is {self.min_tokens}, but max_tokens is only {self.max_tokens}"
                 )
         self.check_types("ignore_eos", types=bool, description="True or False")
-        token_ids = self.check_list("stop_token_ids")
-        token_ids = [check_int("stop_token_ids", token_id, minimum=0) for token_id in token_ids]
+        token_ids = [
+            check_int("an item of stop_token_ids", token_id, minimum=0)
+            for token_id in self.check_list("stop_token_ids")
+        ]
         self.keep("stop_token_ids", tuple(token_ids))
 
 

@@ -120,7 +120,8 @@ class Scheduler:
         6 of 10 tokens computed, budget 20: 4 tokens are scheduled, 16 of the budget are left
         """
         for seq in request.live:
-            num_tokens = seq.num_tokens - seq.num_computed_tokens  # 0 if a beam waits for siblings
+            # 0 for a beam that has its candidates, while other beams of its request have none.
+            num_tokens = seq.num_tokens - seq.num_computed_tokens
             if num_tokens > budget:
                 if not self.enable_chunked_prefill:
                     break  # its siblings wait as well, because they may share what it computes

@@ -53,7 +53,7 @@ class Sequence:
     host_table: list[int] = field(default_factory=list)  # the same, while swapped out
     block_keys: list[bytes] = field(default_factory=list)  # see `BlockManager.keys_of`
 
-    candidates: list[Sample] | None = None  # of a beam, until all beams of its request have theirs
+    candidates: list[Sample] | None = None  # a beam's, kept until the other beams have theirs
     score: float | None = None  # of a beam search's hypothesis
     finish_reason: str | None = None  # "stop" | "length" | "abort"
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
@@ -110,7 +110,8 @@ class Sequence:
         sequence.
         """
         self.samples.append(sample)
-        self.token_ids.append(sample.token_id)  # last, because `start_over` counts the tokens
+        # Last: if the step fails before it, `start_over` drops the sample that has no token.
+        self.token_ids.append(sample.token_id)
         return self.check_stop()
 
     def check_stop(self) -> bool:

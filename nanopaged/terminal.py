@@ -27,7 +27,7 @@ def load_fork(file: str) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file has no class `LLM`, or the name of another module.
+        ValueError: the file has no class `LLM`, or has the name of another module without one.
     """
     path = Path(file).resolve(strict=True)
     sys.path.insert(0, str(path.parent))

@@ -70,10 +70,11 @@ def make_backend(
         return TorchAttention(cache, scale, score_mod)
     if name == "cpp":
         return CppAttention(cache, scale)
-    from nanopaged.attention import flash_backend  # Triton is not installed everywhere
+    # Triton is not installed everywhere.
+    from nanopaged.attention import flash_backend, triton_backend
 
     if name == "triton":
-        return flash_backend.TritonAttention(cache, scale)
+        return triton_backend.TritonAttention(cache, scale)
     return flash_backend.FlashAttention(cache, scale)
 
 

@@ -39,6 +39,8 @@ class CppAttention(TorchAttention):
             run         0      1    2
             blocks     5 2     7    9        num_keys  8 3 1      first_block  0 2 3 4
             sequences  0 1     0    1        row_seq   0 1 0 1    first_row    0 2 3 4
+
+            the rows of each sequence        rows_by_seq  0 2 1 3    first_of_seq  0 2 4
         """
         n = metadata.num_decodes
         context_lens = metadata.context_lens[:n].tolist()

@@ -161,10 +161,10 @@ def reduce_kernel(
     acc = tl.zeros([DIM_PAD], tl.float32)
     for start in range(first, end, CHUNK):
         split = start + tl.arange(0, CHUNK)
-        rows = split.to(tl.int64) * num_heads + head
-        lse = tl.load(lse_ptr + rows, mask=split < end, other=float("-inf"))
+        partial_rows = split.to(tl.int64) * num_heads + head
+        lse = tl.load(lse_ptr + partial_rows, mask=split < end, other=float("-inf"))
         mask = (split[:, None] < end) & (dims[None, :] < HEAD_DIM)
-        source = rows[:, None] * HEAD_DIM + dims[None, :]
+        source = partial_rows[:, None] * HEAD_DIM + dims[None, :]
         partial = tl.load(partial_ptr + source, mask=mask, other=0.0)
         m_new = tl.maximum(m, tl.max(lse, 0))
         weight = tl.exp2(lse - m_new)
