@@ -51,18 +51,18 @@ class SamplingMetadata:
     """
 
     def __init__(self, draws: list[Draw], device: torch.device) -> None:
-        rows = []  # of the banned tokens
-        token_ids = []
+        banned_rows = []
+        banned_ids = []
         penalties = []
         for row, draw in enumerate(draws):
-            rows += [row] * len(draw.banned_token_ids)
-            token_ids += draw.banned_token_ids
+            banned_rows += [row] * len(draw.banned_token_ids)
+            banned_ids += draw.banned_token_ids
             for token_id, count in draw.token_counts.items():
                 penalties.append((row, token_id, count, *draw.params.penalties))
         self.banned = None
-        if rows:
+        if banned_rows:
             # Nothing is banned in row 0, tokens 3 and 5 in row 1: [[1, 1], [3, 5]]
-            self.banned = to_device((rows, token_ids), device)
+            self.banned = to_device((banned_rows, banned_ids), device)
         self.penalties = None
         if penalties:  # see `penalize`
             self.penalties = to_device(np.array(penalties, dtype=np.float32).T, device)
@@ -91,15 +91,15 @@ def sample_next_tokens(batch: ScheduledBatch, logits: Tensor) -> list[list[Sampl
         logits: [num_ready, vocab_size], a row for each sequence that needs a sample.
     """
     draws = []
-    rows = []  # of each draw, in the logits
+    logits_rows = []  # one for each draw
     ready = [seq for seq in batch.sequences if seq.needs_sample]
     for row, seq in enumerate(ready):
         for draw in draws_of(seq):
             draws.append(draw)
-            rows.append(row)
-    drawn = draw_samples(take_rows(logits, rows), SamplingMetadata(draws, logits.device))
+            logits_rows.append(row)
+    drawn = draw_samples(take_rows(logits, logits_rows), SamplingMetadata(draws, logits.device))
     samples = {seq: [] for seq in batch.sequences}
-    for row, draw, sample in zip(rows, draws, drawn, strict=True):
+    for row, draw, sample in zip(logits_rows, draws, drawn, strict=True):
         seq = ready[row]
         request = seq.request
         if not math.isfinite(sample.logprob):
