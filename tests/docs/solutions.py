@@ -49,9 +49,10 @@ WRONG: dict[int, dict[str, Pieces]] = {
         "a waiting request overtakes": [
             (
                 "Scheduler.schedule",
-                "if not self._admit(request, budget, batch):",
-                "if not self._admit(request, budget, batch) and len(self.waiting) < 2:",
-            )
+                "request = self.waiting[0]",
+                "request = min(self.waiting, key=lambda each: each.num_prompt_tokens)",
+            ),
+            ("Scheduler.schedule", "self.waiting.pop(0)", "self.waiting.remove(request)"),
         ],
         "the first running request is preempted": [
             ("Scheduler.schedule", "self.running.pop()", "self.running.pop(0)")
