@@ -52,8 +52,9 @@ def advance_beams(request: Request, block_manager: BlockManager) -> None:
     beams = request.live
     candidates = []  # (log-probability of the whole text, the beam, the token that may follow it)
     for beam in beams:
+        so_far = beam.cumulative_logprob
         for sample in beam.candidates or ():
-            candidates.append((beam.cumulative_logprob + sample.logprob, beam, sample))
+            candidates.append((so_far + sample.logprob, beam, sample))
     candidates.sort(key=itemgetter(0), reverse=True)
 
     next_beams = []
