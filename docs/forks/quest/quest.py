@@ -100,7 +100,7 @@ class QuestAttention(TorchAttention):
                 row = first_row + position - start
                 blocks = metadata.block_tables[i][: position // self.cache.block_size + 1]
                 num_pages = self.num_pages_read if position >= prompt_len else len(blocks)
-                table = to_device(np.array(blocks), self.device)
+                table = to_device(blocks, self.device)
                 self.queries.append(Query(row=row, table=table, position=position, num_pages=num_pages))
             first_row += query_len
 
